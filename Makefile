@@ -1,0 +1,15 @@
+# The two commands. Each does its own set-up on a Debian machine with git, make and rustup's cargo.
+.PHONY: demo test
+
+demo: linker
+	@cargo run --quiet --package xtask -- demo
+
+test: linker
+	@cargo run --quiet --package xtask -- test
+
+# Rust needs a C linker before anything of ours can run; everything else is `cargo xtask setup`'s work.
+.PHONY: linker
+linker:
+	@command -v cc >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ]; then apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev; \
+	  else echo "towline: no C linker; run: sudo apt-get install gcc libc6-dev" >&2; exit 1; fi; }

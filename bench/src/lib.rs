@@ -1,0 +1,111 @@
+//! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
+//!
+//! ```text
+//! towline bench [TABLE...]  ─►  run  ─►  ram::measure  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
+//! ```
+//! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
+//! by round before its median is. Nothing is published without its peer beside it. What cannot be measured stays in its
+//! table as a row with the reason. Guests, processes and files go when the run ends, also when it is cancelled.
+//!
+//! What this is not: a test. It asserts nothing about speed, and its figures are of the machine that it ran on.
+
+mod machine;
+pub mod ram;
+mod report;
+pub mod rounds;
+pub mod stats;
+pub mod table;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, ensure};
+use towline_channel::Cancel;
+
+use crate::table::Table;
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Names of tables; all if empty.
+    pub tables: Vec<String>,
+    /// Also write each table here, as text and as JSON.
+    pub report: Option<PathBuf>,
+    /// Runs of each row, at least 1.
+    pub runs: usize,
+    /// The binary under test.
+    pub towline: PathBuf,
+    /// Ends the run early; everything is put away.
+    pub cancel: Cancel,
+}
+
+/// No table has this name.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no table {name:?}; there are: {}", known.join(", "))]
+pub struct UnknownTable {
+    /// What was asked for.
+    pub name: String,
+    /// What there is.
+    pub known: Vec<&'static str>,
+}
+
+/// What `towline bench NAME` runs.
+struct Benchmark {
+    name: &'static str,
+    measure: fn(&Options) -> Result<Vec<Table>>,
+}
+
+const BENCHMARKS: [Benchmark; 1] = [Benchmark {
+    name: "ram",
+    measure: |options| {
+        ram::measure(&ram::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+    },
+}];
+
+/// Measures and prints.
+///
+/// # Errors
+/// A table is unknown ([`UnknownTable`], before anything runs), the machine lacks what all rows need, it was cancelled, or
+/// the report cannot be written.
+pub fn run(options: &Options) -> Result<()> {
+    let chosen = chosen(&options.tables)?;
+    ensure!(options.runs > 0, "0 runs measure nothing, expected at least 1");
+    if let Some(directory) = &options.report {
+        // Now rather than after all is measured.
+        std::fs::create_dir_all(directory)?;
+    }
+    for benchmark in chosen {
+        let machine = machine::describe();
+        let tables = (benchmark.measure)(options)?;
+        let text = report::text(&machine, &tables);
+        print!("{text}");
+        if let Some(directory) = &options.report {
+            report::write(directory, benchmark.name, &text, &report::json(&machine, &tables))?;
+        }
+    }
+    Ok(())
+}
+
+fn chosen(names: &[String]) -> Result<Vec<&'static Benchmark>, UnknownTable> {
+    if names.is_empty() {
+        return Ok(BENCHMARKS.iter().collect());
+    }
+    let known = || BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
+    let find = |name: &String| BENCHMARKS.iter().find(|benchmark| benchmark.name == name);
+    names
+        .iter()
+        .map(|name| find(name).ok_or_else(|| UnknownTable { name: name.clone(), known: known() }))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_table_is_named_with_those_that_are_known() {
+        let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
+        assert_eq!(error.to_string(), "there is no table \"disk\"; there are: ram");
+        assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
+    }
+}

@@ -1,0 +1,43 @@
+//! What the figures were taken on, in a few words, without names or dates.
+
+use std::path::Path;
+
+/// One line per fact.
+pub(crate) fn describe() -> Vec<String> {
+    let processors = std::thread::available_parallelism().map_or(0, usize::from);
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    let memory = read("/proc/meminfo");
+    let memory_kib =
+        memory.lines().find_map(|line| line.strip_prefix("MemTotal:")?.split_whitespace().next());
+    let memory_gib =
+        memory_kib.and_then(|kib| kib.parse::<f64>().ok()).unwrap_or_default() / f64::from(1 << 20);
+    let virtual_machine = match read("/proc/cpuinfo").contains(" hypervisor") {
+        true => "a virtual machine",
+        false => "no virtual machine",
+    };
+    let huge = |name: &str| {
+        let text = read(&format!("/sys/kernel/mm/transparent_hugepage/{name}"));
+        text.split(['[', ']']).nth(1).unwrap_or("not there").to_owned()
+    };
+    vec![
+        format!(
+            "{processors} processors, {memory_gib:.0} GiB, {virtual_machine}, Linux {}",
+            read("/proc/sys/kernel/osrelease")
+        ),
+        format!("transparent huge pages: {}, for shared memory: {}", huge("enabled"), huge("shmem_enabled")),
+        format!("load average when it began: {}", read("/proc/loadavg")),
+    ]
+}
+
+/// The filesystem that `path` lies on, by the type that it tells of itself.
+pub(crate) fn filesystem(path: &Path) -> String {
+    let Ok(found) = rustix::fs::statfs(path) else { return "an unknown filesystem".into() };
+    match found.f_type {
+        0xEF53 => "ext4".into(),
+        0x0102_1994 => "tmpfs".into(),
+        0x5846_5342 => "XFS".into(),
+        0x9123_683E => "Btrfs".into(),
+        0x794C_7630 => "overlayfs".into(),
+        other => format!("a filesystem of type {other:#x}"),
+    }
+}

@@ -1,0 +1,148 @@
+//! The guests: stock QEMU with the lab's smallest guest, and its counter seen from outside.
+//!
+//! The counter is read through `/proc/PID/mem` at the address that QEMU itself names (`gpa2hva`, asked before the clock
+//! starts). So the first tick is seen within half a millisecond, without a question to QEMU, whose monitor answers nobody
+//! while it loads; and the destination's only page that this touches early is the counter's own.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version};
+
+use super::Bench;
+
+/// How long the guest may take to fill its memory.
+const FILL_WITHIN: Duration = Duration::from_secs(180);
+/// How long a guest that has arrived may take to count on.
+const TICK_WITHIN: Duration = Duration::from_secs(120);
+/// The counter of the lab's smallest guest, as its module documentation draws it.
+const COUNTER_ADDRESS: u64 = 0x11_0008;
+/// Random words that fill a page.
+const WORDS_PER_PAGE: u32 = 1024;
+
+/// What memory a guest has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Memory {
+    /// QEMU's default: a destination's pages are made when they are first touched.
+    Cold,
+    /// A shared memfd that QEMU has touched before it starts.
+    Preallocated,
+}
+
+/// A guest that has filled its memory, and is stopped whenever it is not saved: on a machine of few processors its
+/// counting would compete with what is measured.
+pub(super) struct Source {
+    pub(super) qemu: Qemu,
+    pub(super) counter: Counter,
+}
+
+/// A QEMU that waits.
+pub(super) struct Destination {
+    pub(super) qemu: Qemu,
+    counter: Counter,
+    /// From its process's start until its monitor answered.
+    pub(super) start_time: Duration,
+}
+
+/// The guest's counter, read past QEMU.
+pub(super) struct Counter {
+    memory: File,
+    address: u64,
+}
+
+fn builder(bench: &Bench<'_>, memory: Memory) -> Builder {
+    let guest = BootSector {
+        fill_mib: bench.parameters.data_mib,
+        words_per_page: WORDS_PER_PAGE,
+        seed: 1,
+        sweep_pages: 0,
+    };
+    let backend = match memory {
+        Memory::Cold => MemoryBackend::Default,
+        Memory::Preallocated => MemoryBackend::Memfd { prealloc: true },
+    };
+    let builder = Qemu::builder(Version::V10_0).memory_mib(bench.parameters.memory_mib).boot_sector(guest);
+    builder.memory_backend(backend)
+}
+
+impl Source {
+    pub(super) fn start(bench: &Bench<'_>, memory: Memory) -> Result<Self> {
+        eprintln!("ram: filling {} MiB of a guest ({})", bench.parameters.data_mib, memory.as_text());
+        let qemu = builder(bench, memory).start()?;
+        bench.wait("a guest that has filled its memory", FILL_WITHIN, || Ok(qemu.filled()?.then_some(())))?;
+        let counter = Counter::of(&qemu)?;
+        let source = Self { qemu, counter };
+        source.stop()?;
+        Ok(source)
+    }
+
+    /// Stops it, also after it was migrated away.
+    pub(super) fn stop(&self) -> Result<()> {
+        if self.qemu.qmp().status()? == "postmigrate" {
+            // QEMU wants to hear that the guest is still wanted here before it migrates it again.
+            self.qemu.qmp().execute("cont", Value::Null)?;
+        }
+        self.qemu.qmp().execute("stop", Value::Null)?;
+        Ok(())
+    }
+
+    /// Runs it.
+    pub(super) fn cont(&self) -> Result<()> {
+        self.qemu.qmp().execute("cont", Value::Null)?;
+        Ok(())
+    }
+}
+
+impl Destination {
+    /// Starts it and waits until it is ready: monitor there, memory touched if it is to be.
+    pub(super) fn start(bench: &Bench<'_>, memory: Memory) -> Result<Self> {
+        let started = Instant::now();
+        let qemu = builder(bench, memory).incoming_defer().start()?;
+        let start_time = started.elapsed();
+        let counter = Counter::of(&qemu)?;
+        Ok(Self { qemu, counter, start_time })
+    }
+
+    /// Waits until the guest has counted beyond `past`, and says when that was seen.
+    pub(super) fn first_tick(&self, bench: &Bench<'_>, past: u64) -> Result<Instant> {
+        let waited = bench.wait("the guest's first tick at the destination", TICK_WITHIN, || {
+            Ok((self.counter.read()? > past).then(Instant::now))
+        });
+        waited.with_context(|| format!("QEMU wrote: {}", self.qemu.stderr().trim()))
+    }
+
+    /// Whether the guest has counted beyond `past`.
+    pub(super) fn ticks(&self, past: u64) -> Result<bool> {
+        Ok(self.counter.read()? > past)
+    }
+}
+
+impl Counter {
+    fn of(qemu: &Qemu) -> Result<Self> {
+        let said = qemu.qmp().hmp(&format!("gpa2hva {COUNTER_ADDRESS:#x}"))?;
+        let address = said.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
+        let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        let address = address.with_context(|| format!("`gpa2hva` says `{}`", said.trim()))?;
+        let path = format!("/proc/{}/mem", qemu.pid());
+        let memory = File::open(&path).with_context(|| format!("{path} cannot be read"))?;
+        Ok(Self { memory, address })
+    }
+
+    pub(super) fn read(&self) -> Result<u64> {
+        let mut word = [0; 8];
+        self.memory.read_exact_at(&mut word, self.address).context("the guest's memory cannot be read")?;
+        Ok(u64::from_le_bytes(word))
+    }
+}
+
+impl Memory {
+    pub(super) fn as_text(self) -> &'static str {
+        match self {
+            Self::Cold => "default memory",
+            Self::Preallocated => "preallocated memfd",
+        }
+    }
+}

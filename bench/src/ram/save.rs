@@ -1,0 +1,160 @@
+//! Saving: a guest's memory becomes a file.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::guest::{Memory, Source};
+use super::peer::{self, Way};
+use super::towline::{Copy, image_uri, qmp_uri};
+use super::{Bench, Counters, Named, Part, SETTLED, cell, row};
+use crate::rounds::{self, Contender};
+use crate::stats::Summary;
+use crate::table::Table;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Means {
+    Qemu { direct_io: bool },
+    Towline,
+}
+
+const MEANS: [Means; 3] = [Means::Qemu { direct_io: false }, Means::Qemu { direct_io: true }, Means::Towline];
+const MEMORY: [Memory; 2] = [Memory::Cold, Memory::Preallocated];
+
+/// One save.
+#[derive(Debug, Clone)]
+struct Saved {
+    /// Until who saved said that it was done.
+    done: Duration,
+    /// Until the file was on the disk.
+    synced: Duration,
+    ram: Option<Value>,
+}
+
+impl Means {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Qemu { direct_io: false } => "QEMU's own",
+            Self::Qemu { direct_io: true } => "QEMU's own, direct-io on",
+            Self::Towline => "towline",
+        }
+    }
+}
+
+/// Runs all saves: out of `source`, and out of one with preallocated memory that lives here only.
+pub(super) fn measure(bench: &Bench<'_>, source: &Source) -> Result<Part> {
+    let preallocated = Source::start(bench, Memory::Preallocated)?;
+    let all: Vec<(Memory, Means)> =
+        MEMORY.into_iter().flat_map(|memory| MEANS.map(|means| (memory, means))).collect();
+    let contenders: Vec<Contender> = all
+        .iter()
+        .map(|(memory, means)| Contender {
+            group: format!("save out of {}", memory.as_text()),
+            label: means.label().into(),
+        })
+        .collect();
+    let outcomes = rounds::run(&contenders, bench.parameters.runs, &bench.parameters.cancel, |index| {
+        let (memory, means) = all[index];
+        save(bench, if memory == Memory::Cold { source } else { &preallocated }, means)
+    })?;
+    let mut part = Part { table: table(bench), ratios: Vec::new(), rates: Vec::new(), counters: Vec::new() };
+    for group in 0..MEMORY.len() {
+        let base = group * MEANS.len();
+        let seconds = |index: usize| -> Vec<f64> {
+            outcomes[index].values.iter().map(|saved| saved.done.as_secs_f64()).collect()
+        };
+        for (offset, means) in MEANS.into_iter().enumerate() {
+            let index = base + offset;
+            let Contender { group, label } = contenders[index].clone();
+            let ratio_plain = Summary::of_ratios(&seconds(index), &seconds(base));
+            let ratio_direct = Summary::of_ratios(&seconds(index), &seconds(base + 1));
+            part.table.rows.push(row(&group, &label, &outcomes[index], |saved| {
+                cells(bench, saved, ratio_plain, ratio_direct)
+            }));
+            let bytes = bench.parameters.data_bytes() as f64;
+            if let (Means::Towline, Some(last)) = (means, outcomes[index].values.last()) {
+                let ram = last.ram.clone().unwrap_or_default();
+                part.counters.push(Counters { group: group.clone(), label: label.clone(), ram });
+                let named = |value| Named { group: group.clone(), label: label.clone(), value };
+                part.ratios.extend(ratio_plain.map(named));
+                part.rates
+                    .extend(Summary::of(seconds(index).iter().map(|time| bytes / time / 1e9)).map(named));
+            }
+        }
+    }
+    Ok(part)
+}
+
+fn table(bench: &Bench<'_>) -> Table {
+    let parameters = bench.parameters;
+    Table {
+        name: "save",
+        title: format!(
+            "Save: {} MiB guest, {} MiB random, to a file, {} channels, {} runs, median (min–max)",
+            parameters.memory_mib, parameters.data_mib, parameters.lanes, parameters.runs
+        ),
+        columns: vec!["what", "s", "MB/s", "× QEMU's own", "× with direct-io", "s to disk"],
+        rows: Vec::new(),
+        notes: vec![
+            "s: from the command (towline: its process's start; QEMU: `migrate`) until it says done".into(),
+            "s to disk: the same and fsync. towline is synced when it is done, QEMU is not: its file was synced here".into(),
+            "towline hashes every chunk (BLAKE3) and writes a manifest, QEMU does neither".into(),
+            "the guest is stopped meanwhile; its memory was touched long ago (warm)".into(),
+            SETTLED.into(),
+            bench.images(),
+        ],
+    }
+}
+
+fn cells(
+    bench: &Bench<'_>,
+    saved: &[Saved],
+    ratio_plain: Option<Summary>,
+    ratio_direct: Option<Summary>,
+) -> (Vec<String>, Value) {
+    let done: Vec<f64> = saved.iter().map(|saved| saved.done.as_secs_f64()).collect();
+    let synced: Vec<f64> = saved.iter().map(|saved| saved.synced.as_secs_f64()).collect();
+    let bytes = bench.parameters.data_bytes() as f64;
+    let rate = Summary::of(done.iter().map(|time| bytes / time / 1e6));
+    let cells = vec![
+        cell(Summary::of(done.iter().copied())),
+        rate.map_or_else(|| "–".into(), |rate| format!("{:.0}", rate.median)),
+        cell(ratio_plain),
+        cell(ratio_direct),
+        cell(Summary::of(synced.iter().copied())),
+    ];
+    (cells, json!({ "seconds": done, "seconds-to-disk": synced }))
+}
+
+fn save(bench: &Bench<'_>, source: &Source, means: Means) -> Result<Saved> {
+    let path = bench.path("save.img");
+    if let Means::Qemu { direct_io } = means {
+        peer::set(bench, &source.qemu, Way::MappedRam { direct_io })?;
+    }
+    bench.settle()?;
+    let saved = match means {
+        Means::Qemu { .. } => peer::migrate(bench, &source.qemu, &peer::file_uri(&path)).and_then(|done| {
+            let before = Instant::now();
+            File::open(&path)?.sync_all()?;
+            Ok(Saved { done, synced: done + before.elapsed(), ram: None })
+        }),
+        Means::Towline => Copy::start(bench, &qmp_uri(&source.qemu), &image_uri(&path), &[])
+            .and_then(|copy| copy.wait(bench))
+            .map(|copied| Saved { done: copied.time, synced: copied.time, ram: Some(copied.ram) }),
+    };
+    remove(bench)?;
+    let stopped = source.stop();
+    let saved = saved?;
+    stopped?;
+    Ok(saved)
+}
+
+/// The image and what stands beside it.
+fn remove(bench: &Bench<'_>) -> Result<()> {
+    for entry in std::fs::read_dir(bench.directory.path())? {
+        std::fs::remove_file(entry?.path())?;
+    }
+    Ok(())
+}

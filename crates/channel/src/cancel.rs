@@ -1,0 +1,70 @@
+//! Our own wish to stop, told to whoever waits.
+
+use crate::{Error, Result};
+use rustix::event::{EventfdFlags, eventfd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A token that many hold and any may pull, once and for all.
+///
+/// [`connect`](fn@crate::connect) and [`Listener::accept`](crate::Listener::accept) watch it. A thread that waits inside
+/// a channel is woken by that channel's `shutdown`, not by this. Its descriptor becomes readable and stays so, for
+/// loops of others to poll.
+#[derive(Debug, Clone)]
+pub struct Cancel(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    cancelled: AtomicBool,
+    event: OwnedFd,
+}
+
+impl Cancel {
+    /// A token that nobody has pulled.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the process has no descriptor left.
+    pub fn new() -> Result<Self> {
+        Ok(Self(Arc::new(Shared { cancelled: AtomicBool::new(false), event: event()? })))
+    }
+
+    /// Wakes everyone who watches, now and later. May be called from a signal handler: it is one atomic store and one
+    /// `write(2)`.
+    pub fn cancel(&self) {
+        self.0.cancelled.store(true, Ordering::Release);
+        raise(self.0.event.as_fd());
+    }
+
+    /// Whether it was pulled.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.cancelled.load(Ordering::Acquire)
+    }
+
+    /// [`Error::Cancelled`] if it was pulled, for loops that do not poll.
+    ///
+    /// # Errors
+    /// That one only.
+    pub fn check(&self) -> Result<()> {
+        if self.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+}
+
+impl AsFd for Cancel {
+    /// Readable once it was pulled; never read from it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.event.as_fd()
+    }
+}
+
+/// A descriptor that becomes readable with [`raise`] and stays so.
+pub(crate) fn event() -> Result<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|errno| Error::io("eventfd", "this process", errno))
+}
+
+/// Makes an [`event`] readable.
+pub(crate) fn raise(event: BorrowedFd<'_>) {
+    // The only failure is EAGAIN, when it was raised 2^64 - 2 times: it is readable then too.
+    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+}

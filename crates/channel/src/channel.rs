@@ -1,0 +1,358 @@
+//! The [`Channel`] trait: what the engine may ask of any way of moving bytes.
+
+use crate::{Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease, ZeroCopyStatistics};
+use std::fmt::Debug;
+use std::net::Shutdown;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// The most file descriptors that travel in one message: what QEMU's socket channel takes
+/// (`SOCKET_MAX_FDS` in `io/channel-socket.c`). The kernel's own limit is 253 (`SCM_MAX_FD`).
+pub const FDS_MAX: usize = 16;
+
+bitflags::bitflags! {
+    /// What a channel can do. Asking for more is [`Error::Unsupported`], never a silent fallback.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub struct Capabilities: u32 {
+        /// [`SendFlags::ZERO_COPY`] is understood.
+        const ZERO_COPY = 1 << 0;
+        /// File descriptors travel: [`Channel::send_fds`], [`Channel::recv_fds`].
+        const FD_PASSING = 1 << 1;
+        /// There are offsets: [`Channel::send_at`], [`Channel::recv_at`].
+        const POSITIONED = 1 << 2;
+        /// [`Channel::shutdown`] ends each half on its own and wakes who waits in it.
+        const SHUTDOWN = 1 << 3;
+        /// [`RecvFlags::PEEK`] is understood.
+        const PEEK = 1 << 4;
+        /// What is sent is answered through the same channel, so a return path is possible. A file that can be
+        /// read and written has `SEND` and `RECV`, but not this.
+        const BIDIRECTIONAL = 1 << 5;
+        /// Bytes can be sent. A pipe's reading end lacks this.
+        const SEND = 1 << 6;
+        /// Bytes can be received. A pipe's writing end lacks this.
+        const RECV = 1 << 7;
+    }
+
+    /// How to send.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct SendFlags: u32 {
+        /// Let the kernel read the buffers themselves, after the call too, until [`Channel::flush`].
+        const ZERO_COPY = 1 << 0;
+        /// A hint, allowed everywhere: more follows at once, so a packet need not leave yet (`MSG_MORE`).
+        const MORE = 1 << 1;
+    }
+
+    /// How to receive.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub struct RecvFlags: u32 {
+        /// Look at the bytes and leave them in the channel.
+        const PEEK = 1 << 0;
+    }
+}
+
+/// What a [`Channel::flush`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Flushed {
+    /// All is done, and at least one zero-copy send was one (or there was none to wait for).
+    Done,
+    /// All is done, but the kernel copied every byte: zero-copy cost more than it saved.
+    AllCopied,
+}
+
+/// A stream of bytes in one or both directions.
+///
+/// All calls block, take `&self` and may be made from several threads at once; the expected use is one thread that
+/// sends, one that receives and a third that shuts down. Two threads sending at once each keep their single call's
+/// bytes together only as far as the operating system does. A call interrupted by a signal goes on.
+pub trait Channel: Debug + Send + Sync {
+    /// What messages call the other end, for instance `tcp:127.0.0.1:4444`.
+    fn peer(&self) -> &str;
+
+    /// What this channel can do. Does not change while it lives.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Sends a prefix of the buffers and returns its length in bytes; 0 only if the buffers are all empty. At most
+    /// 1,024 buffers (`IOV_MAX`) are looked at. See [`ChannelExt::send_all`] for all of it.
+    ///
+    /// With [`SendFlags::ZERO_COPY`] the memory must stay valid, and its content may not be replaced by something
+    /// else, until [`Channel::flush`] returns. (A guest may change its own pages: they are dirty then.)
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a flag without its capability or a channel that only receives, [`Error::Timeout`]
+    /// if no byte was taken in time, [`Error::Io`] (`EPIPE`, `ECONNRESET`) if the other end is gone.
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize>;
+
+    /// Waits for at least one byte and fills a prefix of the buffers; returns its length in bytes, 0 at the end of
+    /// the stream (and for buffers that are all empty). At most 1,024 buffers (`IOV_MAX`) are looked at. See
+    /// [`ChannelExt::recv_exact`] for all of it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a flag without its capability or a channel that only sends, [`Error::Timeout`] if
+    /// no byte came in time, [`Error::Command`] if the end is a failed command's, otherwise [`Error::Io`].
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize>;
+
+    /// Waits until every zero-copy send so far is finished and its buffers are free for other content. Says nothing
+    /// of whether the peer has read them, nor, for a file, of whether they are on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a zero-copy send failed after its call had returned, or with `EPIPE` if some are not finished
+    /// and both halves are shut down; [`Error::Timeout`] if none finished within the send timeout.
+    fn flush(&self) -> Result<Flushed>;
+
+    /// A ticket for the zero-copy sends so far, for whoever owns the memory and wants to know when these are finished,
+    /// whatever is sent later. It is done from the beginning where there are none.
+    fn lease(&self) -> ZeroCopyLease {
+        ZeroCopyLease::default()
+    }
+
+    /// What became of the zero-copy sends; `None` without [`Capabilities::ZERO_COPY`].
+    fn zero_copy_statistics(&self) -> Option<ZeroCopyStatistics> {
+        None
+    }
+
+    /// Ends one or both halves and wakes threads blocked in them. After `Write` (or `Both`) the peer sees the end of
+    /// the stream behind what was sent, and `send` fails with `EPIPE`. After `Read` (or `Both`) `recv` does not
+    /// block: it gives what had arrived already, or 0. Shutting down what is shut down is no error.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without [`Capabilities::SHUTDOWN`], otherwise [`Error::Io`].
+    fn shutdown(&self, how: Shutdown) -> Result<()>;
+
+    /// The longest a call waits for its first byte; `None` is for ever, and how a channel starts. A channel that never
+    /// waits for a peer (a file) has no use for them. They hold for calls that begin later.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a timeout of zero, otherwise [`Error::Io`].
+    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()>;
+
+    /// Sends a prefix of `bytes` (never empty) with all of `fds` attached to its first byte; at most [`FDS_MAX`].
+    /// The rest of the bytes, if the result is short, goes with [`Channel::send`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`] or with nothing to attach them to,
+    /// [`Error::TooManyFds`], otherwise those of `send`.
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        let _ = (bytes, fds);
+        Err(Error::unsupported(self.peer(), "sending file descriptors; use a Unix socket"))
+    }
+
+    /// Receives like [`Channel::recv`] and appends the descriptors that came with the bytes, all close-on-exec. The
+    /// kernel ends a receive behind bytes that had descriptors attached. (A plain `recv` closes them unseen.)
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost (the
+    /// bytes are lost too, so the channel is of no more use), otherwise those of `recv`.
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        let _ = (bytes, fds);
+        Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
+    }
+
+    /// Writes a prefix of the buffers at `offset` in bytes from the start of the file; the stream's own cursor stays.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without [`Capabilities::POSITIONED`], otherwise [`Error::Io`].
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        let _ = (bufs, offset);
+        Err(Error::unsupported(self.peer(), "writing at an offset; use a file"))
+    }
+
+    /// Reads into a prefix of the buffers from `offset` in bytes from the start of the file; the stream's own cursor
+    /// stays. 0 at the end of the file.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without [`Capabilities::POSITIONED`], otherwise [`Error::Io`].
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        let _ = (bufs, offset);
+        Err(Error::unsupported(self.peer(), "reading at an offset; use a file"))
+    }
+
+    /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
+    fn as_fd(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Ends our sending half and waits until what stands behind the channel is done: for `exec:` the command, whose
+    /// failure is [`Error::Command`]. Nothing to do, and no shutdown, for other kinds.
+    ///
+    /// # Errors
+    /// [`Error::Command`] with the status, [`Error::Timeout`] if it still runs at `deadline`.
+    fn finish(&self, deadline: Instant) -> Result<()> {
+        let _ = deadline;
+        Ok(())
+    }
+}
+
+/// Whole transfers over any [`Channel`]: loops over partial ones. For every channel, `dyn` or not.
+pub trait ChannelExt: Channel {
+    /// Sends every byte of the buffers. How much left before an error is not said: the stream is of no more use.
+    ///
+    /// # Errors
+    /// Those of [`Channel::send`].
+    fn send_all(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<()> {
+        let mut cursor = IoCursor::new(bufs);
+        while !cursor.is_empty() {
+            let (chunk, last) = cursor.chunk_and_last();
+            let more = if last { SendFlags::empty() } else { SendFlags::MORE };
+            let sent = self.send(chunk, flags | more)?;
+            cursor.advance(progress(self.peer(), "send", sent)?);
+        }
+        Ok(())
+    }
+
+    /// Fills every buffer.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the stream ends first, otherwise those of [`Channel::recv`].
+    fn recv_exact(&self, bufs: &mut [IoBufMut<'_>]) -> Result<()> {
+        let mut cursor = IoCursorMut::new(bufs);
+        let wanted = cursor.remaining();
+        while !cursor.is_empty() {
+            match self.recv(cursor.chunk(), RecvFlags::empty())? {
+                0 => return Err(closed(self.peer(), wanted, &cursor)),
+                received => cursor.advance(received),
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes every byte of the buffers at `offset`, one buffer behind the other.
+    ///
+    /// # Errors
+    /// Those of [`Channel::send_at`].
+    fn send_all_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<()> {
+        let mut cursor = IoCursor::new(bufs);
+        let mut offset = offset;
+        while !cursor.is_empty() {
+            let sent = self.send_at(cursor.chunk(), offset)?;
+            cursor.advance(progress(self.peer(), "send_at", sent)?);
+            offset += sent as u64;
+        }
+        Ok(())
+    }
+
+    /// Fills every buffer from `offset`, one behind the other.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if the file ends first, otherwise those of [`Channel::recv_at`].
+    fn recv_exact_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<()> {
+        let mut cursor = IoCursorMut::new(bufs);
+        let mut offset = offset;
+        let wanted = cursor.remaining();
+        while !cursor.is_empty() {
+            match self.recv_at(cursor.chunk(), offset)? {
+                0 => return Err(closed(self.peer(), wanted, &cursor)),
+                received => {
+                    cursor.advance(received);
+                    offset += received as u64;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<C: Channel + ?Sized> ChannelExt for C {}
+
+/// Forwards every call but those named before it, to `$inner` of `self`. Keeps wrappers honest: a method added to the
+/// trait with a default is passed on here or nowhere.
+macro_rules! forward_channel {
+    ($inner:ident: $($method:ident),*) => { $($crate::channel::forward_channel!(@$method $inner);)* };
+    (@peer $i:ident) => { fn peer(&self) -> &str { self.$i.peer() } };
+    (@capabilities $i:ident) => {
+        fn capabilities(&self) -> $crate::Capabilities { self.$i.capabilities() }
+    };
+    (@send $i:ident) => {
+        fn send(&self, bufs: &[$crate::IoBuf<'_>], flags: $crate::SendFlags) -> $crate::Result<usize> {
+            self.$i.send(bufs, flags)
+        }
+    };
+    (@recv $i:ident) => {
+        fn recv(&self, bufs: &mut [$crate::IoBufMut<'_>], flags: $crate::RecvFlags) -> $crate::Result<usize> {
+            self.$i.recv(bufs, flags)
+        }
+    };
+    (@flush $i:ident) => { fn flush(&self) -> $crate::Result<$crate::Flushed> { self.$i.flush() } };
+    (@lease $i:ident) => { fn lease(&self) -> $crate::ZeroCopyLease { self.$i.lease() } };
+    (@zero_copy_statistics $i:ident) => {
+        fn zero_copy_statistics(&self) -> Option<$crate::ZeroCopyStatistics> { self.$i.zero_copy_statistics() }
+    };
+    (@shutdown $i:ident) => {
+        fn shutdown(&self, how: std::net::Shutdown) -> $crate::Result<()> { self.$i.shutdown(how) }
+    };
+    (@set_timeouts $i:ident) => {
+        fn set_timeouts(
+            &self,
+            recv: Option<std::time::Duration>,
+            send: Option<std::time::Duration>,
+        ) -> $crate::Result<()> {
+            self.$i.set_timeouts(recv, send)
+        }
+    };
+    (@send_fds $i:ident) => {
+        fn send_fds(&self, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -> $crate::Result<usize> {
+            self.$i.send_fds(bytes, fds)
+        }
+    };
+    (@recv_fds $i:ident) => {
+        fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<std::os::fd::OwnedFd>) -> $crate::Result<usize> {
+            self.$i.recv_fds(bytes, fds)
+        }
+    };
+    (@send_at $i:ident) => {
+        fn send_at(&self, bufs: &[$crate::IoBuf<'_>], offset: u64) -> $crate::Result<usize> {
+            self.$i.send_at(bufs, offset)
+        }
+    };
+    (@recv_at $i:ident) => {
+        fn recv_at(&self, bufs: &mut [$crate::IoBufMut<'_>], offset: u64) -> $crate::Result<usize> {
+            self.$i.recv_at(bufs, offset)
+        }
+    };
+    (@as_fd $i:ident) => {
+        fn as_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> { self.$i.as_fd() }
+    };
+    (@finish $i:ident) => {
+        fn finish(&self, deadline: std::time::Instant) -> $crate::Result<()> { self.$i.finish(deadline) }
+    };
+}
+pub(crate) use forward_channel;
+
+/// Refuses flags that need a capability the channel lacks, and sending where nothing can be sent.
+pub(crate) fn check_send(peer: &str, capabilities: Capabilities, flags: SendFlags) -> Result<()> {
+    if !capabilities.contains(Capabilities::SEND) {
+        return Err(Error::unsupported(peer, "sending: it is open for reading only"));
+    }
+    if flags.contains(SendFlags::ZERO_COPY) && !capabilities.contains(Capabilities::ZERO_COPY) {
+        return Err(Error::unsupported(peer, "zero-copy sends; send without them"));
+    }
+    Ok(())
+}
+
+/// Refuses flags that need a capability the channel lacks, and receiving where nothing can be received.
+pub(crate) fn check_recv(peer: &str, capabilities: Capabilities, flags: RecvFlags) -> Result<()> {
+    if !capabilities.contains(Capabilities::RECV) {
+        return Err(Error::unsupported(peer, "receiving: it is open for writing only"));
+    }
+    if flags.contains(RecvFlags::PEEK) && !capabilities.contains(Capabilities::PEEK) {
+        return Err(Error::unsupported(peer, "looking ahead (PEEK)"));
+    }
+    Ok(())
+}
+
+/// Refuses a timeout of zero, which some kinds would take for "never" and others for "at once".
+pub(crate) fn check_timeouts(peer: &str, timeouts: [Option<Duration>; 2]) -> Result<()> {
+    if timeouts.contains(&Some(Duration::ZERO)) {
+        return Err(Error::unsupported(peer, "a timeout of zero; give None to wait for ever"));
+    }
+    Ok(())
+}
+
+/// Guards the loops above against a channel that takes nothing and says that all is well.
+fn progress(peer: &str, op: &'static str, bytes: usize) -> Result<usize> {
+    match bytes {
+        0 => Err(Error::io(op, peer, std::io::ErrorKind::WriteZero)),
+        n => Ok(n),
+    }
+}
+
+fn closed(peer: &str, wanted: usize, cursor: &IoCursorMut<'_, '_>) -> Error {
+    Error::Closed { peer: peer.to_owned(), wanted, got: wanted - cursor.remaining() }
+}

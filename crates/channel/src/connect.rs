@@ -1,0 +1,76 @@
+//! Reaching the other end.
+
+use crate::exec::ExecChannel;
+use crate::file::FileChannel;
+use crate::wait::Patience;
+use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
+use std::time::{Duration, Instant};
+
+/// How long to wait before a peer that does not listen yet is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// How to connect.
+#[derive(Debug, Clone, Default)]
+pub struct ConnectOptions {
+    /// Whether a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
+    pub retry: bool,
+    /// Whether zero-copy sends shall be possible. Where they are not (another kind, an old kernel), the channel opens
+    /// all the same and lacks [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
+    pub zero_copy: bool,
+}
+
+/// Opens a channel to an address with the default [`ConnectOptions`].
+///
+/// # Errors
+/// As [`connect_with`].
+pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
+    connect_with(address, deadline, cancel, &ConnectOptions::default())
+}
+
+/// Opens a channel to an address. `tcp:` tries all addresses of the host; `fd:N` takes the descriptor over; `exec:`
+/// starts the command; `file:` makes the file or cuts it at the offset, and can be written only (to read one, see
+/// [`Listener`](crate::Listener)).
+///
+/// # Errors
+/// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
+/// [`Error::BadAddress`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
+pub fn connect_with(
+    address: &Address,
+    deadline: Instant,
+    cancel: &Cancel,
+    options: &ConnectOptions,
+) -> Result<Box<dyn Channel>> {
+    let patience = Patience::new("connect", address, deadline, cancel);
+    loop {
+        cancel.check()?;
+        match once(address, &patience, options) {
+            Err(error)
+                if options.retry && may_come_yet(address, &error) && !patience.remaining().is_zero() =>
+            {
+                patience.pause(RETRY_INTERVAL)?;
+            }
+            result => return result,
+        }
+    }
+}
+
+fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
+    Ok(match address {
+        Address::Tcp { host, port } => {
+            Box::new(tcp::connect(host, *port, patience)?.with_zero_copy(options.zero_copy)?)
+        }
+        Address::Unix(path) => Box::new(unix::connect(path, patience)?),
+        Address::Fd(number) => fd::open(*number)?,
+        Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),
+        Address::File { path, offset } => Box::new(FileChannel::create(path, *offset)?),
+    })
+}
+
+/// Whether this is how it looks when the peer is not there yet.
+fn may_come_yet(address: &Address, error: &Error) -> bool {
+    match address {
+        Address::Tcp { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),
+        Address::Unix(_) => matches!(error.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)),
+        _ => false,
+    }
+}

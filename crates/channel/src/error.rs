@@ -1,0 +1,164 @@
+//! What can go wrong on a channel, and whose fault it is.
+
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+/// The result of every call in this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call on a channel failed.
+///
+/// The variants separate a caller who asks too much (`Unsupported`, `BadAddress`, `TooManyFds`), a machine that
+/// says no (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away or is slow (`Closed`, `Timeout`, `FdsTruncated`,
+/// `Command`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The caller asked for what this kind of channel cannot do.
+    #[error("{peer} does not support {what}")]
+    Unsupported {
+        /// The other end.
+        peer: String,
+        /// What was asked for, and what to use instead where there is something.
+        what: &'static str,
+    },
+    /// The operating system refused a call.
+    #[error("{op} on {peer}: {source}")]
+    Io {
+        /// What was being done.
+        op: &'static str,
+        /// The other end.
+        peer: String,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// The peer did not take or give a byte in time.
+    #[error(
+        "{op} on {peer}: nothing happened within {after:.1?}; is the other end alive, or is the timeout too short?"
+    )]
+    Timeout {
+        /// What was being done.
+        op: &'static str,
+        /// The other end.
+        peer: String,
+        /// How long we waited.
+        after: Duration,
+    },
+    /// The stream ended inside something.
+    #[error("{peer} ended the stream after {got} of {wanted} bytes; its own log may say why")]
+    Closed {
+        /// The other end.
+        peer: String,
+        /// How many bytes were asked for.
+        wanted: usize,
+        /// How many came before the end.
+        got: usize,
+    },
+    /// Somebody called [`Cancel::cancel`](crate::Cancel::cancel).
+    #[error("cancelled")]
+    Cancelled,
+    /// An address that cannot be understood or used.
+    #[error("address \"{address}\": {why}")]
+    BadAddress {
+        /// The address as it was given.
+        address: String,
+        /// What is wrong with it, and what would be right.
+        why: String,
+    },
+    /// A host name without an address.
+    #[error("cannot resolve host \"{host}\": {source}; give a numeric address or correct the name")]
+    Resolve {
+        /// The name.
+        host: String,
+        /// The resolver's answer.
+        source: std::io::Error,
+    },
+    /// The path to listen on belongs to somebody else.
+    #[error("{} is in use by {by}; choose another path, or end what uses it", path.display())]
+    InUse {
+        /// The path.
+        path: PathBuf,
+        /// Who or what is there.
+        by: &'static str,
+    },
+    /// The command behind an `exec:` channel failed.
+    #[error("command \"{command}\" failed: {status}; its messages are on standard error")]
+    Command {
+        /// The command as given to the shell.
+        command: String,
+        /// How it ended.
+        status: ExitStatus,
+    },
+    /// More descriptors in one message than [`FDS_MAX`](crate::FDS_MAX).
+    #[error("{count} file descriptors for {peer} in one message, at most {limit} fit; send several messages")]
+    TooManyFds {
+        /// The other end.
+        peer: String,
+        /// How many were given.
+        count: usize,
+        /// How many are allowed.
+        limit: usize,
+    },
+    /// The kernel dropped descriptors of a message that was received (`MSG_CTRUNC`); the others were closed.
+    #[error(
+        "descriptors from {peer} were lost: it sent more than {limit} in one message, \
+         or this process has reached its limit of open files (ulimit -n)"
+    )]
+    FdsTruncated {
+        /// The other end.
+        peer: String,
+        /// How many are allowed.
+        limit: usize,
+    },
+    /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and sent less.
+    #[error(
+        "zero-copy send to {peer}: {source}, after {after:.1?} of waiting; net.core.optmem_max is {optmem_max} and \
+         RLIMIT_MEMLOCK (ulimit -l) {memlock}: raise the first to 1 MiB or more and the second to the guest's size, \
+         or send without zero-copy"
+    )]
+    ZeroCopyMemory {
+        /// The other end.
+        peer: String,
+        /// How long it lasted.
+        after: Duration,
+        /// The sysctl's value, which bounds the completions that wait, per socket.
+        optmem_max: String,
+        /// The limit's value, which bounds the pages under way, per user; it does not bind `CAP_IPC_LOCK`.
+        memlock: String,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// A fault layer did what it was told.
+    #[error("injected fault on {peer}: {what}")]
+    Fault {
+        /// The other end.
+        peer: String,
+        /// What the layer did.
+        what: String,
+    },
+}
+
+impl Error {
+    /// The operating system's error number, where there is one.
+    pub fn raw_os_error(&self) -> Option<i32> {
+        match self {
+            Self::Io { source, .. } | Self::Resolve { source, .. } | Self::ZeroCopyMemory { source, .. } => {
+                source.raw_os_error()
+            }
+            _ => None,
+        }
+    }
+
+    pub(crate) fn io(op: &'static str, peer: &str, source: impl Into<std::io::Error>) -> Self {
+        Self::Io { op, peer: peer.to_owned(), source: source.into() }
+    }
+
+    pub(crate) fn unsupported(peer: &str, what: &'static str) -> Self {
+        Self::Unsupported { peer: peer.to_owned(), what }
+    }
+
+    pub(crate) fn timeout(op: &'static str, peer: &str, after: Duration) -> Self {
+        Self::Timeout { op, peer: peer.to_owned(), after }
+    }
+}

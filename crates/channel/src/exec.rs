@@ -1,0 +1,160 @@
+//! A shell command as the other end: what is sent goes to its standard input, what it prints is received.
+//!
+//! ```text
+//!   send ──pipe──▶ stdin  /bin/sh -c COMMAND  stdout ──pipe──▶ recv        stderr: ours
+//! ```
+//!
+//! A failing command must not look like a short stream. So when its output ends or its input breaks, the command gets
+//! [`STATUS_GRACE`] to end too, and if it failed the call's error is [`Error::Command`]. Who wants to be sure asks with
+//! [`Channel::finish`].
+//!
+//! The command has a process group of its own, so that a Ctrl-C in our terminal is ours to handle. Dropping the channel
+//! closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`] SIGKILL. What a
+//! command that ended by itself left in the background is left alone.
+
+use crate::channel::forward_channel;
+use crate::pipe::PipeChannel;
+use crate::wait::{Woken, wait};
+use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len_mut};
+use rustix::event::PollFlags;
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// How long a command whose pipe has ended may take to tell its status.
+const STATUS_GRACE: Duration = Duration::from_millis(200);
+/// How long a command may take to end by itself when its channel is dropped.
+const EXIT_GRACE: Duration = Duration::from_secs(1);
+/// How long it may take to follow SIGTERM.
+const TERM_GRACE: Duration = Duration::from_secs(1);
+
+/// A running command.
+#[derive(Debug)]
+pub struct ExecChannel {
+    pipes: PipeChannel,
+    command: String,
+    process: Process,
+}
+
+impl ExecChannel {
+    /// Starts `/bin/sh -c command`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the shell cannot be started. That the command is not found is known later, as its failure.
+    pub fn spawn(command: &str) -> Result<Self> {
+        let peer = format!("exec:{command}");
+        let mut child = Command::new("/bin/sh")
+            .args(["-c", command])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0)
+            .spawn()
+            .map_err(|source| Error::io("start", &peer, source))?;
+        let input = child.stdout.take().map(OwnedFd::from);
+        let output = child.stdin.take().map(OwnedFd::from);
+        // From here on the process ends with us, whatever fails.
+        let process = Process::new(child).map_err(|source| Error::io("watch", &peer, source))?;
+        Ok(Self { pipes: PipeChannel::new(input, output, peer)?, command: command.to_owned(), process })
+    }
+
+    /// How the command ended; `None` if it still runs at the deadline. Closes nothing: a command that reads to the end
+    /// of its input ends only after a shutdown of our sending half.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system does not say.
+    pub fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
+        self.process.wait(deadline).map_err(|source| Error::io("wait for", self.peer(), source))
+    }
+
+    /// The failure of a command that has just ended, if that is why a pipe did.
+    fn failure(&self) -> Option<Error> {
+        let status = self.wait(Instant::now() + STATUS_GRACE).ok().flatten()?;
+        (!status.success()).then(|| Error::Command { command: self.command.clone(), status })
+    }
+}
+
+impl Channel for ExecChannel {
+    forward_channel!(pipes: peer, capabilities, flush, shutdown, set_timeouts, as_fd);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.pipes.send(bufs, flags).map_err(|error| match error.raw_os_error() {
+            Some(libc::EPIPE) if !self.pipes.is_output_closed() => self.failure().unwrap_or(error),
+            _ => error,
+        })
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        match self.pipes.recv(bufs, flags)? {
+            0 if total_len_mut(bufs) > 0 && !self.pipes.is_input_closed() => {
+                self.failure().map_or(Ok(0), Err)
+            }
+            received => Ok(received),
+        }
+    }
+
+    fn finish(&self, deadline: Instant) -> Result<()> {
+        self.shutdown(Shutdown::Write)?;
+        let began = Instant::now();
+        match self.wait(deadline)? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => Err(Error::Command { command: self.command.clone(), status }),
+            None => Err(Error::timeout("wait for", self.peer(), began.elapsed())),
+        }
+    }
+}
+
+impl Drop for ExecChannel {
+    fn drop(&mut self) {
+        // What the command still wants to say has no reader: let it notice, before `Process` waits for it.
+        let _ = self.pipes.shutdown(Shutdown::Both);
+    }
+}
+
+/// A child that leads a process group, and the descriptor that tells its end.
+#[derive(Debug)]
+struct Process {
+    child: Mutex<Child>,
+    group: Pid,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    fn new(mut child: Child) -> std::io::Result<Self> {
+        let group = Pid::from_child(&child);
+        match pidfd_open(group, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(Self { child: Mutex::new(child), group, pidfd }),
+            Err(errno) => {
+                let _ = kill_process_group(group, Signal::KILL);
+                let _ = child.wait();
+                Err(errno.into())
+            }
+        }
+    }
+
+    fn wait(&self, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
+        match wait(self.pidfd.as_fd(), PollFlags::IN, None, Some(deadline))? {
+            Woken::TimedOut => Ok(None),
+            _ => self.child.lock().expect("no panic while it is held").wait().map(Some),
+        }
+    }
+
+    fn has_ended_within(&self, grace: Duration) -> bool {
+        wait(self.pidfd.as_fd(), PollFlags::IN, None, Some(Instant::now() + grace)) == Ok(Woken::Ready)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.has_ended_within(EXIT_GRACE) {
+            // Not waited for yet, the leader keeps the group's number from being used anew.
+            let _ = kill_process_group(self.group, Signal::TERM);
+            self.has_ended_within(TERM_GRACE);
+            let _ = kill_process_group(self.group, Signal::KILL);
+        }
+        let _ = self.child.lock().expect("no panic while it is held").wait();
+    }
+}

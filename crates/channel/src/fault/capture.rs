@@ -1,0 +1,114 @@
+//! A witness.
+
+use crate::channel::forward_channel;
+use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather};
+use std::fmt;
+use std::io::{self, Write};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Records the streams of both directions, in the order of the wire.
+///
+/// Limits: records bytes only, not descriptors; not what is looked at with `PEEK`; not transfers at offsets, which are
+/// no stream. What was sent is read for the record after the call: of memory that changes meanwhile the record may
+/// differ from the wire.
+pub struct Capture {
+    inner: Box<dyn Channel>,
+    /// Held during a transfer, so that the record has the order of the wire.
+    sent: Mutex<Box<dyn Write + Send>>,
+    received: Mutex<Box<dyn Write + Send>>,
+}
+
+/// Bytes recorded in memory. A clone is the same tape.
+#[derive(Clone, Default)]
+pub struct Tape(Arc<Mutex<Vec<u8>>>);
+
+impl Capture {
+    /// Records what passes over `inner`: what is sent to one writer, what is received to the other. A writer that
+    /// fails makes the call fail, though its bytes have passed.
+    pub fn new(
+        inner: Box<dyn Channel>,
+        sent: Box<dyn Write + Send>,
+        received: Box<dyn Write + Send>,
+    ) -> Self {
+        Self { inner, sent: Mutex::new(sent), received: Mutex::new(received) }
+    }
+
+    /// Records to memory; returns the tapes of what is sent and of what is received.
+    pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Tape, Tape) {
+        let (sent, received) = (Tape::default(), Tape::default());
+        (Self::new(inner, Box::new(sent.clone()), Box::new(received.clone())), sent, received)
+    }
+
+    fn record(&self, writer: &mut dyn Write, bufs: &[IoBuf<'_>], len: usize) -> Result<()> {
+        let mut bytes = vec![0; len];
+        let copied = gather(bufs, &mut bytes);
+        writer.write_all(&bytes[..copied]).map_err(|source| Error::io("record", self.inner.peer(), source))
+    }
+}
+
+impl Channel for Capture {
+    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, shutdown, set_timeouts, send_at, recv_at, as_fd, finish);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        let mut writer = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = self.inner.send(bufs, flags)?;
+        self.record(&mut **writer, bufs, sent)?;
+        Ok(sent)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        if flags.contains(RecvFlags::PEEK) {
+            return self.inner.recv(bufs, flags);
+        }
+        let mut writer = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let received = self.inner.recv(bufs, flags)?;
+        let bufs: Vec<IoBuf<'_>> = bufs.iter().map(IoBufMut::as_io_buf).collect();
+        self.record(&mut **writer, &bufs, received)?;
+        Ok(received)
+    }
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        let mut writer = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        let sent = self.inner.send_fds(bytes, fds)?;
+        self.record(&mut **writer, &[bytes.into()], sent)?;
+        Ok(sent)
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        let mut writer = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let received = self.inner.recv_fds(bytes, fds)?;
+        self.record(&mut **writer, &[(&*bytes).into()], received)?;
+        Ok(received)
+    }
+}
+
+impl fmt::Debug for Capture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Capture").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+impl Tape {
+    /// All that is recorded so far.
+    pub fn bytes(&self) -> Vec<u8> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Write for Tape {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Tape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tape({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
+    }
+}

@@ -1,0 +1,77 @@
+//! A slow answerer.
+
+use super::pause::Pause;
+use super::{Dice, Direction};
+use crate::channel::forward_channel;
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use std::net::Shutdown;
+use std::ops::RangeInclusive;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Lets each transfer wait a random time before it begins. A shutdown ends that wait; the channel's own timeouts begin
+/// behind it.
+#[derive(Debug)]
+pub struct Delay {
+    inner: Box<dyn Channel>,
+    /// Shortest and longest, in nanoseconds.
+    nanoseconds: RangeInclusive<u64>,
+    dice: Dice,
+    pause: Pause,
+}
+
+impl Delay {
+    /// Delays transfers over `inner` by a time from `range`, which may be one time only.
+    pub fn new(inner: Box<dyn Channel>, range: RangeInclusive<Duration>, seed: u64) -> Self {
+        let nanoseconds = |time: &Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let shortest = nanoseconds(range.start());
+        let longest = nanoseconds(range.end()).max(shortest);
+        Self { inner, nanoseconds: shortest..=longest, dice: Dice::new(seed), pause: Pause::default() }
+    }
+
+    fn wait(&self, direction: Direction) {
+        let time = self.dice.roll(direction, |rng| rng.u64(self.nanoseconds.clone()));
+        self.pause.until(Instant::now() + Duration::from_nanos(time), direction);
+    }
+}
+
+impl Channel for Delay {
+    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, set_timeouts, as_fd, finish);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.wait(Direction::Send);
+        self.inner.send(bufs, flags)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        self.wait(Direction::Recv);
+        self.inner.recv(bufs, flags)
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        // In this order: who wakes must find the channel shut down.
+        let result = self.inner.shutdown(how);
+        self.pause.end(how);
+        result
+    }
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        self.wait(Direction::Send);
+        self.inner.send_fds(bytes, fds)
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        self.wait(Direction::Recv);
+        self.inner.recv_fds(bytes, fds)
+    }
+
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        self.wait(Direction::Send);
+        self.inner.send_at(bufs, offset)
+    }
+
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        self.wait(Direction::Recv);
+        self.inner.recv_at(bufs, offset)
+    }
+}

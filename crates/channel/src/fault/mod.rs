@@ -1,0 +1,79 @@
+//! Faults round a real channel, to see what the layers above do with them.
+//!
+//! | layer | what it does to the channel inside |
+//! |---|---|
+//! | [`Cut`] | ends the connection exactly behind byte N of one direction |
+//! | [`Delay`] | lets each transfer wait a random time first |
+//! | [`Throttle`] | passes so many bytes a second, each direction by itself |
+//! | [`Capture`] | records what passes |
+//! | [`ShortIo`] | splits transfers at random places |
+//!
+//! Each wraps any `Box<dyn Channel>`, also another layer, and says of itself what the channel inside can do.
+//!
+//! Whatever is random comes from a `u64` seed, with one generator for each direction: what one direction draws does not
+//! depend on what another thread does with the other. So the same seed and the same calls replay a failure.
+//!
+//! What this is not: a model of a network. Bytes are neither lost, changed nor reordered, as no stream does that.
+
+mod capture;
+mod cut;
+mod delay;
+mod pause;
+mod short_io;
+mod throttle;
+
+pub use capture::{Capture, Tape};
+pub use cut::Cut;
+pub use delay::Delay;
+pub use short_io::ShortIo;
+pub use throttle::Throttle;
+
+use crate::IoBufMut;
+use fastrand::Rng;
+use std::sync::Mutex;
+
+/// Which way the bytes go, seen from the end that is wrapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// What is sent.
+    Send,
+    /// What is received.
+    Recv,
+}
+
+/// A generator for each direction.
+#[derive(Debug)]
+struct Dice {
+    send: Mutex<Rng>,
+    recv: Mutex<Rng>,
+}
+
+impl Dice {
+    fn new(seed: u64) -> Self {
+        let mut root = Rng::with_seed(seed);
+        Self { send: Mutex::new(root.fork()), recv: Mutex::new(root.fork()) }
+    }
+
+    fn roll<T>(&self, direction: Direction, draw: impl FnOnce(&mut Rng) -> T) -> T {
+        let rng = match direction {
+            Direction::Send => &self.send,
+            Direction::Recv => &self.recv,
+        };
+        draw(&mut rng.lock().expect("drawing a number does not panic"))
+    }
+}
+
+/// Room for the first `len` bytes.
+fn limit_mut<'s>(bufs: &'s mut [IoBufMut<'_>], len: usize) -> Vec<IoBufMut<'s>> {
+    let mut left = len;
+    let mut limited = Vec::new();
+    for buf in bufs {
+        if left == 0 {
+            break;
+        }
+        let buf = buf.prefix(left);
+        left -= buf.len();
+        limited.push(buf);
+    }
+    limited
+}

@@ -1,0 +1,39 @@
+//! A sleep that a shutdown ends.
+
+use std::net::Shutdown;
+use std::sync::{Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+/// Where threads of a layer sleep. Once a direction is shut down, nobody sleeps there any more.
+#[derive(Debug, Default)]
+pub(super) struct Pause {
+    /// Whether sending, whether receiving has ended.
+    ended: Mutex<(bool, bool)>,
+    changed: Condvar,
+}
+
+impl Pause {
+    /// Sleeps until `end`, or until the direction is shut down.
+    pub(super) fn until(&self, end: Instant, direction: super::Direction) {
+        let mut ended = self.ended.lock().expect("no panic while it is held");
+        loop {
+            let is_over = match direction {
+                super::Direction::Send => ended.0,
+                super::Direction::Recv => ended.1,
+            };
+            let left = end.saturating_duration_since(Instant::now());
+            if is_over || left == Duration::ZERO {
+                return;
+            }
+            ended = self.changed.wait_timeout(ended, left).expect("no panic while it is held").0;
+        }
+    }
+
+    /// Wakes who sleeps in what ends.
+    pub(super) fn end(&self, how: Shutdown) {
+        let mut ended = self.ended.lock().expect("no panic while it is held");
+        ended.0 |= how != Shutdown::Read;
+        ended.1 |= how != Shutdown::Write;
+        self.changed.notify_all();
+    }
+}

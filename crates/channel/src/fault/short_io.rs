@@ -1,0 +1,58 @@
+//! Transfers that stop early.
+
+use super::{Dice, Direction, limit_mut};
+use crate::channel::forward_channel;
+use crate::sys::iobuf::limit;
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use std::num::NonZeroUsize;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+/// Lets each call transfer at most a random number of bytes, so that every seam between two calls is met sooner or
+/// later. Descriptors go and come with the first piece of their bytes.
+#[derive(Debug)]
+pub struct ShortIo {
+    inner: Box<dyn Channel>,
+    most: NonZeroUsize,
+    dice: Dice,
+}
+
+impl ShortIo {
+    /// Cuts each transfer over `inner` to 1 to `most` bytes.
+    pub fn new(inner: Box<dyn Channel>, most: NonZeroUsize, seed: u64) -> Self {
+        Self { inner, most, dice: Dice::new(seed) }
+    }
+
+    fn size(&self, direction: Direction) -> usize {
+        self.dice.roll(direction, |rng| rng.usize(1..=self.most.get()))
+    }
+}
+
+impl Channel for ShortIo {
+    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, shutdown, set_timeouts, as_fd, finish);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.inner.send(&limit(bufs, self.size(Direction::Send)), flags)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        self.inner.recv(&mut limit_mut(bufs, self.size(Direction::Recv)), flags)
+    }
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        let len = self.size(Direction::Send).min(bytes.len());
+        self.inner.send_fds(&bytes[..len], fds)
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        let len = self.size(Direction::Recv).min(bytes.len());
+        self.inner.recv_fds(&mut bytes[..len], fds)
+    }
+
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        self.inner.send_at(&limit(bufs, self.size(Direction::Send)), offset)
+    }
+
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        self.inner.recv_at(&mut limit_mut(bufs, self.size(Direction::Recv)), offset)
+    }
+}

@@ -1,0 +1,105 @@
+//! A narrow line.
+
+use super::pause::Pause;
+use super::{Direction, limit_mut};
+use crate::channel::forward_channel;
+use crate::sys::iobuf::limit;
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, total_len, total_len_mut};
+use std::net::Shutdown;
+use std::num::NonZeroU64;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How much passes in one piece, as a part of what passes in a second.
+const PIECES_PER_SECOND: u64 = 100;
+
+/// Passes so many bytes a second, on the average, each direction by itself: after a transfer, the next waits until the
+/// bytes before it would have passed. A shutdown ends that wait. Looking (`PEEK`) is free.
+#[derive(Debug)]
+pub struct Throttle {
+    inner: Box<dyn Channel>,
+    bytes_per_second: NonZeroU64,
+    /// When the line is free again.
+    send_free: Mutex<Option<Instant>>,
+    recv_free: Mutex<Option<Instant>>,
+    pause: Pause,
+}
+
+impl Throttle {
+    /// Slows `inner` down.
+    pub fn new(inner: Box<dyn Channel>, bytes_per_second: NonZeroU64) -> Self {
+        let (send_free, recv_free) = (Mutex::default(), Mutex::default());
+        Self { inner, bytes_per_second, send_free, recv_free, pause: Pause::default() }
+    }
+
+    /// Waits for the line, transfers at most one piece of `len` and books it.
+    fn pass(
+        &self,
+        direction: Direction,
+        len: usize,
+        transfer: impl FnOnce(usize) -> Result<usize>,
+    ) -> Result<usize> {
+        let free = match direction {
+            Direction::Send => &self.send_free,
+            Direction::Recv => &self.recv_free,
+        };
+        let wait_for = *free.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(end) = wait_for {
+            self.pause.until(end, direction);
+        }
+        let piece = (self.bytes_per_second.get() / PIECES_PER_SECOND).max(1);
+        let bytes = transfer(usize::try_from(piece).unwrap_or(usize::MAX).min(len))?;
+        let mut free = free.lock().unwrap_or_else(PoisonError::into_inner);
+        let begin = free.map_or_else(Instant::now, |free| free.max(Instant::now()));
+        *free = Some(begin + self.time_of(bytes));
+        Ok(bytes)
+    }
+
+    fn time_of(&self, bytes: usize) -> Duration {
+        let nanoseconds = bytes as u128 * 1_000_000_000 / u128::from(self.bytes_per_second.get());
+        Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX))
+    }
+}
+
+impl Channel for Throttle {
+    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, set_timeouts, as_fd, finish);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.pass(Direction::Send, total_len(bufs), |len| self.inner.send(&limit(bufs, len), flags))
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        if flags.contains(RecvFlags::PEEK) {
+            return self.inner.recv(bufs, flags);
+        }
+        self.pass(Direction::Recv, total_len_mut(bufs), |len| {
+            self.inner.recv(&mut limit_mut(bufs, len), flags)
+        })
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        // In this order: who wakes must find the channel shut down.
+        let result = self.inner.shutdown(how);
+        self.pause.end(how);
+        result
+    }
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        self.pass(Direction::Send, bytes.len(), |len| self.inner.send_fds(&bytes[..len], fds))
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        self.pass(Direction::Recv, bytes.len(), |len| self.inner.recv_fds(&mut bytes[..len], fds))
+    }
+
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        self.pass(Direction::Send, total_len(bufs), |len| self.inner.send_at(&limit(bufs, len), offset))
+    }
+
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        self.pass(Direction::Recv, total_len_mut(bufs), |len| {
+            self.inner.recv_at(&mut limit_mut(bufs, len), offset)
+        })
+    }
+}

@@ -1,0 +1,184 @@
+//! Files: a stream with a cursor of its own, and reads and writes at offsets.
+//!
+//! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and `recv`; it
+//! starts at the address's offset. The descriptor's own position is neither used nor moved.
+//!
+//! What it is not: durable (see [`FileChannel::sync`]) or direct (a caller that wants `O_DIRECT` opens the file itself
+//! and keeps to its alignment). A file never waits for a peer, so timeouts mean nothing to it.
+
+use crate::channel::{check_recv, check_send, check_timeouts};
+use crate::sys::io;
+use crate::{Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use rustix::fs::{OFlags, fcntl_getfl};
+use std::fs::{File, OpenOptions};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// An open file or block device.
+#[derive(Debug)]
+pub struct FileChannel {
+    file: File,
+    peer: String,
+    capabilities: Capabilities,
+    /// Where the stream is, in bytes.
+    cursor: Mutex<u64>,
+    recv_ended: AtomicBool,
+    send_ended: AtomicBool,
+}
+
+impl FileChannel {
+    /// Opens a file to write a stream from `offset`: it is made, for its owner alone, if it is not there, and what it
+    /// has behind the offset is cut off, as QEMU does it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn create(path: &Path, offset: u64) -> Result<Self> {
+        let peer = format!("file:{}", path.display());
+        let failed = |source| Error::io("create", &peer, source);
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(failed)?;
+        if file.metadata().map_err(failed)?.is_file() {
+            file.set_len(offset).map_err(failed)?;
+        }
+        Self::new(file, offset, peer)
+    }
+
+    /// Opens a file to read a stream from `offset`.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open(path: &Path, offset: u64) -> Result<Self> {
+        let peer = format!("file:{}", path.display());
+        let file = File::open(path).map_err(|source| Error::io("open", &peer, source))?;
+        Self::new(file, offset, peer)
+    }
+
+    /// Takes an open file; what it can do follows from how it was opened. With `O_APPEND` the kernel ignores offsets
+    /// of writes, so such a file is not [`Capabilities::POSITIONED`].
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn new(file: File, offset: u64, peer: impl Into<String>) -> Result<Self> {
+        let peer = peer.into();
+        let flags = fcntl_getfl(&file).map_err(|errno| Error::io("fcntl", &peer, errno))?;
+        let mut capabilities = match flags & OFlags::RWMODE {
+            OFlags::WRONLY => Capabilities::SEND,
+            OFlags::RDWR => Capabilities::SEND | Capabilities::RECV,
+            _ => Capabilities::RECV,
+        } | Capabilities::SHUTDOWN;
+        capabilities.set(Capabilities::PEEK, capabilities.contains(Capabilities::RECV));
+        capabilities.set(Capabilities::POSITIONED, !flags.contains(OFlags::APPEND));
+        let (recv_ended, send_ended) = (AtomicBool::new(false), AtomicBool::new(false));
+        Ok(Self { file, peer, capabilities, cursor: Mutex::new(offset), recv_ended, send_ended })
+    }
+
+    /// Where the stream is, in bytes from the start of the file.
+    pub fn position(&self) -> u64 {
+        *self.cursor()
+    }
+
+    /// Moves the stream, in bytes from the start of the file.
+    pub fn seek(&self, position: u64) {
+        *self.cursor() = position;
+    }
+
+    /// Waits until all that was written is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::Io`], and then nobody knows what is there.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync_all().map_err(|source| Error::io("sync", &self.peer, source))
+    }
+
+    fn cursor(&self) -> std::sync::MutexGuard<'_, u64> {
+        self.cursor.lock().expect("no panic while it is held")
+    }
+
+    fn check_positioned(&self) -> Result<()> {
+        if self.capabilities.contains(Capabilities::POSITIONED) {
+            return Ok(());
+        }
+        Err(Error::unsupported(&self.peer, "offsets: it was opened for appending (O_APPEND)"))
+    }
+}
+
+impl Channel for FileChannel {
+    fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        check_send(&self.peer, self.capabilities, flags)?;
+        if self.send_ended.load(Ordering::Acquire) {
+            return Err(Error::io("send", &self.peer, rustix::io::Errno::PIPE));
+        }
+        let mut cursor = self.cursor();
+        let sent = io::pwritev(self.file.as_fd(), bufs, *cursor)
+            .map_err(|source| Error::io("send", &self.peer, source))?;
+        *cursor += sent as u64;
+        Ok(sent)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        check_recv(&self.peer, self.capabilities, flags)?;
+        if self.recv_ended.load(Ordering::Acquire) {
+            return Ok(0);
+        }
+        let mut cursor = self.cursor();
+        let received = io::preadv(self.file.as_fd(), bufs, *cursor)
+            .map_err(|source| Error::io("recv", &self.peer, source))?;
+        if !flags.contains(RecvFlags::PEEK) {
+            *cursor += received as u64;
+        }
+        Ok(received)
+    }
+
+    fn flush(&self) -> Result<Flushed> {
+        Ok(Flushed::Done)
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        if how != Shutdown::Write {
+            self.recv_ended.store(true, Ordering::Release);
+        }
+        if how != Shutdown::Read {
+            self.send_ended.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
+        check_timeouts(&self.peer, [recv, send])
+    }
+
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        check_send(&self.peer, self.capabilities, SendFlags::empty())?;
+        self.check_positioned()?;
+        io::pwritev(self.file.as_fd(), bufs, offset)
+            .map_err(|source| Error::io("send_at", &self.peer, source))
+    }
+
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        check_recv(&self.peer, self.capabilities, RecvFlags::empty())?;
+        self.check_positioned()?;
+        io::preadv(self.file.as_fd(), bufs, offset).map_err(|source| Error::io("recv_at", &self.peer, source))
+    }
+
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+}

@@ -1,0 +1,76 @@
+//! Byte channels for moving guests: vectored, flag-taking, fd-passing, over whatever QEMU calls an address.
+//!
+//! ```text
+//!            connect(&Address, deadline, &Cancel)      Listener::bind(&Address) . accept(deadline, &Cancel)
+//!                          └───────────────┬───────────────────────┘
+//!                                  Box<dyn Channel>      send · recv · flush · shutdown · *_fds · *_at
+//!              ┌────────┬────────┬────────┼────────┬─────────────┐
+//!             tcp      unix    pipe     exec     file     pair (in memory)        fault::{Cut, Delay, Throttle,
+//!              └─socket─┘        └── fd:N is any of these ──┘                     Capture, ShortIo} wrap any of them
+//! ```
+//!
+//! What it is: system calls behind one trait, [`Channel`], with what each kind can do said beforehand in its
+//! [`Capabilities`]. Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's
+//! live memory.
+//!
+//! What it is not: it knows no protocol, starts no thread but one to resolve a host name, keeps no statistics but those
+//! of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous. It does not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
+//!
+//! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number), at most
+//! [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was asked for
+//! ([`ConnectOptions`], [`ListenOptions`]) and the kernel can.
+//!
+//! ```
+//! use std::time::{Duration, Instant};
+//! use towline_channel::{Cancel, ChannelExt, IoBuf, IoBufMut, Listener, SendFlags, connect};
+//!
+//! let (deadline, cancel) = (Instant::now() + Duration::from_secs(5), Cancel::new()?);
+//! let listener = Listener::bind(&"tcp:127.0.0.1:0".parse()?)?;
+//! let near = connect(listener.local_address(), deadline, &cancel)?;
+//! let far = listener.accept(deadline, &cancel)?;
+//!
+//! near.send_all(&[IoBuf::from(b"two "), IoBuf::from(b"buffers")], SendFlags::empty())?;
+//! let mut bytes = [0; 11];
+//! far.recv_exact(&mut [IoBufMut::from(&mut bytes)])?;
+//! assert_eq!(&bytes, b"two buffers");
+//! # Ok::<(), towline_channel::Error>(())
+//! ```
+//!
+//! `SIGPIPE`: sockets never raise it (`MSG_NOSIGNAL`). Writing to a pipe whose reader is gone does, unless the process
+//! ignores that signal; Rust's runtime does so before `main`, and a host that is not a Rust program must do it itself
+//! before it uses `exec:` or a pipe.
+
+mod address;
+mod cancel;
+mod channel;
+mod connect;
+mod error;
+mod exec;
+pub mod fault;
+mod fd;
+mod file;
+mod listen;
+mod pair;
+mod pipe;
+mod socket;
+mod sys;
+mod tcp;
+mod unix;
+mod unix_listen;
+mod wait;
+mod zero_copy;
+
+pub use address::Address;
+pub use cancel::Cancel;
+pub use channel::{Capabilities, Channel, ChannelExt, FDS_MAX, Flushed, RecvFlags, SendFlags};
+pub use connect::{ConnectOptions, connect, connect_with};
+pub use error::{Error, Result};
+pub use exec::ExecChannel;
+pub use file::FileChannel;
+pub use listen::{ListenOptions, Listener};
+pub use pair::{PairChannel, pair};
+pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
+pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
+pub use tcp::TcpChannel;
+pub use unix::UnixChannel;
+pub use zero_copy::{ZeroCopyLease, ZeroCopyStatistics};

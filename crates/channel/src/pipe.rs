@@ -1,0 +1,193 @@
+//! Pipes: one direction each, or two of them for both.
+//!
+//! A pipe has neither `shutdown(2)` nor timeouts, so this module makes them:
+//!
+//! ```text
+//!   send/recv:  try ──EAGAIN──▶ poll(pipe, stop, timeout) ──▶ try ...
+//!   shutdown:   1. the descriptor's number is made to stand for the end of a dead pipe: reading it gives the end of
+//!                  the stream, writing EPIPE. The true end is closed by that, so that the peer sees it.
+//!               2. stop is raised: whoever polls tries again, and meets 1.
+//! ```
+//!
+//! Limits: needs three descriptors an end. The pipe is in non-blocking mode while we have it, which whoever shares the
+//! open file (a parent that kept its copy) sees too; dropping the channel puts it back. What else can be polled and
+//! read or written (a terminal, `/dev/null`) is served the same way.
+
+use crate::cancel::{event, raise};
+use crate::channel::{check_recv, check_send, check_timeouts};
+use crate::sys::{fd, io};
+use crate::wait::{Woken, wait};
+use crate::{Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use rustix::event::PollFlags;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::pipe::{PipeFlags, pipe_with};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// A pipe, or two.
+#[derive(Debug)]
+pub(crate) struct PipeChannel {
+    input: Option<End>,
+    output: Option<End>,
+    peer: String,
+}
+
+/// Our end of one pipe.
+#[derive(Debug)]
+struct End {
+    fd: OwnedFd,
+    /// Readable once this end is shut down.
+    stop: OwnedFd,
+    /// The same end of a pipe without another end.
+    dead: OwnedFd,
+    /// Mode of the open file before we had it, if we changed it.
+    mode: Option<OFlags>,
+    closed: AtomicBool,
+    timeout: Mutex<Option<Duration>>,
+}
+
+impl PipeChannel {
+    /// Reads from `input` and writes to `output`; at least one is there.
+    pub(crate) fn new(input: Option<OwnedFd>, output: Option<OwnedFd>, peer: String) -> Result<Self> {
+        let input = input.map(|fd| End::new(fd, PollFlags::IN)).transpose()?;
+        let output = output.map(|fd| End::new(fd, PollFlags::OUT)).transpose()?;
+        Ok(Self { input, output, peer })
+    }
+
+    /// Whether we ended the half that receives.
+    pub(crate) fn is_input_closed(&self) -> bool {
+        self.input.as_ref().is_none_or(End::is_closed)
+    }
+
+    /// Whether we ended the half that sends.
+    pub(crate) fn is_output_closed(&self) -> bool {
+        self.output.as_ref().is_none_or(End::is_closed)
+    }
+}
+
+impl Channel for PipeChannel {
+    fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let input = self.input.as_ref().map_or(Capabilities::empty(), |_| Capabilities::RECV);
+        let output = self.output.as_ref().map_or(Capabilities::empty(), |_| Capabilities::SEND);
+        let both = if self.input.is_some() && self.output.is_some() {
+            Capabilities::BIDIRECTIONAL
+        } else {
+            Capabilities::empty()
+        };
+        input | output | both | Capabilities::SHUTDOWN
+    }
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        check_send(&self.peer, self.capabilities(), flags)?;
+        let end = self.output.as_ref().expect("checked with the capabilities");
+        end.transfer("send", &self.peer, PollFlags::OUT, |fd| io::writev(fd, bufs))
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        check_recv(&self.peer, self.capabilities(), flags)?;
+        let end = self.input.as_ref().expect("checked with the capabilities");
+        end.transfer("recv", &self.peer, PollFlags::IN, |fd| io::readv(fd, bufs))
+    }
+
+    fn flush(&self) -> Result<Flushed> {
+        Ok(Flushed::Done)
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        let input = self.input.as_ref().filter(|_| how != Shutdown::Write);
+        let output = self.output.as_ref().filter(|_| how != Shutdown::Read);
+        // In this order: a command that is killed for writing to a closed pipe ends our own sends too, and a thread in
+        // one of them must find that we wanted it.
+        for end in [output, input].into_iter().flatten() {
+            end.close().map_err(|source| Error::io("shutdown", &self.peer, source))?;
+        }
+        Ok(())
+    }
+
+    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
+        check_timeouts(&self.peer, [recv, send])?;
+        for (end, timeout) in [(&self.input, recv), (&self.output, send)] {
+            if let Some(end) = end {
+                *end.timeout.lock().expect("no panic while it is held") = timeout;
+            }
+        }
+        Ok(())
+    }
+
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.input.as_ref().or(self.output.as_ref()).map(|end| end.fd.as_fd())
+    }
+}
+
+impl End {
+    fn new(fd: OwnedFd, direction: PollFlags) -> Result<Self> {
+        let failed = |errno| Error::io("prepare pipe", "this process", errno);
+        let (reader, writer) = pipe_with(PipeFlags::CLOEXEC).map_err(failed)?;
+        let dead = if direction == PollFlags::IN { reader } else { writer };
+        let flags = fcntl_getfl(&fd).map_err(failed)?;
+        let mode = (!flags.contains(OFlags::NONBLOCK)).then_some(flags);
+        fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(failed)?;
+        Ok(Self { fd, stop: event()?, dead, mode, closed: AtomicBool::new(false), timeout: Mutex::new(None) })
+    }
+
+    fn transfer(
+        &self,
+        op: &'static str,
+        peer: &str,
+        events: PollFlags,
+        mut call: impl FnMut(BorrowedFd<'_>) -> std::io::Result<usize>,
+    ) -> Result<usize> {
+        let mut limit = None;
+        loop {
+            match call(self.fd.as_fd()) {
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                result => return result.map_err(|source| Error::io(op, peer, source)),
+            }
+            let (timeout, began) = *limit.get_or_insert_with(|| {
+                (*self.timeout.lock().expect("no panic while it is held"), Instant::now())
+            });
+            let deadline = timeout.and_then(|timeout| began.checked_add(timeout));
+            match wait(self.fd.as_fd(), events, Some(self.stop.as_fd()), deadline) {
+                Ok(Woken::TimedOut) => return Err(Error::timeout(op, peer, timeout.unwrap_or_default())),
+                Ok(Woken::Ready | Woken::Stopped) => {}
+                Err(errno) => return Err(Error::io(op, peer, errno)),
+            }
+        }
+    }
+
+    fn close(&self) -> std::io::Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.restore_mode();
+        fd::replace(self.fd.as_fd(), self.dead.as_fd())?;
+        raise(self.stop.as_fd());
+        Ok(())
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    fn restore_mode(&self) {
+        if let Some(mode) = self.mode {
+            // It worked when we set it; if not now, the file is still usable to whoever shares it.
+            let _ = fcntl_setfl(&self.fd, mode);
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        if !self.is_closed() {
+            self.restore_mode();
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! The vectored system calls over [`IoBuf`] and [`IoBufMut`]. Each is retried when a signal interrupts it.
+
+use super::cursor::{window, window_mut};
+use super::iobuf::{IoBuf, IoBufMut};
+use crate::SendFlags;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// `sendmsg(2)`, never with a `SIGPIPE`. With `ZERO_COPY` (`MSG_ZEROCOPY`) the kernel reads the buffers after the call
+/// too; that they stay mapped meanwhile is not a matter of safety, as it pins their pages.
+pub(crate) fn sendmsg(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], how: SendFlags) -> io::Result<usize> {
+    let bufs = window(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    let flag = |asked, flag| if how.contains(asked) { flag } else { 0 };
+    let flags = libc::MSG_NOSIGNAL
+        | flag(SendFlags::MORE, libc::MSG_MORE)
+        | flag(SendFlags::ZERO_COPY, libc::MSG_ZEROCOPY);
+    let message = header(bufs.as_ptr().cast_mut().cast(), bufs.len());
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each over
+    // memory that is readable by its maker's promise; the kernel only reads both.
+    retry(|| unsafe { libc::sendmsg(fd.as_raw_fd(), &message, flags) })
+}
+
+/// `recvmsg(2)` without ancillary data. `peek` is `MSG_PEEK`.
+pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], peek: bool) -> io::Result<usize> {
+    let bufs = window_mut(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    let flags = libc::MSG_CMSG_CLOEXEC | if peek { libc::MSG_PEEK } else { 0 };
+    let mut message = header(bufs.as_mut_ptr().cast(), bufs.len());
+    // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
+    // memory that is writable and not otherwise used, by its maker's promise.
+    retry(|| unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) })
+}
+
+/// `writev(2)`.
+pub(crate) fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
+    let bufs = window(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`.
+    retry(|| unsafe { libc::writev(fd.as_raw_fd(), bufs.as_ptr().cast(), bufs.len() as libc::c_int) })
+}
+
+/// `readv(2)`.
+pub(crate) fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize> {
+    let bufs = window_mut(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`.
+    retry(|| unsafe { libc::readv(fd.as_raw_fd(), bufs.as_mut_ptr().cast(), bufs.len() as libc::c_int) })
+}
+
+/// `pwritev(2)`.
+pub(crate) fn pwritev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>], offset: u64) -> io::Result<usize> {
+    let bufs = window(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    let offset = file_offset(offset)?;
+    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`.
+    retry(|| unsafe {
+        libc::pwritev(fd.as_raw_fd(), bufs.as_ptr().cast(), bufs.len() as libc::c_int, offset)
+    })
+}
+
+/// `preadv(2)`.
+pub(crate) fn preadv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], offset: u64) -> io::Result<usize> {
+    let bufs = window_mut(bufs);
+    if bufs.is_empty() {
+        return Ok(0);
+    }
+    let offset = file_offset(offset)?;
+    let count = bufs.len() as libc::c_int;
+    // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`.
+    retry(|| unsafe { libc::preadv(fd.as_raw_fd(), bufs.as_mut_ptr().cast(), count, offset) })
+}
+
+pub(super) fn header(iov: *mut libc::iovec, count: usize) -> libc::msghdr {
+    // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths (the C library has padding in it that a struct
+    // expression could not name).
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = count as _;
+    message
+}
+
+fn file_offset(offset: u64) -> io::Result<libc::off_t> {
+    libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
+}
+
+pub(super) fn retry(mut call: impl FnMut() -> isize) -> io::Result<usize> {
+    loop {
+        if let Ok(n) = usize::try_from(call()) {
+            return Ok(n);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! The platform: every `unsafe` block of this crate is in here. Linux only.
+//!
+//! What a port would have to provide:
+//! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a slice;
+//! - [`cursor`]: the place in an array of them behind a partial transfer;
+//! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;
+//! - [`error_queue`]: what the kernel reports of a socket behind its stream (`recvmsg` with `MSG_ERRQUEUE`);
+//! - [`fd`]: taking over a descriptor by number, and replacing what a number stands for (`dup3`);
+//! - [`zero_copy`]: the socket option `SO_ZEROCOPY`.
+//!
+//! Everything else (sockets and their options, descriptor passing, `poll`, `eventfd`, `flock`, processes) comes from
+//! `std` and `rustix`, whose interfaces are safe.
+
+pub(crate) mod cursor;
+pub(crate) mod error_queue;
+pub(crate) mod fd;
+pub(crate) mod io;
+pub(crate) mod iobuf;
+pub(crate) mod zero_copy;

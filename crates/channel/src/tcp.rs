@@ -1,0 +1,249 @@
+//! TCP channels.
+//!
+//! `TCP_NODELAY` is on (who sends says with [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows), and
+//! keepalive finds a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
+//! resolver cannot be interrupted: if we give up first, the thread ends when the resolver does.
+
+use crate::cancel::{event, raise};
+use crate::channel::forward_channel;
+use crate::socket::{STREAM, Socket};
+use crate::sys::zero_copy::Enabled;
+use crate::wait::Patience;
+use crate::zero_copy::ZeroCopy;
+use crate::{
+    Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyLease, ZeroCopyStatistics, sys,
+};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, ToSocketAddrs};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+/// How long a connection is silent before keepalive asks.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
+/// How long between two questions.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+/// How many unanswered questions end the connection.
+const KEEPALIVE_COUNT: u32 = 6;
+/// How many connections may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+const BACKLOG: i32 = 1024;
+
+/// A TCP connection.
+#[derive(Debug)]
+pub struct TcpChannel {
+    socket: Arc<Socket>,
+    zero_copy: Option<Arc<ZeroCopy>>,
+}
+
+impl TcpChannel {
+    /// Takes a connected TCP socket and sets its options.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it is none.
+    pub fn new(fd: OwnedFd) -> Result<Self> {
+        let peer = net::getpeername(&fd)
+            .ok()
+            .flatten()
+            .and_then(|address| SocketAddr::try_from(address).ok())
+            .map_or_else(|| "tcp:?".to_owned(), |address| format!("tcp:{address}"));
+        prepare(&fd).map_err(|errno| Error::io("setsockopt", &peer, errno))?;
+        Ok(Self { socket: Arc::new(Socket::new(fd, peer, STREAM)?), zero_copy: None })
+    }
+
+    /// Makes zero-copy sends possible (`SO_ZEROCOPY`); from then on [`Capabilities::ZERO_COPY`] is there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the kernel cannot, or if somebody who had the socket before uses it already: its
+    /// numbering of sends is not known then.
+    pub fn enable_zero_copy(&mut self) -> Result<()> {
+        if self.zero_copy.is_some() {
+            return Ok(());
+        }
+        let failed = |errno| Error::io("setsockopt(SO_ZEROCOPY)", self.peer(), errno);
+        match sys::zero_copy::enable(self.socket.fd()).map_err(failed)? {
+            Enabled::Now => {}
+            Enabled::Before => {
+                return Err(Error::unsupported(
+                    self.peer(),
+                    "zero-copy: SO_ZEROCOPY was set by its former owner",
+                ));
+            }
+            Enabled::Never => {
+                return Err(Error::unsupported(
+                    self.peer(),
+                    "zero-copy: this kernel has no SO_ZEROCOPY for it",
+                ));
+            }
+        }
+        self.zero_copy = Some(Arc::new(ZeroCopy::new(Arc::clone(&self.socket))));
+        Ok(())
+    }
+
+    /// As asked for when it is opened: without it where it cannot be had, as its capabilities then say.
+    pub(crate) fn with_zero_copy(mut self, asked: bool) -> Result<Self> {
+        match if asked { self.enable_zero_copy() } else { Ok(()) } {
+            Ok(()) | Err(Error::Unsupported { .. }) => Ok(self),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Channel for TcpChannel {
+    forward_channel!(socket: peer, recv, set_timeouts, as_fd);
+
+    fn capabilities(&self) -> Capabilities {
+        let zero_copy = self.zero_copy.as_ref().map_or(Capabilities::empty(), |_| Capabilities::ZERO_COPY);
+        self.socket.capabilities() | zero_copy
+    }
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        match &self.zero_copy {
+            Some(zero_copy) if flags.contains(SendFlags::ZERO_COPY) => zero_copy.send(bufs, flags),
+            _ => self.socket.send(bufs, flags),
+        }
+    }
+
+    fn flush(&self) -> Result<Flushed> {
+        self.zero_copy.as_ref().map_or(Ok(Flushed::Done), |zero_copy| zero_copy.flush())
+    }
+
+    fn lease(&self) -> ZeroCopyLease {
+        self.zero_copy.as_ref().map_or_else(ZeroCopyLease::default, ZeroCopy::lease)
+    }
+
+    fn zero_copy_statistics(&self) -> Option<ZeroCopyStatistics> {
+        self.zero_copy.as_ref().map(|zero_copy| zero_copy.statistics())
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        if let Some(zero_copy) = self.zero_copy.as_ref().filter(|_| how == Shutdown::Both) {
+            zero_copy.end();
+        }
+        self.socket.shutdown(how)
+    }
+}
+
+impl Drop for TcpChannel {
+    fn drop(&mut self) {
+        // Leases keep the socket: the peer should see the end now, and not when the last of them goes.
+        if self.zero_copy.as_ref().is_some_and(|zero_copy| Arc::strong_count(zero_copy) > 1) {
+            let _ = self.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Tries each address of the host in turn; each gets its share of the time that is left.
+pub(crate) fn connect(host: &str, port: u16, patience: &Patience<'_>) -> Result<TcpChannel> {
+    let addresses = resolve(host, port, patience)?;
+    let mut failure = None;
+    for (i, address) in addresses.iter().enumerate() {
+        match connect_one(address, &patience.share(addresses.len() - i)) {
+            Ok(fd) => return TcpChannel::new(fd),
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            Err(error) => failure = Some(error),
+        }
+    }
+    Err(failure.unwrap_or_else(|| nothing_found(host)))
+}
+
+/// Listens at the first address of the host that lets us, and says which it is.
+pub(crate) fn bind(host: &str, port: u16, peer: &str) -> Result<(OwnedFd, SocketAddr)> {
+    let addresses = match host {
+        "" => addresses([Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()], port),
+        _ => match numeric(host) {
+            Some(ip) => addresses([ip], port),
+            None => look_up(host, port)?,
+        },
+    };
+    let mut failure = None;
+    for address in addresses {
+        match bind_one(&address) {
+            Ok(bound) => return Ok(bound),
+            Err(errno) => failure = Some(Error::io("bind", peer, errno)),
+        }
+    }
+    Err(failure.unwrap_or_else(|| nothing_found(host)))
+}
+
+fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
+    sockopt::set_tcp_nodelay(fd, true)?;
+    sockopt::set_socket_keepalive(fd, true)?;
+    sockopt::set_tcp_keepidle(fd, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(fd, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(fd, KEEPALIVE_COUNT)
+}
+
+fn connect_one(address: &SocketAddr, patience: &Patience<'_>) -> Result<OwnedFd> {
+    let fd = socket(address).map_err(|errno| patience.io(errno))?;
+    match net::connect(&fd, address) {
+        Ok(()) => return Ok(fd),
+        // Interrupted, it goes on by itself, just as if it were in progress.
+        Err(Errno::INPROGRESS | Errno::INTR) => {}
+        Err(errno) => return Err(patience.io(errno)),
+    }
+    patience.wait(fd.as_fd(), PollFlags::OUT)?;
+    match sockopt::socket_error(&fd) {
+        Ok(Ok(())) => Ok(fd),
+        Ok(Err(errno)) | Err(errno) => Err(patience.io(errno)),
+    }
+}
+
+fn bind_one(address: &SocketAddr) -> Result<(OwnedFd, SocketAddr), Errno> {
+    let fd = socket(address)?;
+    sockopt::set_socket_reuseaddr(&fd, true)?;
+    if address.ip() == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
+        sockopt::set_ipv6_v6only(&fd, false)?;
+    }
+    net::bind(&fd, address)?;
+    net::listen(&fd, BACKLOG)?;
+    let local = SocketAddr::try_from(net::getsockname(&fd)?)?;
+    Ok((fd, local))
+}
+
+fn socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
+}
+
+fn resolve(host: &str, port: u16, patience: &Patience<'_>) -> Result<Vec<SocketAddr>> {
+    if host.is_empty() {
+        return Ok(addresses([Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()], port));
+    }
+    if let Some(ip) = numeric(host) {
+        return Ok(addresses([ip], port));
+    }
+    let done = Arc::new(event()?);
+    let (answer, answers) = mpsc::channel();
+    let (name, bell) = (host.to_owned(), Arc::clone(&done));
+    let thread = std::thread::Builder::new().name("resolve".to_owned());
+    let work = move || {
+        // Nobody listens if we were cancelled or too slow.
+        let _ = answer.send(look_up(&name, port));
+        raise(bell.as_fd());
+    };
+    thread.spawn(work).map_err(|source| patience.io(source))?;
+    patience.wait(done.as_fd(), PollFlags::IN)?;
+    answers.recv().unwrap_or_else(|_| Err(nothing_found(host)))
+}
+
+fn look_up(host: &str, port: u16) -> Result<Vec<SocketAddr>> {
+    let found = (host, port).to_socket_addrs();
+    found.map(Iterator::collect).map_err(|source| Error::Resolve { host: host.to_owned(), source })
+}
+
+/// `0` is how QEMU's users write "any IPv4 address".
+fn numeric(host: &str) -> Option<IpAddr> {
+    if host == "0" { Some(Ipv4Addr::UNSPECIFIED.into()) } else { host.parse().ok() }
+}
+
+fn addresses<const N: usize>(ips: [IpAddr; N], port: u16) -> Vec<SocketAddr> {
+    ips.map(|ip| SocketAddr::new(ip, port)).to_vec()
+}
+
+fn nothing_found(host: &str) -> Error {
+    let source = io::Error::new(io::ErrorKind::NotFound, "the resolver knows no address of it");
+    Error::Resolve { host: host.to_owned(), source }
+}

@@ -1,0 +1,126 @@
+//! Unix stream sockets, which also carry file descriptors.
+
+use crate::channel::{check_recv, check_send, forward_channel};
+use crate::socket::{STREAM, Socket};
+use crate::wait::Patience;
+use crate::{Address, Capabilities, Channel, Error, FDS_MAX, RecvFlags, Result, SendFlags};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::sockopt::Timeout;
+use rustix::net::{
+    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SocketAddrUnix, SocketFlags, SocketType,
+};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+/// How long to wait before a listener whose queue is full is asked again: the kernel has no event for it.
+const QUEUE_INTERVAL: Duration = Duration::from_millis(10);
+
+/// A connected Unix stream socket.
+#[derive(Debug)]
+pub struct UnixChannel {
+    socket: Socket,
+}
+
+impl UnixChannel {
+    /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as `unix:/run/x`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it is none.
+    pub fn new(fd: OwnedFd, peer: impl Into<String>) -> Result<Self> {
+        Ok(Self { socket: Socket::new(fd, peer.into(), STREAM | Capabilities::FD_PASSING)? })
+    }
+
+    /// Two ends of one connection, for two threads or a child process.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the process has no descriptor left.
+    pub fn pair() -> Result<(Self, Self)> {
+        let (a, b) = net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| Error::io("socketpair", "this process", errno))?;
+        Ok((Self::new(a, "unix:pair:1")?, Self::new(b, "unix:pair:0")?))
+    }
+}
+
+impl Channel for UnixChannel {
+    forward_channel!(socket: peer, capabilities, send, recv, flush, shutdown, set_timeouts, as_fd);
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        check_send(self.peer(), self.capabilities(), SendFlags::empty())?;
+        if bytes.is_empty() {
+            return Err(Error::unsupported(
+                self.peer(),
+                "sending descriptors without a byte to attach them to",
+            ));
+        }
+        if fds.len() > FDS_MAX {
+            return Err(Error::TooManyFds { peer: self.peer().to_owned(), count: fds.len(), limit: FDS_MAX });
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            let fits = ancillary.push(SendAncillaryMessage::ScmRights(fds));
+            assert!(fits, "the space is for FDS_MAX descriptors");
+        }
+        let flags = net::SendFlags::NOSIGNAL;
+        retry_on_intr(|| net::sendmsg(self.socket.fd(), &[IoSlice::new(bytes)], &mut ancillary, flags))
+            .map_err(|errno| self.socket.failed("send_fds", Timeout::Send, errno.into()))
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        check_recv(self.peer(), self.capabilities(), RecvFlags::empty())?;
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let flags = net::RecvFlags::CMSG_CLOEXEC;
+        let message = retry_on_intr(|| {
+            net::recvmsg(self.socket.fd(), &mut [IoSliceMut::new(bytes)], &mut ancillary, flags)
+        })
+        .map_err(|errno| self.socket.failed("recv_fds", Timeout::Recv, errno.into()))?;
+        let mut received = Vec::new();
+        for message in ancillary.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                received.extend(rights);
+            }
+        }
+        // The space is aligned and so a little larger than needed: one descriptor too many may fit in.
+        if message.flags.contains(ReturnFlags::CTRUNC) || received.len() > FDS_MAX {
+            return Err(Error::FdsTruncated { peer: self.peer().to_owned(), limit: FDS_MAX });
+        }
+        fds.append(&mut received);
+        Ok(message.bytes)
+    }
+}
+
+/// Connects to the socket at `path`.
+pub(crate) fn connect(path: &Path, patience: &Patience<'_>) -> Result<UnixChannel> {
+    loop {
+        match try_connect(&socket_address(path)?) {
+            Ok(fd) => return UnixChannel::new(fd, patience.peer()),
+            Err(Errno::AGAIN) if patience.remaining().is_zero() => return Err(patience.timeout()),
+            Err(Errno::AGAIN) => patience.pause(QUEUE_INTERVAL)?,
+            Err(errno) => return Err(patience.io(errno)),
+        }
+    }
+}
+
+/// One attempt that does not block: a Unix socket connects at once, or its queue is full (`EAGAIN`), or it never will.
+pub(super) fn try_connect(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
+    let fd = socket()?;
+    net::connect(&fd, address)?;
+    Ok(fd)
+}
+
+pub(super) fn socket() -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+}
+
+pub(super) fn socket_address(path: &Path) -> Result<SocketAddrUnix> {
+    SocketAddrUnix::new(path).map_err(|_| {
+        Address::Unix(path.to_owned())
+            .bad("a socket's path has 1 to 107 bytes and no NUL; choose a shorter one")
+    })
+}

@@ -1,0 +1,111 @@
+//! A listening Unix socket and its file.
+//!
+//! A socket file outlives its listener if that was killed. Whoever binds next tries to connect: if nobody answers, the
+//! file is removed and made anew. Two who do so at once must not remove each other's new file, so both hold a lock
+//! (`flock`) on the directory meanwhile: it needs no file of its own, and the kernel drops it with the process.
+//!
+//! ```text
+//!   lock directory → bind ─ok→ listen → remember the file's inode → unlock
+//!                     └ EADDRINUSE → not a socket, or somebody answers? InUse
+//!                                    nobody answers? remove it, bind once more
+//! ```
+//!
+//! Limits: a listener that is not ours and is between its own bind and listen looks as if nobody answered.
+
+use crate::unix::{socket, socket_address, try_connect};
+use crate::{Error, Result};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How many connections may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+const BACKLOG: i32 = 1024;
+/// How long to wait for others who bind in the same directory; they need microseconds.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// A listening socket; its file is removed with it, unless somebody else's is there by then.
+#[derive(Debug)]
+pub(crate) struct UnixListener {
+    fd: OwnedFd,
+    path: PathBuf,
+    /// Device and inode of our file.
+    identity: (u64, u64),
+}
+
+impl UnixListener {
+    pub(crate) fn bind(path: &Path) -> Result<Self> {
+        let address = socket_address(path)?;
+        let io = |op, errno: Errno| Error::io(op, &format!("unix:{}", path.display()), errno);
+        let fd = socket().map_err(|errno| io("socket", errno))?;
+        let _lock = lock_directory(path).map_err(|errno| io("lock directory of", errno))?;
+        match net::bind(&fd, &address) {
+            Err(Errno::ADDRINUSE) => {
+                remove_stale(path, &address)?;
+                net::bind(&fd, &address)
+            }
+            other => other,
+        }
+        .map_err(|errno| io("bind", errno))?;
+        net::listen(&fd, BACKLOG).map_err(|errno| io("listen", errno))?;
+        let identity = identity(path).map_err(|errno| io("stat", errno))?;
+        Ok(Self { fd, path: path.to_owned(), identity })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for UnixListener {
+    fn drop(&mut self) {
+        // Without the lock only a race is left that needs somebody to replace the file in this very moment.
+        let _lock = lock_directory(&self.path);
+        if identity(&self.path) == Ok(self.identity) {
+            let _ = rustix::fs::unlink(&self.path);
+        }
+    }
+}
+
+fn remove_stale(path: &Path, address: &net::SocketAddrUnix) -> Result<()> {
+    let in_use = |by| Err(Error::InUse { path: path.to_owned(), by });
+    match rustix::fs::lstat(path) {
+        Ok(stat) if FileType::from_raw_mode(stat.st_mode) != FileType::Socket => {
+            return in_use("a file that is no socket");
+        }
+        Err(Errno::NOENT) => return Ok(()),
+        Ok(_) | Err(_) => {}
+    }
+    match try_connect(address) {
+        Ok(_) | Err(Errno::AGAIN) => in_use("a listening process"),
+        Err(Errno::CONNREFUSED) => match rustix::fs::unlink(path) {
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
+            Err(errno) => Err(Error::io("remove stale", &format!("unix:{}", path.display()), errno)),
+        },
+        Err(Errno::PROTOTYPE) => in_use("a socket of another type"),
+        Err(_) => in_use("a socket that we may not connect to"),
+    }
+}
+
+/// Device and inode of what is at the path itself.
+fn identity(path: &Path) -> Result<(u64, u64), Errno> {
+    rustix::fs::lstat(path).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(directory, flags, Mode::empty())?;
+    let deadline = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(fd),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) if Instant::now() < deadline => std::thread::sleep(LOCK_INTERVAL),
+            Err(errno) => return Err(errno),
+        }
+    }
+}

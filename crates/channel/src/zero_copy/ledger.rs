@@ -1,0 +1,229 @@
+//! Which zero-copy sends are finished.
+//!
+//! The kernel numbers a socket's successful zero-copy calls 0, 1, 2, … modulo 2^32 and reports ranges of numbers, both
+//! ends included, several calls in one report and not always in order. Here numbers have 64 bits:
+//!
+//! ```text
+//!   0 ───────────── finished ─────────────────────── issued ── (one call under way)
+//!    all are finished │   [ahead)    [ahead)            │ not made yet
+//! ```
+//!
+//! What is reported of numbers outside `finished..issued` is counted and otherwise ignored.
+
+use super::ZeroCopyStatistics;
+use crate::Flushed;
+use crate::sys::error_queue::{CODE_COPIED, ORIGIN_ZERO_COPY, Report};
+use std::collections::BTreeMap;
+
+/// The books of one socket.
+#[derive(Debug, Default)]
+pub(super) struct Ledger {
+    /// Calls that were taken.
+    issued: u64,
+    /// Whether a call is under way: its completion may be read before it returns.
+    calling: bool,
+    /// All below are finished.
+    finished: u64,
+    /// Finished beyond: first number to the one behind the last. Each is inside `finished..issued`, so there are no
+    /// more than sends the kernel has memory for.
+    ahead: BTreeMap<u64, u64>,
+    /// Since the last verdict: whether one was copied, whether one was not.
+    copied: bool,
+    spared: bool,
+    /// The first error that a completion told of.
+    failure: Option<i32>,
+    pub(super) statistics: ZeroCopyStatistics,
+}
+
+impl Ledger {
+    pub(super) fn issued(&self) -> u64 {
+        self.issued
+    }
+
+    /// Behind the last number that a completion may have.
+    pub(super) fn open_end(&self) -> u64 {
+        self.issued + u64::from(self.calling)
+    }
+
+    pub(super) fn finished(&self) -> u64 {
+        self.finished
+    }
+
+    pub(super) fn failure(&self) -> Option<i32> {
+        self.failure
+    }
+
+    /// A call begins.
+    pub(super) fn begin(&mut self) {
+        self.calling = true;
+    }
+
+    /// The call took so many bytes, or failed.
+    pub(super) fn end(&mut self, sent: Option<usize>) {
+        self.calling = false;
+        if let Some(bytes) = sent {
+            self.issued += 1;
+            self.statistics.sends += 1;
+            self.statistics.bytes += bytes as u64;
+        }
+    }
+
+    /// Books an entry of the error queue.
+    pub(super) fn book(&mut self, report: Option<Report>) {
+        match report {
+            Some(report) if report.origin == ORIGIN_ZERO_COPY => self.complete(&report),
+            _ => self.statistics.foreign += 1,
+        }
+    }
+
+    /// What the sends since the last verdict came to. One per `flush`.
+    pub(super) fn verdict(&mut self) -> Flushed {
+        let all_copied = self.copied && !self.spared;
+        (self.copied, self.spared) = (false, false);
+        if all_copied { Flushed::AllCopied } else { Flushed::Done }
+    }
+
+    fn complete(&mut self, report: &Report) {
+        let start = self.finished + u64::from(report.info.wrapping_sub(self.finished as u32));
+        let end = start + u64::from(report.data.wrapping_sub(report.info)) + 1;
+        if end > self.open_end() || self.overlaps(start, end) {
+            self.statistics.foreign += 1;
+            return;
+        }
+        if report.errno != 0 {
+            self.failure.get_or_insert(report.errno as i32);
+        } else if report.code & CODE_COPIED != 0 {
+            self.copied = true;
+            self.statistics.copied += end - start;
+        } else {
+            self.spared = true;
+            self.statistics.zero_copied += end - start;
+        }
+        self.ahead.insert(start, end);
+        while let Some(first) = self.ahead.first_entry()
+            && *first.key() == self.finished
+        {
+            self.finished = first.remove();
+        }
+    }
+
+    fn overlaps(&self, start: u64, end: u64) -> bool {
+        self.ahead.range(..end).next_back().is_some_and(|(_, other_end)| *other_end > start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn issue(ledger: &mut Ledger, calls: u64) {
+        for _ in 0..calls {
+            ledger.begin();
+            ledger.end(Some(10));
+        }
+    }
+
+    fn report(first: u64, last: u64) -> Report {
+        Report { origin: ORIGIN_ZERO_COPY, info: first as u32, data: last as u32, ..Report::default() }
+    }
+
+    fn copied(first: u64, last: u64) -> Report {
+        Report { code: CODE_COPIED, ..report(first, last) }
+    }
+
+    /// Books at which so many calls were made and finished before.
+    fn at(number: u64) -> Ledger {
+        Ledger { issued: number, finished: number, ..Ledger::default() }
+    }
+
+    #[test]
+    fn ranges_out_of_order_and_over_the_wrap() {
+        let base = (1 << 32) - 3;
+        let mut ledger = at(base);
+        issue(&mut ledger, 10);
+        ledger.book(Some(report(base + 8, base + 9)));
+        ledger.book(Some(report(base + 2, base + 4)));
+        assert_eq!(ledger.finished(), base);
+        ledger.book(Some(report(base, base + 1)));
+        assert_eq!(ledger.finished(), base + 5);
+        ledger.book(Some(report(base + 5, base + 7)));
+        assert_eq!((ledger.finished(), ledger.ahead.len()), (base + 10, 0));
+        assert_eq!(ledger.statistics.zero_copied, 10);
+    }
+
+    #[test]
+    fn a_completion_may_be_read_before_its_call_returns() {
+        let mut ledger = Ledger::default();
+        ledger.begin();
+        ledger.book(Some(report(0, 0)));
+        assert_eq!((ledger.finished(), ledger.issued()), (1, 0));
+        ledger.end(Some(1));
+        assert_eq!((ledger.finished(), ledger.issued()), (1, 1));
+    }
+
+    #[test]
+    fn what_is_not_ours_is_counted_and_changes_nothing() {
+        let mut ledger = at(7);
+        issue(&mut ledger, 4);
+        ledger.book(None);
+        ledger.book(Some(Report { origin: libc::SO_EE_ORIGIN_ICMP, errno: 113, ..report(7, 10) }));
+        for (first, last) in [(11, 11), (10, 11), (6, 6), (6, 7), (9, 8), (0, u64::from(u32::MAX))] {
+            ledger.book(Some(report(first, last)));
+        }
+        ledger.book(Some(report(9, 10)));
+        ledger.book(Some(report(10, 10)));
+        ledger.book(Some(report(8, 9)));
+        assert_eq!((ledger.finished(), ledger.failure(), ledger.statistics.foreign), (7, None, 10));
+        ledger.book(Some(report(7, 8)));
+        assert_eq!(ledger.finished(), 11);
+    }
+
+    #[test]
+    fn verdicts_count_from_one_to_the_next() {
+        let mut ledger = Ledger::default();
+        assert_eq!(ledger.verdict(), Flushed::Done);
+        issue(&mut ledger, 4);
+        ledger.book(Some(copied(0, 1)));
+        assert_eq!(ledger.verdict(), Flushed::AllCopied);
+        ledger.book(Some(copied(2, 2)));
+        ledger.book(Some(report(3, 3)));
+        assert_eq!(ledger.verdict(), Flushed::Done);
+        assert_eq!((ledger.statistics.copied, ledger.statistics.zero_copied), (3, 1));
+    }
+
+    #[test]
+    fn a_send_that_failed_later_is_finished_and_remembered() {
+        let mut ledger = Ledger::default();
+        issue(&mut ledger, 2);
+        ledger.book(Some(Report { errno: 5, ..report(0, 0) }));
+        ledger.book(Some(Report { errno: 6, ..report(1, 1) }));
+        assert_eq!((ledger.finished(), ledger.failure()), (2, Some(5)));
+    }
+
+    proptest! {
+        /// Completions in any order, coalesced anyhow, among noise, beginning anywhere: in the end all are finished.
+        #[test]
+        fn every_send_finishes_once(
+            base in prop_oneof![Just(0), any::<u32>().prop_map(u64::from), Just((1 << 32) - 20)],
+            cuts in prop::collection::vec(1..6u64, 1..40),
+            noise in prop::collection::vec(any::<(u32, u32, u8, u8)>(), 0..20),
+            seed: u64,
+        ) {
+            let mut ledger = at(base);
+            issue(&mut ledger, cuts.iter().sum());
+            let mut start = base;
+            let mut reports: Vec<_> = cuts.iter().map(|n| { start += n; report(start - n, start - 1) }).collect();
+            fastrand::Rng::with_seed(seed).shuffle(&mut reports);
+            for (info, data, origin, code) in noise {
+                let origin = if origin == ORIGIN_ZERO_COPY { 0 } else { origin };
+                ledger.book(Some(Report { errno: 1, origin, code, info, data }));
+            }
+            for report in reports {
+                ledger.book(Some(report));
+            }
+            prop_assert_eq!(ledger.finished(), ledger.issued());
+            prop_assert_eq!(ledger.failure(), None);
+        }
+    }
+}

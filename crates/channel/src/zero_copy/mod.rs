@@ -1,0 +1,253 @@
+//! Zero-copy sends of a TCP socket (`MSG_ZEROCOPY`): the kernel reads the pages themselves, also after the call.
+//!
+//! ```text
+//!   send(.., ZERO_COPY) ──▶ sendmsg ── number n ──▶ Ledger ◀── completions n..=m ── the socket's error queue
+//!                              │ ENOBUFS: wait for completions, at last with a shorter send       ▲ read at each send,
+//!                              └──────────────────────────────────────────────────────────────────┘ flush and lease
+//! ```
+//!
+//! Completions are taken as they come, because the kernel charges those that wait to `net.core.optmem_max`. Several
+//! threads may send, flush and wait for leases at once; zero-copy sends pass one after the other.
+//!
+//! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards without
+//! scatter-gather or checksums. Then zero-copy costs more than it saves, and [`Flushed::AllCopied`] says so.
+//!
+//! Limits: a socket whose completions another process reads too is not usable. Whoever polls the channel's descriptor
+//! sees `POLLERR` while completions wait; it is not an error of the stream.
+
+mod ledger;
+
+use crate::socket::Socket;
+use crate::sys::error_queue;
+use crate::sys::iobuf::limit;
+use crate::wait::{Woken, wait};
+use crate::{Channel, Error, Flushed, IoBuf, Result, SendFlags, total_len};
+use ledger::Ledger;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::sockopt::Timeout;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// How long a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
+const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
+/// The most entries that are read at a time: whoever floods us with errors does not keep us from sending.
+const ENTRIES_MAX: usize = 1024;
+/// The longest wait without a look at the books, as another thread may have read what we wait for.
+const SLICE: Duration = Duration::from_millis(5);
+/// The first pause when a socket in an error has `POLLERR` but no completion.
+const PAUSE: Duration = Duration::from_micros(100);
+/// A send this short is not made shorter still for want of memory: what it is charged no longer depends on it.
+const SHORTEST: usize = 4096;
+
+/// What became of a channel's zero-copy sends since it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct ZeroCopyStatistics {
+    /// Calls that were taken.
+    pub sends: u64,
+    /// Bytes in them.
+    pub bytes: u64,
+    /// Calls, of those that are finished, whose bytes the kernel copied after all.
+    pub copied: u64,
+    /// Calls, of those that are finished, that were truly without a copy.
+    pub zero_copied: u64,
+    /// How often the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
+    pub no_memory: u64,
+    /// Entries of the error queue that were about something else, and were ignored.
+    pub foreign: u64,
+}
+
+/// A ticket for the zero-copy sends of a channel up to now; see [`Channel::lease`]. While they are not finished, the
+/// memory may not be unmapped, resized or given other content. Keeps the socket, but not the connection, open.
+#[derive(Debug, Clone, Default)]
+pub struct ZeroCopyLease(Option<(Arc<ZeroCopy>, u64)>);
+
+impl ZeroCopyLease {
+    /// Whether the memory is free. Never waits.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the kernel does not tell.
+    pub fn is_done(&self) -> Result<bool> {
+        let Some((sends, end)) = &self.0 else { return Ok(true) };
+        Ok(sends.drain()?.0 >= *end)
+    }
+
+    /// Waits until the memory is free, also on a channel that is shut down. If the peer takes nothing any more, that is
+    /// when the kernel gives the connection up, minutes later.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] at the deadline, [`Error::Io`] if the kernel does not tell.
+    pub fn wait(&self, deadline: Instant) -> Result<()> {
+        let Some((sends, end)) = &self.0 else { return Ok(()) };
+        sends.wait(*end, &Until::Deadline(deadline))
+    }
+}
+
+/// The zero-copy side of a socket.
+#[derive(Debug)]
+pub(crate) struct ZeroCopy {
+    socket: Arc<Socket>,
+    /// Held during a call, so that it is known whether a number was given out.
+    turn: Mutex<()>,
+    ledger: Mutex<Ledger>,
+    /// Both halves were shut down: nobody waits any more but who has a lease.
+    ended: AtomicBool,
+}
+
+/// How long to wait.
+enum Until {
+    Deadline(Instant),
+    /// So long without a completion, and not once the channel is shut down.
+    Idle(Option<Duration>),
+}
+
+impl ZeroCopy {
+    /// The socket's option is set, and no zero-copy send was made yet.
+    pub(crate) fn new(socket: Arc<Socket>) -> Self {
+        Self { socket, turn: Mutex::default(), ledger: Mutex::default(), ended: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn statistics(&self) -> ZeroCopyStatistics {
+        self.ledger().statistics
+    }
+
+    pub(crate) fn lease(self: &Arc<Self>) -> ZeroCopyLease {
+        let (issued, finished) = {
+            let ledger = self.ledger();
+            (ledger.issued(), ledger.finished())
+        };
+        ZeroCopyLease((finished < issued).then(|| (Arc::clone(self), issued)))
+    }
+
+    /// Wakes who waits in `flush` or for memory.
+    pub(crate) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn flush(&self) -> Result<Flushed> {
+        let issued = self.ledger().issued();
+        self.wait(issued, &Until::Idle(self.socket.timeout(Timeout::Send)))?;
+        let mut ledger = self.ledger();
+        match ledger.failure() {
+            Some(errno) => {
+                Err(Error::io("flush", self.socket.peer(), std::io::Error::from_raw_os_error(errno)))
+            }
+            None => Ok(ledger.verdict()),
+        }
+    }
+
+    pub(crate) fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        let mut most = total_len(bufs);
+        if most == 0 {
+            return Ok(0);
+        }
+        let _turn = self.turn.lock().expect("no panic while it is held");
+        let (mut finished, _) = self.drain()?;
+        let patience = self.socket.timeout(Timeout::Send).map_or(MEMORY_PATIENCE, |t| t.min(MEMORY_PATIENCE));
+        let mut hungry_since = None;
+        loop {
+            let source = match self.call(&limit(bufs, most), flags) {
+                Ok(sent) => return Ok(sent),
+                Err(source) if source.raw_os_error() == Some(libc::ENOBUFS) => source,
+                Err(source) => return Err(self.socket.failed("send", Timeout::Send, source)),
+            };
+            self.ledger().statistics.no_memory += 1;
+            let (now_finished, _) = self.drain()?;
+            let outstanding = now_finished < self.ledger().issued();
+            if now_finished > finished {
+                (finished, hungry_since) = (now_finished, None);
+            } else if !outstanding && most > SHORTEST {
+                most /= 2;
+            } else if hungry_since.get_or_insert_with(Instant::now).elapsed() >= patience {
+                return Err(no_memory(self.socket.peer(), patience, source));
+            } else {
+                self.doze(SLICE)?;
+            }
+        }
+    }
+
+    fn call(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> std::io::Result<usize> {
+        self.ledger().begin();
+        let result = self.socket.send_once(bufs, flags);
+        self.ledger().end(result.as_ref().ok().copied());
+        result
+    }
+
+    /// Reads what is in the error queue; returns how far all is finished, and whether anything was there.
+    fn drain(&self) -> Result<(u64, bool)> {
+        // Read and booked under one lock: who finds the queue empty must find the entries booked.
+        let mut ledger = self.ledger();
+        let mut found = false;
+        for _ in 0..ENTRIES_MAX {
+            if ledger.finished() == ledger.open_end() {
+                break;
+            }
+            let entry = error_queue::take(self.socket.fd());
+            match entry.map_err(|source| Error::io("read completions", self.socket.peer(), source))? {
+                Some(report) => ledger.book(report),
+                None => break,
+            }
+            found = true;
+        }
+        Ok((ledger.finished(), found))
+    }
+
+    fn wait(&self, target: u64, until: &Until) -> Result<()> {
+        let (mut began, mut last, mut pause) = (Instant::now(), 0, PAUSE);
+        loop {
+            let (finished, found) = self.drain()?;
+            if finished >= target {
+                return Ok(());
+            }
+            if finished > last {
+                (began, last) = (Instant::now(), finished);
+            }
+            let left = self.time_left(began, until)?;
+            if self.doze(left.min(SLICE))? == Woken::Ready && !found {
+                // In an error or at its end, the socket is always ready: it cannot be waited for.
+                std::thread::sleep(pause.min(left));
+                pause = (pause * 2).min(SLICE);
+            } else {
+                pause = PAUSE;
+            }
+        }
+    }
+
+    fn time_left(&self, began: Instant, until: &Until) -> Result<Duration> {
+        let (op, limit, left) = match until {
+            Until::Deadline(deadline) => {
+                ("wait for a lease", began.elapsed(), deadline.saturating_duration_since(Instant::now()))
+            }
+            Until::Idle(_) if self.ended.load(Ordering::Acquire) => {
+                return Err(Error::io("flush", self.socket.peer(), Errno::PIPE));
+            }
+            Until::Idle(None) => return Ok(SLICE),
+            Until::Idle(Some(limit)) => ("flush", *limit, limit.saturating_sub(began.elapsed())),
+        };
+        if left.is_zero() { Err(Error::timeout(op, self.socket.peer(), limit)) } else { Ok(left) }
+    }
+
+    /// Waits until the error queue may have something, at most so long.
+    fn doze(&self, at_most: Duration) -> Result<Woken> {
+        wait(self.socket.fd().as_fd(), PollFlags::empty(), None, Some(Instant::now() + at_most))
+            .map_err(|errno| Error::io("wait for completions", self.socket.peer(), errno))
+    }
+
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.ledger.lock().expect("no panic while it is held")
+    }
+}
+
+fn no_memory(peer: &str, after: Duration, source: std::io::Error) -> Error {
+    let optmem = std::fs::read_to_string("/proc/sys/net/core/optmem_max");
+    let memlock = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    Error::ZeroCopyMemory {
+        peer: peer.to_owned(),
+        after,
+        optmem_max: optmem.map_or_else(|_| "unknown".to_owned(), |text| format!("{} bytes", text.trim())),
+        memlock: memlock.map_or_else(|| "unlimited".to_owned(), |bytes| format!("{bytes} bytes")),
+        source,
+    }
+}

@@ -1,0 +1,199 @@
+//! The command line. What can be refused without looking at anything is refused here.
+
+use std::path::PathBuf;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use towline_migration::Compression;
+
+use crate::endpoint::Endpoint;
+use crate::units::{bytes, seconds};
+
+/// Moves running QEMU guests: their memory and devices, between hosts and into images.
+#[derive(Debug, Parser)]
+#[command(name = "towline", version, propagate_version = true, max_term_width = 110)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Copy(CopyArgs),
+    Inspect(InspectArgs),
+    Bench(BenchArgs),
+}
+
+const ENDPOINTS: &str = "\
+Endpoints:
+  qmp:PATH         a QEMU by its QMP socket: as SOURCE one that runs a guest, as DEST one that waits with
+                   `-incoming defer`
+  tcp:HOST:PORT    as SOURCE: listen there for somebody's `migrate`; as DEST: connect to a QEMU or a towline
+  unix:PATH        the same over a Unix socket
+  fd:N             an open file descriptor
+  exec:COMMAND     the standard input and output of a shell command
+  file:PATH, PATH  an image: QEMU's mapped-ram file, and beside it PATH.manifest.json with checksums
+  null:            as DEST: count and drop; the source keeps its guest
+
+Exit codes: 0 done; 1 refused or failed, the guest is safe at its source; 2 usage; 3 failed, and the guest's state
+must be looked at: the message says where it is.";
+
+/// Copy a guest: into an image, out of one, or from a QEMU to another
+///
+/// A running SOURCE is left paused (QEMU's `postmigrate`), an image as it was. A `qmp:` DEST runs afterwards if the guest
+/// ran. Whatever fails before the guest is safe at DEST leaves it at SOURCE, where it runs on.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = concat!("\
+Examples:
+  Save a running guest, and let it run on:
+    towline copy --resume qmp:/run/vm/a.qmp guest.img
+  Bring it back in a QEMU started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+    towline copy --verify guest.img qmp:/run/vm/b.qmp
+  Take what `migrate tcp:HOST:4444` of a QEMU elsewhere sends (its capability return-path must be on):
+    towline copy tcp:0.0.0.0:4444 guest.img
+  Compress on the way to a towline on another host, which has the same options:
+    towline copy --multifd-channels 4 --compression zstd guest.img tcp:OTHER:4444
+  Or through any filter:
+    towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
+"))]
+#[command(after_help = ENDPOINTS)]
+pub(crate) struct CopyArgs {
+    /// Where the guest comes from
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Where it goes; several only from an image
+    #[arg(value_name = "DEST", required = true, num_args = 1..)]
+    pub(crate) destinations: Vec<Endpoint>,
+    /// Lanes (multifd channels) at both ends; 0: none. Default: 4 where QMP can set them, else 0
+    #[arg(long, value_name = "N")]
+    pub(crate) multifd_channels: Option<usize>,
+    /// Compress the lanes; a stream's other end must do the same (QEMU's multifd-compression)
+    #[arg(long, value_name = "METHOD", default_value = "none")]
+    pub(crate) compression: Method,
+    /// How hard zlib tries: 0 (not at all) to 9 (best) [default: 1]
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9))]
+    pub(crate) multifd_zlib_level: Option<u8>,
+    /// How hard zstd tries: 1 (fastest) to 20 (best), 0 is zstd's own default [default: 1]
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=20))]
+    pub(crate) multifd_zstd_level: Option<u8>,
+    /// Bytes per second (suffixes K, M, G); default: as fast as it goes
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub(crate) max_bandwidth: Option<u64>,
+    /// How long a running guest may stand still, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 300)]
+    pub(crate) downtime_limit: u64,
+    /// Compare an image with its checksums while it is read; no guest runs from a damaged one
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Let a qmp: SOURCE run on afterwards, and run it on first if it was copied before
+    #[arg(long)]
+    pub(crate) resume: bool,
+    /// Run the guest at a qmp: DEST, whatever it did before
+    #[arg(long, conflicts_with = "paused")]
+    pub(crate) run: bool,
+    /// Leave the guest at a qmp: DEST paused, whatever it did before
+    #[arg(long)]
+    pub(crate) paused: bool,
+    /// Whether streams have a return path; `off` for one that goes to or comes from a file, where nobody can answer
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub(crate) return_path: Switch,
+    /// Stream an image to a qmp: DEST even where QEMU (9.0 and later) could load the file itself
+    #[arg(long)]
+    pub(crate) stream: bool,
+    /// Replace an image that exists
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+    /// How long the other end may take to be reached and to answer, in seconds
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
+    pub(crate) connect_timeout: std::time::Duration,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Show what a guest consists of: blocks, pages, devices and their versions, checksums, sizes
+///
+/// An image is only read; a `qmp:` guest is only asked. From `tcp:`, `unix:`, `fd:` or `exec:` the whole guest is received,
+/// counted and dropped, and its source is told that it did not arrive, so it runs on there.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline inspect guest.img
+  towline inspect --verify --json guest.img
+  towline inspect qmp:/run/vm/a.qmp
+")]
+pub(crate) struct InspectArgs {
+    /// What to look at: an image, qmp:PATH, or a stream (tcp:, unix:, fd:, exec:)
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Compare the whole image with its checksums
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// Lanes that a stream has; 0: none
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) multifd_channels: usize,
+    /// How a stream's lanes are compressed
+    #[arg(long, value_name = "METHOD", default_value = "none")]
+    pub(crate) compression: Method,
+    /// Whether a stream has a return path
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub(crate) return_path: Switch,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Measure on real guests, side by side with the peers that this machine has
+///
+/// Tables: `ram` (save and restore of a guest's memory against QEMU's own). Needs the lab: `cargo xtask setup` in a checkout.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline bench ram
+  towline bench ram --report report/
+")]
+pub(crate) struct BenchArgs {
+    /// Which tables; all if none is named
+    #[arg(value_name = "TABLE")]
+    pub(crate) tables: Vec<String>,
+    /// Also write each table as text and JSON into this directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) report: Option<PathBuf>,
+    /// Runs of each row; the median is printed
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub(crate) runs: usize,
+}
+
+/// How to say it.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Output {
+    /// One JSON object per line and event, on standard output
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Nothing but errors
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    On,
+    Off,
+}
+
+/// QEMU's `multifd-compression`, as far as it needs no hardware.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Method {
+    None,
+    Zlib,
+    Zstd,
+}
+
+impl Method {
+    /// With a level where one was given.
+    pub(crate) fn at(self, zlib_level: Option<u8>, zstd_level: Option<u8>) -> Compression {
+        let level = |level: Option<u8>| level.unwrap_or(Compression::LEVEL_DEFAULT);
+        match self {
+            Self::None => Compression::None,
+            Self::Zlib => Compression::Zlib { level: level(zlib_level) },
+            Self::Zstd => Compression::Zstd { level: level(zstd_level) },
+        }
+    }
+}

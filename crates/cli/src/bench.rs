@@ -1,0 +1,28 @@
+//! `towline bench`.
+
+use anyhow::Result;
+
+use crate::Exit;
+use crate::args::BenchArgs;
+use crate::signals::cancel_on_signals;
+
+/// Runs the command.
+pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
+    let options = towline_bench::Options {
+        tables: args.tables.clone(),
+        report: args.report.clone(),
+        runs: args.runs,
+        towline: std::env::current_exe()?,
+        cancel: cancel_on_signals("guests and images are put away")?,
+    };
+    match towline_bench::run(&options) {
+        Ok(()) => Ok(Exit::Done),
+        Err(error) => match error.downcast_ref::<towline_bench::UnknownTable>() {
+            Some(unknown) => {
+                eprintln!("towline: {unknown}");
+                Ok(Exit::Usage)
+            }
+            None => Err(error),
+        },
+    }
+}

@@ -1,0 +1,218 @@
+//! `towline inspect`.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use towline_control::plan::{self, Options, Source, Survey};
+use towline_control::qemu::Qemu;
+use towline_control::qmp;
+use towline_image::Image;
+use towline_migration::Guest as _;
+use towline_protocol::BlockIndex;
+use towline_protocol::device_state::Device;
+
+use crate::Exit;
+use crate::args::{InspectArgs, Switch};
+use crate::progress::Reporter;
+use crate::signals::cancel_on_signals;
+use crate::units::{count, size};
+
+/// Threads that compare an image with its checksums.
+const VERIFY_THREADS: usize = 4;
+
+/// Runs the command.
+pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
+    let reporter = Reporter::new(&args.output);
+    let source = match args.source.source() {
+        Ok(source) => source,
+        Err(text) => {
+            eprintln!("towline: {text}");
+            return Ok(Exit::Usage);
+        }
+    };
+    if args.verify && !matches!(source, Source::Image(_)) {
+        eprintln!("towline: --verify compares an image with its checksums; {} is none", args.source);
+        return Ok(Exit::Usage);
+    }
+    match source {
+        Source::Image(path) => image(&reporter, &path, args.verify),
+        Source::Qmp(path) => qemu(&reporter, &path),
+        Source::Stream(_) => stream(&reporter, &source, args),
+    }
+}
+
+fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
+    let image = Image::open(path)?;
+    if verify {
+        image.verify(VERIFY_THREADS, &|_| {})?;
+    }
+    let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
+    let blocks: Vec<Value> = image
+        .ram_blocks()
+        .iter()
+        .enumerate()
+        .map(|(index, block)| {
+            let pages = image.count_pages(BlockIndex(index as u32));
+            json!({ "name": block.name, "length": block.length, "plain-pages": pages.plain, "zero-pages": pages.zero })
+        })
+        .collect();
+    let devices = image.devices();
+    let manifest = image.manifest();
+    let facts = json!({
+        "kind": "image",
+        "path": path.display().to_string(),
+        "machine-type": image.configuration().machine_type,
+        "run-state": devices.run_state(),
+        "length": image.length(),
+        "allocated": allocated,
+        "blocks": blocks,
+        "device-state": { "offset": image.device_state_offset(), "length": devices.bytes().len() },
+        "devices": devices_json(devices.devices()),
+        "manifest": manifest.map(|manifest| json!({
+            "created": manifest.created().to_string(),
+            "source": manifest.origin().source,
+            "qemu": manifest.origin().qemu,
+        })),
+        "verified": verify,
+        "loadable-by-qemu": true,
+    });
+    reporter.event("inspected", facts.clone());
+    reporter.line(&format!(
+        "{}: an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)",
+        path.display()
+    ));
+    tell_head(reporter, &facts);
+    reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
+    match manifest {
+        Some(manifest) => reporter.line(&format!(
+            "  manifest      {}, from {}{}: {}",
+            manifest.created(),
+            manifest.origin().source,
+            manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
+            if verify { "every checksum is right" } else { "not compared (--verify)" }
+        )),
+        None => reporter.line("  manifest      none: made by QEMU itself? There are no checksums; `towline copy IMAGE NEW` makes them"),
+    }
+    tell_blocks(reporter, &blocks);
+    tell_devices(reporter, devices.devices(), devices.bytes().len());
+    Ok(Exit::Done)
+}
+
+fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
+    let qemu = Qemu::connect(path, &qmp::Options::default())?;
+    let facts = qemu.facts();
+    let blocks: Vec<Value> = facts
+        .migrated_blocks()
+        .map(|block| json!({ "name": block.name, "length": block.used_bytes, "page-size": block.page_bytes }))
+        .collect();
+    let on: Vec<_> =
+        facts.capabilities.iter().filter(|(_, on)| **on).map(|(name, _)| name.as_str()).collect();
+    let shown = json!({
+        "kind": "qemu",
+        "version": qemu.version_text(),
+        "machine-type": facts.machine,
+        "run-state": facts.status.status.as_str(),
+        "uuid": facts.uuid,
+        "waits-for-migrate-incoming": facts.waits_for_migrate_incoming(),
+        "blocked-reasons": facts.blocked_reasons(),
+        "capabilities": on,
+        "blocks": blocks,
+    });
+    reporter.event("inspected", shown.clone());
+    reporter.line(&format!("{}: QEMU {}", qemu.socket(), qemu.version_text()));
+    tell_head(reporter, &shown);
+    reporter.line(&format!("  uuid          {}", facts.uuid));
+    reporter
+        .line(&format!("  capabilities  {}", if on.is_empty() { "none on".into() } else { on.join(", ") }));
+    match facts.blocked_reasons() {
+        [] => reporter.line("  migration     not blocked"),
+        reasons => reporter.line(&format!("  migration     blocked: {}", reasons.join("; "))),
+    }
+    tell_blocks(reporter, &blocks);
+    Ok(Exit::Done)
+}
+
+fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
+    let survey = Survey::default();
+    let cancel = cancel_on_signals("the source keeps its guest")?;
+    let options = Options {
+        multifd_channels: Some(args.multifd_channels),
+        compression: args.compression.at(None, None),
+        return_path: args.return_path == Switch::On,
+        ..Options::default()
+    };
+    let surveyed = plan::survey(source, &survey, &options, &cancel, reporter);
+    reporter.finish();
+    let moved = match surveyed {
+        Ok(moved) => moved,
+        Err(failure) => {
+            eprintln!("towline: {failure}");
+            return Ok(Exit::Safe);
+        }
+    };
+    let seen = survey.seen();
+    let devices = seen.device_state.as_ref();
+    let blocks: Vec<Value> =
+        seen.blocks.iter().map(|block| json!({ "name": block.name, "length": block.length })).collect();
+    let facts = json!({
+        "kind": "stream",
+        "machine-type": seen.configuration.as_ref().map(|found| &found.machine_type),
+        "run-state": devices.and_then(|state| state.run_state()),
+        "blocks": blocks,
+        "device-state": { "length": devices.map(|state| state.bytes().len()) },
+        "devices": devices.map(|state| devices_json(state.devices())),
+        "ram": crate::progress::ram(&moved),
+    });
+    reporter.event("inspected", facts.clone());
+    reporter.line(&format!(
+        "{}: a migration stream; its source was told that nothing arrived and keeps its guest",
+        args.source
+    ));
+    tell_head(reporter, &facts);
+    reporter.line(&format!(
+        "  memory        {} plain pages, {} zero pages, {} in all",
+        count(moved.normal),
+        count(moved.duplicate),
+        size(moved.transferred)
+    ));
+    tell_blocks(reporter, &blocks);
+    if let Some(state) = devices {
+        tell_devices(reporter, state.devices(), state.bytes().len());
+    }
+    Ok(Exit::Done)
+}
+
+fn devices_json(devices: &[Device]) -> Value {
+    devices
+        .iter()
+        .map(|device| json!({ "name": device.name, "instance": device.instance, "version": device.version }))
+        .collect()
+}
+
+fn tell_head(reporter: &Reporter, facts: &Value) {
+    let text = |key: &str| facts[key].as_str().unwrap_or("unknown").to_owned();
+    reporter.line(&format!("  machine type  {}", text("machine-type")));
+    reporter.line(&format!("  run state     {}", text("run-state")));
+}
+
+fn tell_blocks(reporter: &Reporter, blocks: &[Value]) {
+    reporter.line(&format!("  blocks        {}", blocks.len()));
+    for block in blocks {
+        let length = size(block["length"].as_u64().unwrap_or_default());
+        let pages = match (block["plain-pages"].as_u64(), block["zero-pages"].as_u64()) {
+            (Some(plain), Some(zero)) => format!("  {:>11} plain  {:>11} zero", count(plain), count(zero)),
+            _ => String::new(),
+        };
+        reporter.line(&format!("    {:<38} {length:>11}{pages}", block["name"].as_str().unwrap_or_default()));
+    }
+}
+
+fn tell_devices(reporter: &Reporter, devices: &[Device], bytes: usize) {
+    reporter.line(&format!("  devices       {} in {}", devices.len(), size(bytes as u64)));
+    for device in devices {
+        let Device { name, instance, version, .. } = device;
+        reporter.line(&format!("    {name:<38} instance {instance:<3} version {version}"));
+    }
+}

@@ -1,0 +1,62 @@
+//! The command `towline`: parse, dispatch, exit codes. What it does is in the crates below it.
+//!
+//! Exit codes: 0 done; 1 refused or failed, with the guest safe at its source; 2 usage; 3 failed, and the guest's state must
+//! be looked at (the message says where it is).
+
+mod args;
+mod bench;
+mod copy;
+mod endpoint;
+mod inspect;
+mod progress;
+mod signals;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use args::{Args, Command};
+
+/// How the process ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Exit {
+    Done,
+    Safe,
+    Usage,
+    LookAt,
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit.code())
+    }
+}
+
+impl Exit {
+    fn code(self) -> u8 {
+        match self {
+            Self::Done => 0,
+            Self::Safe => 1,
+            Self::Usage => 2,
+            Self::LookAt => 3,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let filter = EnvFilter::try_from_env("TOWLINE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let exit = match &args.command {
+        Command::Copy(options) => copy::run(options),
+        Command::Inspect(options) => inspect::run(options),
+        Command::Bench(options) => bench::run(options),
+    };
+    exit.unwrap_or_else(|error| {
+        eprintln!("towline: {error:#}");
+        Exit::Safe
+    })
+    .into()
+}

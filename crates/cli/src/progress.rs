@@ -1,0 +1,112 @@
+//! How a copy goes: a bar on a terminal, or a JSON object per event.
+
+use std::io::{IsTerminal, Write};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Map, Value, json};
+use towline_control::plan::{Observer, Phase, Progress};
+use towline_migration::Snapshot;
+
+use crate::args::Output;
+use crate::units::size;
+
+/// How often progress is told in JSON.
+const JSON_INTERVAL: Duration = Duration::from_millis(500);
+
+/// Tells the user.
+#[derive(Debug)]
+pub(crate) struct Reporter {
+    json: bool,
+    quiet: bool,
+    bar: ProgressBar,
+    told: Mutex<Option<Instant>>,
+}
+
+impl Reporter {
+    pub(crate) fn new(output: &Output) -> Self {
+        let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
+        let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(None, target);
+        let style = ProgressStyle::with_template(
+            "{prefix:9} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
+        );
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+        Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None) }
+    }
+
+    /// Writes an event's line, in JSON.
+    pub(crate) fn event(&self, name: &str, fields: Value) {
+        if !self.json {
+            return;
+        }
+        let mut event = Map::new();
+        event.insert("event".into(), name.into());
+        if let Value::Object(fields) = fields {
+            event.extend(fields);
+        }
+        print_line(&Value::Object(event).to_string());
+    }
+
+    /// Writes a line for people.
+    pub(crate) fn line(&self, text: &str) {
+        if !self.json && !self.quiet {
+            print_line(text);
+        }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+impl Observer for Reporter {
+    fn phase(&self, phase: Phase) {
+        let name = match phase {
+            Phase::Prepare => "prepare",
+            Phase::Connect => "connect",
+            Phase::Transfer => "transfer",
+            Phase::Release => "release",
+        };
+        self.bar.set_prefix(name);
+        self.event("phase", json!({ "phase": name }));
+    }
+
+    fn progress(&self, progress: &Progress) {
+        let moved = &progress.moved;
+        self.bar.set_length(moved.total);
+        self.bar.set_position(((moved.normal + moved.duplicate) * 4096).min(moved.total));
+        let dirty = progress.dirty_rate.filter(|&rate| rate > 0);
+        let dirty = dirty.map(|rate| format!(", dirtied {}/s", size(rate))).unwrap_or_default();
+        self.bar.set_message(format!("pass {}{dirty}", moved.dirty_sync_count.max(1)));
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.json && told.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
+            *told = Some(Instant::now());
+            let rest = json!({
+                "ram": ram(moved),
+                "dirty-bytes-rate": progress.dirty_rate,
+                "remaining": progress.remaining,
+            });
+            self.event("progress", rest);
+        }
+    }
+
+    fn notice(&self, text: &str) {
+        self.event("notice", json!({ "text": text }));
+        if !self.json && !self.quiet {
+            self.bar.suspend(|| eprintln!("towline: {text}"));
+        }
+    }
+}
+
+/// A reader that went away (`towline … | head`) is no reason to end a copy.
+fn print_line(text: &str) {
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+/// The counters as `query-migrate` names them.
+pub(crate) fn ram(moved: &Snapshot) -> Value {
+    Value::Object(moved.entries().into_iter().map(|(name, value)| (name, value.into())).collect())
+}

@@ -1,0 +1,16 @@
+//! How towline talks to the QEMU that owns a guest, and what a copy of a guest consists of.
+//!
+//! ```text
+//! plan      copy a guest from somewhere to somewhere, with undo
+//! qemu      what one QEMU is and waits for; settings that are put back afterwards
+//!  └ qmp    codec (bytes to messages) ─ client (one socket, deadlines, events) ─ commands (typed)
+//! ```
+//!
+//! This crate drives stock QEMU over its control socket. The stream and the memory are `towline_migration`'s, which the
+//! plans set to work between two ends.
+
+#![deny(unsafe_code)]
+
+pub mod plan;
+pub mod qemu;
+pub mod qmp;

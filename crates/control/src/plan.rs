@@ -1,0 +1,204 @@
+//! The plans: what a copy of a guest consists of, from the first question to a guest that is safe.
+//!
+//! ```text
+//!   prepare source ─► prepare destination ─► fits? ─► start ─► watch (engine in threads) ─► cut over ─► release
+//!        │undo               │undo                      │undo        │undo                     │
+//!        └───────────────────┴──────────────────────────┴────────────┘      from here on the destination may run
+//! ```
+//!
+//! Whatever fails before the cut-over leaves the guest where it was: the source runs on if it ran. A `qmp:` destination is
+//! told `stop` while it waits, so that it loads and stays paused, and gets `cont` only when its source says `completed`
+//! (an image has no say: it gets it when everything is loaded). So there are never two guests that run.
+//!
+//! What it is not: it reads no command line and prints nothing; [`Observer`] hears how it goes.
+
+mod blame;
+mod compression;
+mod copy;
+mod destination;
+mod error;
+mod fit;
+mod private_dir;
+mod receive;
+mod restore;
+mod source;
+mod supervise;
+mod survey;
+mod target;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use towline_channel::Address;
+use towline_migration::{Compression, Snapshot};
+
+pub use copy::{copy, survey};
+pub use error::{Error, Failure, GuestState};
+pub use survey::{Seen, Survey};
+
+/// Where a guest comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A running QEMU, by its QMP socket.
+    Qmp(PathBuf),
+    /// Somebody's QEMU runs `migrate` to us, who listen there.
+    Stream(Address),
+    /// An image.
+    Image(PathBuf),
+}
+
+/// Where it goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// A QEMU that waits with `-incoming defer`, by its QMP socket.
+    Qmp(PathBuf),
+    /// A QEMU or towline that listens there.
+    Stream(Address),
+    /// An image to be made.
+    Image(PathBuf),
+    /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
+    Null,
+}
+
+/// How to copy. See the command line for what each does.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Lanes at both ends; 0: none. `None`: 4 where QMP can set them, else none.
+    pub multifd_channels: Option<usize>,
+    /// How lanes are compressed; both ends alike. A relay decompresses and compresses again.
+    pub compression: Compression,
+    /// Bytes per second; `None`: as fast as it goes.
+    pub max_bandwidth: Option<u64>,
+    /// How long the guest may stand still.
+    pub downtime_limit: Duration,
+    /// Compare an image with its manifest while it is read.
+    pub verify: bool,
+    /// Let a `qmp:` source run on afterwards, and begin with `cont` if it was copied before.
+    pub resume: bool,
+    /// Whether a `qmp:` destination runs; `None`: as the guest did.
+    pub run: Option<bool>,
+    /// Whether streams have a return path. Without one nobody hears of a failure at the other end.
+    pub return_path: bool,
+    /// Stream an image even where QEMU could load the file itself.
+    pub stream: bool,
+    /// Replace an image of the same name.
+    pub overwrite: bool,
+    /// How long the other end may take to connect or to be reached.
+    pub connect_timeout: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            multifd_channels: None,
+            compression: Compression::None,
+            max_bandwidth: None,
+            downtime_limit: Duration::from_millis(300),
+            verify: false,
+            resume: false,
+            run: None,
+            return_path: true,
+            stream: false,
+            overwrite: false,
+            connect_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// How far a copy is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Both ends are asked and set.
+    Prepare,
+    /// Somebody is waited for, or reached.
+    Connect,
+    /// Memory and device state move.
+    Transfer,
+    /// The guest is there; both ends are put in order.
+    Release,
+}
+
+/// Hears how a copy goes. Called from the plan's thread.
+pub trait Observer: Sync {
+    /// The next phase begins.
+    fn phase(&self, phase: Phase) {
+        let _ = phase;
+    }
+
+    /// Called several times a second while memory moves.
+    fn progress(&self, progress: &Progress) {
+        let _ = progress;
+    }
+
+    /// Something the user should know, though nothing failed.
+    fn notice(&self, text: &str) {
+        let _ = text;
+    }
+}
+
+/// How far the memory is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Progress {
+    /// What this side has counted.
+    pub moved: Snapshot,
+    /// How fast the source's guest writes its memory, in bytes per second, if QEMU says so.
+    pub dirty_rate: Option<u64>,
+    /// What is left, as the source says.
+    pub remaining: Option<u64>,
+}
+
+/// What was done.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// What moved.
+    pub moved: Snapshot,
+    /// From the first question to the guest's being safe.
+    pub total_time: Duration,
+    /// How long the guest stood still, as the source's QEMU has it, in milliseconds.
+    pub downtime_ms: Option<u64>,
+    /// Lanes used.
+    pub multifd_channels: usize,
+    /// How they were compressed.
+    pub compression: Compression,
+    /// QEMU loaded the image itself.
+    pub handed_over: bool,
+    /// The source's guest now.
+    pub source: SourceState,
+    /// The destination's guest now.
+    pub destination: DestinationState,
+}
+
+impl Report {
+    /// How many bytes of pages went as one byte over compressed lanes, their headers counted; `None` if nothing did.
+    pub fn compression_ratio(&self) -> Option<f64> {
+        let moved = &self.moved;
+        let is_compressed = self.compression != Compression::None && moved.multifd_bytes > 0;
+        is_compressed.then(|| moved.normal_bytes as f64 / moved.multifd_bytes as f64)
+    }
+}
+
+/// The guest at its source after a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SourceState {
+    /// Runs on (`--resume`).
+    Running,
+    /// Paused in QEMU's `postmigrate`.
+    Paused,
+    /// Not ours to say: a stream, or an image as it was.
+    Unchanged,
+}
+
+/// The guest at its destination after a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DestinationState {
+    /// Runs.
+    Running,
+    /// Loaded, paused.
+    Paused,
+    /// Stored.
+    Stored,
+    /// Loaded by somebody else, who decides.
+    Loaded,
+    /// Counted and dropped.
+    Dropped,
+}

@@ -1,0 +1,97 @@
+//! Whose failure it was that ended a stream: the first error names a connection, and the connection one of the two QEMUs.
+//! What the other QEMU then says of itself is a consequence, and would only hide the reason.
+
+use std::path::Path;
+
+use towline_channel::Error as ChannelError;
+use towline_migration::Error as MigrationError;
+
+use super::Error;
+use super::copy::Run;
+use crate::{qemu, qmp};
+
+/// Whether `error` is of the monitor at `monitor`, or of the stream over the socket at `stream`.
+pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
+    match error {
+        Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
+        Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
+        Error::Qemu(qemu::Error::Qmp(qmp::Error::Gone { socket, .. })) => socket == monitor,
+        _ => false,
+    }
+}
+
+/// Whether nothing more can be learned from this monitor.
+pub(super) fn is_gone(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_gone())
+}
+
+/// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.
+pub(super) fn is_ours(error: &Error) -> bool {
+    fn is(error: &MigrationError) -> bool {
+        match error {
+            MigrationError::Guest(_) | MigrationError::Cancelled => true,
+            MigrationError::Lane { source, .. } => is(source),
+            _ => false,
+        }
+    }
+    match error {
+        Error::Cancelled | Error::Image(_) => true,
+        Error::Migration(error) => is(error),
+        _ => false,
+    }
+}
+
+/// Says of lanes to somebody else's destination what it may mean that they are lost: one that wants fewer takes or keeps no
+/// others, and one that expects another compression none of these.
+pub(super) fn lanes_lost(error: Error, run: &Run<'_>) -> Error {
+    let (lanes, compression) = (run.lanes, run.options.compression.method().name());
+    match error {
+        Error::Migration(MigrationError::Channel(ChannelError::Timeout { op: "connect", peer, after }))
+            if lanes > 0 =>
+        {
+            Error::LanesNotTaken { peer, lanes, waited: after }
+        }
+        Error::Migration(MigrationError::Lane { lane, source })
+            if matches!(*source, MigrationError::Channel(_)) =>
+        {
+            Error::LaneLost { lanes, compression, source: MigrationError::Lane { lane, source } }
+        }
+        error => error,
+    }
+}
+
+/// Whether it is of a stream's connection to this peer.
+pub(super) fn peer_is(error: &Error, peer: &str) -> bool {
+    matches!(error, Error::Migration(error) if stream_peer(error) == Some(peer))
+}
+
+/// Whether this monitor did not answer, rather than refuse something.
+pub(super) fn is_unreached(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if !matches!(error, qmp::Error::Refusal { .. }))
+}
+
+fn is_socket(peer: &str, stream: &Path) -> bool {
+    peer.strip_prefix("unix:").is_some_and(|path| Path::new(path) == stream)
+}
+
+fn stream_peer(error: &MigrationError) -> Option<&str> {
+    match error {
+        MigrationError::Channel(error) => peer(error),
+        MigrationError::Protocol { peer, .. }
+        | MigrationError::Ended { peer, .. }
+        | MigrationError::NotAcknowledged { peer }
+        | MigrationError::NoAnswer { peer, .. } => Some(peer),
+        MigrationError::Lane { source, .. } => stream_peer(source),
+        _ => None,
+    }
+}
+
+fn peer(error: &ChannelError) -> Option<&str> {
+    match error {
+        ChannelError::Unsupported { peer, .. }
+        | ChannelError::Io { peer, .. }
+        | ChannelError::Timeout { peer, .. }
+        | ChannelError::Closed { peer, .. } => Some(peer),
+        _ => None,
+    }
+}

@@ -1,0 +1,193 @@
+//! Which plan it is, and what can be refused before anything is touched.
+
+use std::time::Instant;
+
+use towline_channel::{Address, Cancel};
+use towline_migration::{Session, Snapshot, Statistics};
+
+use super::{
+    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, compression, receive,
+    restore,
+};
+
+/// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
+const LANES_DEFAULT: usize = 4;
+/// More than QEMU's parameter takes.
+const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
+
+/// Copies a guest; returns when it is safe at its destination.
+///
+/// # Errors
+/// Why not, and where the guest is; see [`Failure`].
+pub fn copy(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<super::Report, Failure> {
+    let lanes = lanes(source, destination, options).map_err(Failure::untouched)?;
+    compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
+    check_return_path(source, destination, options).map_err(Failure::untouched)?;
+    let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
+    let run = Run { options, lanes, cancel, observer, begun: Instant::now() };
+    observer.phase(Phase::Prepare);
+    match source {
+        Source::Image(path) => restore::restore(path, destination, &run),
+        Source::Qmp(path) => receive::from_qemu(path, destination, &run),
+        Source::Stream(address) => receive::from_stream(address, destination, &run),
+    }
+}
+
+/// Receives the stream that `source` names into `survey` and keeps nothing: the guest stays where it is.
+///
+/// # Errors
+/// The stream did not come to its end.
+pub fn survey(
+    source: &Source,
+    survey: &Survey,
+    options: &Options,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Snapshot, Failure> {
+    let Source::Stream(address) = source else {
+        return Err(Failure::untouched(Error::Usage("only a stream can be surveyed".into())));
+    };
+    let lanes = lanes(source, &Destination::Null, options).map_err(Failure::untouched)?;
+    compression::check(source, &Destination::Null, options, lanes).map_err(Failure::untouched)?;
+    receive::survey(address, survey, &Run { options, lanes, cancel, observer, begun: Instant::now() })
+}
+
+/// What every part of a copy needs to know.
+pub(super) struct Run<'a> {
+    pub(super) options: &'a Options,
+    pub(super) lanes: usize,
+    pub(super) cancel: &'a Cancel,
+    pub(super) observer: &'a dyn Observer,
+    pub(super) begun: Instant,
+}
+
+impl Run<'_> {
+    /// Ends here if the user said so.
+    pub(super) fn check_cancelled(&self) -> Result<(), Error> {
+        match self.cancel.is_cancelled() {
+            true => Err(Error::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Tells how far the memory is.
+    pub(super) fn report(&self, statistics: &Statistics, progress: Progress) {
+        self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
+    }
+
+    /// Runs the engine under supervision.
+    pub(super) fn supervise<T: Send>(
+        &self,
+        session: &Session,
+        look: &mut dyn FnMut() -> Result<(), Error>,
+        work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
+    ) -> Result<T, Error> {
+        let mut look = || look().map_err(towline_migration::Error::guest);
+        let result = super::supervise::supervise(session, self.cancel, &mut look, work);
+        result.map_err(|error| match error {
+            towline_migration::Error::Cancelled => Error::Cancelled,
+            towline_migration::Error::Guest(error) => match error.downcast::<Error>() {
+                Ok(error) => *error,
+                Err(error) => Error::Migration(towline_migration::Error::Guest(error)),
+            },
+            error => Error::Migration(error),
+        })
+    }
+
+    /// A report of a copy that went well.
+    pub(super) fn done(
+        &self,
+        moved: Snapshot,
+        source: super::SourceState,
+        destination: super::DestinationState,
+    ) -> super::Report {
+        super::Report {
+            moved,
+            total_time: self.begun.elapsed(),
+            downtime_ms: None,
+            multifd_channels: self.lanes,
+            compression: self.options.compression,
+            handed_over: false,
+            source,
+            destination,
+        }
+    }
+}
+
+fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
+    let streams = [stream_address(source), destination_address(destination)];
+    let streams = || streams.iter().flatten();
+    let default = if streams().next().is_some() { 0 } else { LANES_DEFAULT };
+    let lanes = options.multifd_channels.unwrap_or(default);
+    if lanes > LANES_MAX {
+        return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
+    }
+    if lanes > 0
+        && let Some(address) =
+            streams().find(|address| !matches!(address, Address::Tcp { .. } | Address::Unix(_)))
+    {
+        return Err(Error::Usage(format!(
+            "--multifd-channels {lanes} with {address}: only tcp: and unix: have several connections; leave the option out"
+        )));
+    }
+    Ok(lanes)
+}
+
+fn stream_address(source: &Source) -> Option<&Address> {
+    match source {
+        Source::Stream(address) => Some(address),
+        Source::Qmp(_) | Source::Image(_) => None,
+    }
+}
+
+fn destination_address(destination: &Destination) -> Option<&Address> {
+    match destination {
+        Destination::Stream(address) => Some(address),
+        Destination::Qmp(_) | Destination::Image(_) | Destination::Null => None,
+    }
+}
+
+/// Sees to it that a copy does not end with two guests that run.
+fn one_guest(source: &Source, destination: &Destination, options: &Options) -> Result<Options, Error> {
+    let mut options = options.clone();
+    if !options.resume || !matches!(source, Source::Qmp(_)) {
+        return Ok(options);
+    }
+    match destination {
+        Destination::Image(_) | Destination::Null => {}
+        Destination::Qmp(_) if options.run == Some(true) => {
+            return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
+        }
+        Destination::Qmp(_) => options.run = Some(false),
+        Destination::Stream(address) => {
+            return Err(Error::Usage(format!(
+                "--resume with {address}, which may run the guest by itself: the same guest would run twice"
+            )));
+        }
+    }
+    Ok(options)
+}
+
+fn check_return_path(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    if options.return_path {
+        return Ok(());
+    }
+    match (source, destination) {
+        // An image is as safe afterwards as before, and so is the file behind a pipe.
+        (Source::Image(_), Destination::Stream(_)) | (Source::Stream(_), Destination::Image(_) | Destination::Null) => {
+            Ok(())
+        }
+        (Source::Image(_), _) | (Source::Stream(_), _) => Err(Error::Usage(
+            "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
+        )),
+        (Source::Qmp(_), _) => Err(Error::Usage(
+            "--return-path off with a running guest: QEMU would end it though nobody has said that it arrived".into(),
+        )),
+    }
+}

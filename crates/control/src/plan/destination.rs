@@ -1,0 +1,255 @@
+//! A QEMU that waits as the destination: checked, told where to listen, and to run when it may.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Cancel};
+use towline_migration::Compression;
+use towline_migration::outgoing::{Connections, connect};
+
+use super::fit::{Guest, misfits, uuid_bytes};
+use super::private_dir::PrivateDir;
+use super::{Error, Options, blame, compression};
+use crate::qemu::{Facts, Incoming, Qemu, Settings, Wanted};
+use crate::qmp::commands::{
+    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
+};
+use crate::{qemu, qmp};
+
+/// How long a QEMU that has everything may take to leave `inmigrate`.
+const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long an answer of a QEMU that loads a file is waited for, until it is looked whether we were cancelled.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+const MUST_BE_OFF: [Capability; 7] = [
+    Capability::XBZRLE,
+    Capability::POSTCOPY_RAM,
+    Capability::POSTCOPY_PREEMPT,
+    Capability::X_IGNORE_SHARED,
+    Capability::BACKGROUND_SNAPSHOT,
+    Capability::VALIDATE_UUID,
+    Capability::SWITCHOVER_ACK,
+];
+
+/// A QEMU that waits for a guest.
+#[derive(Debug)]
+pub(super) struct QmpDestination {
+    qemu: Qemu,
+    settings: Option<Settings>,
+    dir: PrivateDir,
+    fdset: Option<i64>,
+    /// It was told to load a guest, which QEMU does once.
+    told: bool,
+}
+
+impl QmpDestination {
+    /// Connects and checks that it waits, and to be told where.
+    pub(super) fn prepare(path: &Path) -> Result<Self, Error> {
+        let qemu = Qemu::connect(path, &qmp::Options::default())?;
+        let facts = qemu.facts();
+        let socket = qemu.socket().to_owned();
+        match &facts.incoming {
+            Incoming::Deferred => {}
+            Incoming::Listening => return Err(Error::WaitsElsewhere { socket }),
+            Incoming::No => {
+                return Err(Error::NotWaiting { socket, status: facts.status.status.as_str().into() });
+            }
+            Incoming::Loading(status) => {
+                return Err(Error::UsedUp { socket, status: status.as_str().into() });
+            }
+        }
+        let dir = PrivateDir::new(facts.peer.as_ref())?;
+        Ok(Self { qemu, settings: None, dir, fdset: None, told: false })
+    }
+
+    /// What was found.
+    pub(super) fn facts(&self) -> &Facts {
+        self.qemu.facts()
+    }
+
+    /// Refuses a guest that this QEMU would fail to load.
+    pub(super) fn check(&self, guest: &Guest, lanes: usize) -> Result<(), Error> {
+        let reasons = misfits(guest, self.facts(), lanes);
+        match reasons.is_empty() {
+            true => Ok(()),
+            false => {
+                Err(Error::DoesNotFit { destination: format!("QEMU on {}", self.qemu.socket()), reasons })
+            }
+        }
+    }
+
+    /// Sets QEMU, has it load and stay paused, and connects to it.
+    pub(super) fn start(
+        &mut self,
+        lanes: usize,
+        options: &Options,
+        cancel: &Cancel,
+    ) -> Result<Connections, Error> {
+        self.set(lanes, false, options.compression)?;
+        let path = self.stream_path();
+        self.listen(format!("unix:{}", path.display()))?;
+        let uuid = uuid_bytes(&self.facts().uuid);
+        let deadline = Instant::now() + options.connect_timeout;
+        Ok(connect(&Address::Unix(path), lanes, uuid, deadline, cancel)?)
+    }
+
+    fn stream_path(&self) -> PathBuf {
+        self.dir.join("destination.sock")
+    }
+
+    /// True where this QEMU can load an image's file itself.
+    pub(super) fn loads_images(&self) -> bool {
+        self.facts().capabilities.contains_key(&Capability::MAPPED_RAM)
+    }
+
+    /// Has QEMU load the image in `file` itself, and stay paused. The file goes as a descriptor, so QEMU needs no right to
+    /// its path.
+    pub(super) fn load(&mut self, file: &File, lanes: usize) -> Result<(), Error> {
+        self.set(lanes, true, Compression::None)?;
+        let add = AddFd { fdset_id: None, opaque: Some("towline image".into()) };
+        let added = self.qemu.client().execute_with_fds(&add, &[file.as_fd()])?;
+        self.fdset = Some(added.fdset_id);
+        self.listen(format!("file:/dev/fdset/{}", added.fdset_id))
+    }
+
+    fn set(&mut self, lanes: usize, mapped_ram: bool, compression: Compression) -> Result<(), Error> {
+        let known = &self.facts().capabilities;
+        let mut capabilities: BTreeMap<_, _> = MUST_BE_OFF
+            .into_iter()
+            .filter(|name| known.contains_key(name))
+            .map(|name| (name, false))
+            .collect();
+        capabilities.insert(Capability::MULTIFD, lanes > 0);
+        if known.contains_key(&Capability::MAPPED_RAM) {
+            capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
+        }
+        let parameters = MigrationParameters {
+            multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
+            tls_creds: Some(String::new()),
+            ..compression::parameters(compression, lanes)
+        };
+        self.settings = Some(Settings::apply(&mut self.qemu, &Wanted { capabilities, parameters })?);
+        Ok(())
+    }
+
+    fn listen(&mut self, uri: String) -> Result<(), Error> {
+        // Told while it waits, so that it loads and stays paused: until the source says that it is done, the guest may
+        // only run there.
+        self.qemu.stop()?;
+        let version = &self.facts().version.qemu;
+        let stays = (version.major, version.minor) >= (9, 1);
+        let command =
+            MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
+        self.told = true;
+        self.qemu.client().execute(&command)?;
+        Ok(())
+    }
+
+    /// Whether QEMU has loaded everything; an error if it failed to.
+    pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
+        let migration = self.qemu.migration()?;
+        match migration.status {
+            Some(status) if status == MigrationStatus::FAILED => {
+                let text = migration.error_desc.unwrap_or_else(|| "its own log says why".into());
+                Err(Error::DestinationFailed { socket: self.qemu.socket().into(), text })
+            }
+            _ => Ok(self.qemu.status()?.status != RunState::INMIGRATE),
+        }
+    }
+
+    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Its monitor answers nobody while it does, for
+    /// as long as the guest is large and the disk is slow, so silence means "not yet"; one that dies closes its socket.
+    pub(super) fn has_loaded_file(&mut self) -> Result<bool, Error> {
+        let deadline = self.qemu.client().deadline();
+        self.qemu.client().set_deadline(SILENCE_MAX);
+        let loaded = self.is_loaded();
+        self.qemu.client().set_deadline(deadline);
+        match loaded {
+            Err(Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. }))) => Ok(false),
+            loaded => loaded,
+        }
+    }
+
+    /// Waits until the guest, all of which was sent, is loaded.
+    pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
+        let deadline = Instant::now() + LOADED_TIMEOUT;
+        while !self.is_loaded()? {
+            if Instant::now() >= deadline {
+                let (socket, status) = (self.qemu.socket().to_owned(), RunState::INMIGRATE.as_str().into());
+                return Err(Error::NotCompleted { socket, status, waited: LOADED_TIMEOUT });
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Puts QEMU's settings back and, if asked to, runs the guest. Returns what to note.
+    pub(super) fn release(&mut self, run: bool) -> Result<Vec<String>, Error> {
+        if run && let Err(error) = self.qemu.cont() {
+            if let Some(settings) = self.settings.take() {
+                settings.keep();
+            }
+            return Err(error.into());
+        }
+        let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
+        let mut notes: Vec<_> =
+            restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
+        if let Some(fdset_id) = self.fdset.take()
+            && let Err(error) = self.qemu.client().execute(&RemoveFd { fdset_id, fd: None })
+        {
+            notes.push(format!(
+                "the image's descriptor stays open in QEMU on {}: {error}",
+                self.qemu.socket()
+            ));
+        }
+        Ok(notes)
+    }
+
+    /// After a failure: nothing runs here. Says what is left.
+    pub(super) fn undo(&mut self) -> Vec<String> {
+        let status = self.qemu.status();
+        match self.settings.take() {
+            Some(settings) if !self.told && status.is_ok() => {
+                let restored = settings.restore(&mut self.qemu);
+                return restored.err().map(|error| error.to_string()).into_iter().collect();
+            }
+            Some(settings) => settings.keep(),
+            None => {}
+        }
+        match status {
+            Ok(status) if self.told && !status.running => {
+                vec![format!(
+                    "QEMU on {} may hold a part of the guest: end it and start it again before the next copy",
+                    self.qemu.socket()
+                )]
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether it was this QEMU that failed.
+    pub(super) fn is_to_blame(&self, error: &Error) -> bool {
+        blame::is_of(error, self.qemu.socket(), &self.stream_path())
+    }
+
+    /// Replaces an error of the stream to QEMU by its own reason, where it has one.
+    pub(super) fn explain(&mut self, error: Error) -> Error {
+        if !self.is_to_blame(&error) {
+            return error;
+        }
+        let socket = self.qemu.socket().to_owned();
+        let text = match self.qemu.migration().map_err(Error::from) {
+            Ok(migration) if migration.status == Some(MigrationStatus::FAILED) => {
+                migration.error_desc.unwrap_or_else(|| "its own log says why".into())
+            }
+            Err(gone) if blame::is_gone(&gone) => "it ended while it loaded; its own log says why".into(),
+            _ => return error,
+        };
+        tracing::debug!(%error, "the destination failed");
+        Error::DestinationFailed { socket, text }
+    }
+}

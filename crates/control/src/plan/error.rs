@@ -1,0 +1,115 @@
+//! Why a copy failed, and where the guest is then.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::{qemu, qmp};
+
+/// Why.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "each variant's text says what it is")]
+pub enum Error {
+    #[error(transparent)]
+    Channel(#[from] towline_channel::Error),
+    #[error(transparent)]
+    Image(#[from] towline_image::Error),
+    #[error(transparent)]
+    Migration(#[from] towline_migration::Error),
+    #[error(transparent)]
+    Qemu(#[from] qemu::Error),
+    #[error(transparent)]
+    Settings(#[from] qemu::ApplyError),
+    #[error("{0}")]
+    Usage(String),
+    #[error(
+        "the guest on {socket} was copied before and is paused since (postmigrate), and QEMU sends a guest only once: run it on first (`cont`), or pass --resume, which does that and runs it on afterwards too"
+    )]
+    NeedsCont { socket: String },
+    #[error("QEMU on {socket} has no guest to copy: its status is `{status}`; is this the destination?")]
+    NoGuest { socket: String, status: String },
+    #[error(
+        "QEMU on {socket} is migrating already (status {status}): wait for it, or cancel it (`migrate_cancel`)"
+    )]
+    Migrating { socket: String, status: String },
+    #[error("QEMU on {socket} cannot send this guest: {}", reasons.join("; "))]
+    Blocked { socket: String, reasons: Vec<String> },
+    #[error(
+        "QEMU on {socket} does not wait for a guest (its status is `{status}`): start it with `-incoming defer`"
+    )]
+    NotWaiting { socket: String, status: String },
+    #[error(
+        "QEMU on {socket} waits for a guest already, at an address of its own: start it with `-incoming defer`, or copy to that address instead"
+    )]
+    WaitsElsewhere { socket: String },
+    #[error("the guest does not fit {destination}: {}", reasons.join("; "))]
+    DoesNotFit { destination: String, reasons: Vec<String> },
+    #[error(
+        "QEMU on {socket} was told to load a guest before (migration status {status}), and takes no second one: end it and start it again with `-incoming defer`"
+    )]
+    UsedUp { socket: String, status: String },
+    #[error(
+        "{source}: the destination ended, its multifd-channels is not {lanes}, or its multifd-compression is not {compression} as here (--multifd-channels, --compression); its own log says which"
+    )]
+    LaneLost { lanes: usize, compression: &'static str, source: towline_migration::Error },
+    #[error(
+        "{peer} did not take {lanes} lanes within {waited:.1?}: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)"
+    )]
+    LanesNotTaken { peer: String, lanes: usize, waited: Duration },
+    #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
+    SourceEnded { socket: String },
+    #[error("QEMU on {socket} gave up: {text}")]
+    SourceFailed { socket: String, text: String },
+    #[error("QEMU on {socket} could not load the guest: {text}")]
+    DestinationFailed { socket: String, text: String },
+    #[error("QEMU on {socket} did not say within {waited:?} that it is done: it says `{status}`")]
+    NotCompleted { socket: String, status: String, waited: Duration },
+    #[error("a directory for the stream's socket cannot be made in {}: {source}", path.display())]
+    PrivateDir { path: PathBuf, source: std::io::Error },
+    #[error("cancelled")]
+    Cancelled,
+}
+
+impl From<qmp::Error> for Error {
+    fn from(error: qmp::Error) -> Self {
+        Self::Qemu(error.into())
+    }
+}
+
+/// Where the guest is after a failure.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GuestState {
+    /// At its source, as it was.
+    Safe,
+    /// Where it was, as far as this copy goes: its QEMU could not be reached, so nothing is known of it.
+    Unreached,
+    /// Somebody must look; the text says where and what.
+    LookAt(String),
+}
+
+/// A copy that failed.
+#[derive(Debug)]
+pub struct Failure {
+    /// Why.
+    pub error: Box<Error>,
+    /// Where the guest is.
+    pub guest: GuestState,
+    /// What could not be put back, or what else to know.
+    pub notes: Vec<String>,
+}
+
+impl Failure {
+    /// A failure before anything was touched.
+    pub(super) fn untouched(error: impl Into<Error>) -> Self {
+        Self { error: Box::new(error.into()), guest: GuestState::Safe, notes: Vec::new() }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.error)
+    }
+}
+
+impl std::error::Error for Failure {}

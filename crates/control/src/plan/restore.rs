@@ -1,0 +1,193 @@
+//! An image goes out: to a waiting QEMU, into a stream, or into another image.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Channel, pair};
+use towline_image::{Existing, Image, ImageWriter, Origin};
+use towline_migration::{
+    Compression, Guest as _, Incoming, Outgoing, Session, Statistics, incoming, outgoing,
+};
+
+use super::copy::Run;
+use super::destination::QmpDestination;
+use super::fit::Guest;
+use super::{
+    Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
+};
+
+/// Threads that compare an image with its manifest while QEMU loads it.
+const VERIFY_THREADS: usize = 2;
+/// How often a QEMU that loads by itself is asked.
+const ASK_INTERVAL: Duration = Duration::from_millis(2);
+/// Bytes on the way between the two halves of an image-to-image copy.
+const PAIR_BYTES: usize = 4 << 20;
+
+/// Copies the image at `path`; the image stays as it is.
+pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
+    let open = || -> Result<Image, Error> {
+        let image = Image::open(path)?;
+        if image.manifest().is_none() {
+            let text = "has no manifest (made by QEMU itself?): there are no checksums to verify it by";
+            run.observer.notice(&format!("{} {text}", path.display()));
+        }
+        Ok(if run.options.verify { image.verify_on_read()? } else { image })
+    };
+    let image = open().map_err(Failure::untouched)?;
+    match destination {
+        Destination::Qmp(path) => to_qemu(&image, path, run),
+        Destination::Stream(address) => {
+            let deadline = Instant::now() + run.options.connect_timeout;
+            run.observer.phase(Phase::Connect);
+            let connected = outgoing::connect(address, run.lanes, [0; 16], deadline, run.cancel);
+            let lanes_lost = |error| Failure::untouched(blame::lanes_lost(error, run));
+            let connections = connected.map_err(|error| lanes_lost(error.into()))?;
+            let moved = send(&image, &connections, run, &mut || Ok(()));
+            let moved = moved.map_err(lanes_lost)?;
+            Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))
+        }
+        Destination::Image(path) => to_image(&image, path, run).map_err(Failure::untouched),
+        Destination::Null => Err(Failure::untouched(Error::Usage(
+            "null: takes a stream; to check an image, `inspect --verify` it".into(),
+        ))),
+    }
+}
+
+fn to_qemu(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
+    let mut destination = QmpDestination::prepare(path).map_err(Failure::untouched)?;
+    let guest = Guest::of_blocks(&image.configuration().machine_type, image.blocks());
+    destination.check(&guest, run.lanes).map_err(Failure::untouched)?;
+    // QEMU reads the file itself as fast as it goes, and as it is.
+    let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
+    let handed_over = !run.options.stream && destination.loads_images() && is_plain;
+    run.observer.phase(Phase::Connect);
+    let moved = match handed_over {
+        true => load(image, &mut destination, run),
+        false => stream(image, &mut destination, run),
+    };
+    let moved = match moved.and_then(|moved| destination.wait_loaded().map(|()| moved)) {
+        Ok(moved) => moved,
+        Err(error) => {
+            let error = Box::new(destination.explain(error));
+            return Err(Failure { error, guest: GuestState::Safe, notes: destination.undo() });
+        }
+    };
+    run.observer.phase(Phase::Release);
+    let ran = image.devices().run_state().is_none_or(|state| state == "running");
+    let runs = run.options.run.unwrap_or(ran);
+    let notes = destination.release(runs).map_err(|error| {
+        let text = match blame::is_gone(&error) {
+            true => "its destination was lost when it was to run it, so it may have run there; the image is as it was",
+            false => "the destination has loaded the guest and is paused: run it there (`cont`), or end it; the image is as it was",
+        };
+        Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
+    })?;
+    notes.iter().for_each(|note| run.observer.notice(note));
+    let state = if runs { DestinationState::Running } else { DestinationState::Paused };
+    Ok(Report { handed_over, ..run.done(moved, SourceState::Unchanged, state) })
+}
+
+fn stream(
+    image: &Image,
+    destination: &mut QmpDestination,
+    run: &Run<'_>,
+) -> Result<towline_migration::Snapshot, Error> {
+    let connections = destination.start(run.lanes, run.options, run.cancel)?;
+    let mut asked = Instant::now();
+    send(image, &connections, run, &mut || {
+        if asked.elapsed() > Duration::from_millis(250) {
+            asked = Instant::now();
+            destination.is_loaded()?;
+        }
+        Ok(())
+    })
+}
+
+fn send(
+    image: &Image,
+    connections: &outgoing::Connections,
+    run: &Run<'_>,
+    look: &mut dyn FnMut() -> Result<(), Error>,
+) -> Result<towline_migration::Snapshot, Error> {
+    run.check_cancelled()?;
+    run.observer.phase(Phase::Transfer);
+    let session = Arc::new(Session::default());
+    let statistics = Arc::new(Statistics::default());
+    let options = outgoing::Options {
+        return_path: run.options.return_path,
+        max_bandwidth: run.options.max_bandwidth,
+        answer_timeout: run.options.connect_timeout,
+        compression: run.options.compression,
+        ..outgoing::Options::default()
+    };
+    let engine = Outgoing::new(Arc::clone(&session), Arc::clone(&statistics), options);
+    let mut look = || {
+        run.report(&statistics, Progress::default());
+        look()
+    };
+    run.supervise(&session, &mut look, || engine.run(connections, image))?;
+    run.report(&statistics, Progress::default());
+    Ok(statistics.snapshot())
+}
+
+/// QEMU loads the file itself; if asked to, we hash it beside that, and no guest runs from a damaged image.
+fn load(
+    image: &Image,
+    destination: &mut QmpDestination,
+    run: &Run<'_>,
+) -> Result<towline_migration::Snapshot, Error> {
+    destination.load(image.file(), run.lanes)?;
+    run.observer.phase(Phase::Transfer);
+    thread::scope(|scope| {
+        let verify = || image.verify(VERIFY_THREADS, &|_| {});
+        let verifier = run.options.verify.then(|| scope.spawn(verify));
+        let mut loaded = false;
+        while !loaded || verifier.as_ref().is_some_and(|verifier| !verifier.is_finished()) {
+            run.check_cancelled()?;
+            loaded = loaded || destination.has_loaded_file()?;
+            thread::park_timeout(ASK_INTERVAL);
+        }
+        match verifier.map(thread::ScopedJoinHandle::join) {
+            Some(Ok(result)) => result?,
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            None => {}
+        }
+        Ok(image.loaded_by_qemu())
+    })
+}
+
+/// Image to image: gives one that QEMU made its manifest, or a damaged copy no second life (`--verify`).
+fn to_image(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Error> {
+    let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
+    let origin = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
+    let writer = ImageWriter::create(path, existing, origin)?;
+    let connect = || -> (Arc<dyn Channel>, Arc<dyn Channel>) {
+        let (left, right) = pair(PAIR_BYTES);
+        (Arc::new(left), Arc::new(right))
+    };
+    let (out_main, in_main) = connect();
+    let out = outgoing::Connections { main: out_main, lanes: Vec::new(), uuid: [0; 16] };
+    let into = incoming::Connections::single(in_main);
+    let options = incoming::Options::default();
+    let session = Arc::new(Session::default());
+    let receiver = Incoming::new(Arc::clone(&session), Arc::default(), options);
+    let (sent, received) = thread::scope(|scope| {
+        let received = scope.spawn(|| receiver.run(&into, &writer));
+        let sent = send(image, &out, run, &mut || Ok(()));
+        if sent.is_err() {
+            session.fail(towline_migration::Error::Cancelled);
+        }
+        (sent, received.join())
+    });
+    match received {
+        Ok(Ok(())) => Ok(run.done(sent?, SourceState::Unchanged, DestinationState::Stored)),
+        // The half that failed by itself says why; the other one only saw it go.
+        Ok(Err(error)) => Err(match sent {
+            Err(why) if blame::is_ours(&why) || matches!(error, towline_migration::Error::Cancelled) => why,
+            _ => error.into(),
+        }),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}

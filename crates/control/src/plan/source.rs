@@ -1,0 +1,383 @@
+//! A running QEMU as the source: prepared, told to migrate to us, watched, put in order.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Cancel, Listener};
+use towline_migration::incoming::{Connections, gather};
+
+use super::private_dir::{PrivateDir, open_to_peer};
+use super::{Error, GuestState, Options, Progress, blame, compression};
+use crate::qemu::{Facts, Qemu, Settings, Wanted};
+use crate::qmp;
+use crate::qmp::commands::{
+    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
+};
+
+/// A rate that no host reaches: QEMU's way to say "as fast as it goes".
+const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
+/// How long a source may take to end a migration that is cancelled, failed or complete.
+const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long lanes may come after the main channel.
+pub(super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often QEMU is asked how far it is.
+const ASK_INTERVAL: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How long a source whose copy is cancelled may take to connect.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often it is asked whether it gave up while its connections are waited for.
+const CONNECT_LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a source may take to be done with a migration before this one.
+const TIDY_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a source whose stream was closed may take to see that, before it is told to cancel.
+const GIVE_UP_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long a QEMU whose monitor is closed may take to end.
+const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Capabilities that change the stream into one that cannot be taken here, or that would stop it half-way.
+const MUST_BE_OFF: [Capability; 10] = [
+    Capability::XBZRLE,
+    Capability::POSTCOPY_RAM,
+    Capability::POSTCOPY_PREEMPT,
+    Capability::PAUSE_BEFORE_SWITCHOVER,
+    Capability::X_IGNORE_SHARED,
+    Capability::BACKGROUND_SNAPSHOT,
+    Capability::ZERO_COPY_SEND,
+    Capability::SWITCHOVER_ACK,
+    Capability::MAPPED_RAM,
+    Capability::RELEASE_RAM,
+];
+
+/// A QEMU whose guest is to be copied.
+#[derive(Debug)]
+pub(super) struct QmpSource {
+    qemu: Qemu,
+    settings: Option<Settings>,
+    /// The guest ran when it was found.
+    pub(super) ran: bool,
+    dir: PrivateDir,
+    asked: Instant,
+    progress: Progress,
+}
+
+impl QmpSource {
+    /// Connects and checks that this guest can be copied.
+    pub(super) fn prepare(path: &Path, options: &Options) -> Result<Self, Error> {
+        let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
+        let socket = qemu.socket().to_owned();
+        let facts = qemu.facts();
+        if let Some(status) = &facts.migration.status
+            && !status.is_final()
+        {
+            return Err(Error::Migrating { socket, status: status.as_str().into() });
+        }
+        if !facts.blocked_reasons().is_empty() {
+            return Err(Error::Blocked { socket, reasons: facts.blocked_reasons().to_vec() });
+        }
+        let status = facts.status.status.clone();
+        if status == RunState::INMIGRATE {
+            return Err(Error::NoGuest { socket, status: status.as_str().into() });
+        }
+        if status == RunState::POSTMIGRATE {
+            if !options.resume {
+                return Err(Error::NeedsCont { socket });
+            }
+            qemu.cont()?;
+            qemu.refresh()?;
+        }
+        let ran = qemu.facts().status.running;
+        let dir = PrivateDir::new(qemu.facts().peer.as_ref())?;
+        Ok(Self { qemu, settings: None, ran, dir, asked: Instant::now(), progress: Progress::default() })
+    }
+
+    /// What was found.
+    pub(super) fn facts(&self) -> &Facts {
+        self.qemu.facts()
+    }
+
+    /// QEMU's version with its package.
+    pub(super) fn version_text(&self) -> String {
+        self.qemu.version_text()
+    }
+
+    /// Sets QEMU and has it migrate to us.
+    pub(super) fn start(
+        &mut self,
+        lanes: usize,
+        options: &Options,
+        cancel: &Cancel,
+    ) -> Result<Connections, Error> {
+        let wanted = self.wanted(lanes, options);
+        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
+        let path = self.stream_path();
+        let listener = Listener::bind(&Address::Unix(path.clone()))?;
+        open_to_peer(&path)?;
+        self.wait_tidy()?;
+        if cancel.is_cancelled() {
+            return Err(Error::Cancelled);
+        }
+        self.qemu.client().execute(&Migrate::to_uri(format!("unix:{}", path.display())))?;
+        let deadline = Instant::now() + options.connect_timeout;
+        self.connected(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
+    }
+
+    /// Waits for QEMU's connections, and looks meanwhile whether it gave up or ended.
+    ///
+    /// Who cancels waits for them too: a QEMU (10.0) whose connections break while it makes them may never be done with that
+    /// migration, and takes no other one.
+    fn connected(
+        &mut self,
+        listener: Listener,
+        lanes: usize,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> Result<Connections, Error> {
+        let (watcher, ends) = (thread::current(), Cancel::new()?);
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let connections = gather(listener, lanes, deadline, LANES_TIMEOUT, &ends);
+                watcher.unpark();
+                connections
+            });
+            let (mut why, mut cancelled) = (None, None);
+            while !waiter.is_finished() {
+                thread::park_timeout(CONNECT_LOOK_INTERVAL);
+                if why.is_none() && !ends.is_cancelled() {
+                    why = self.has_not_failed().err();
+                }
+                if cancel.is_cancelled() {
+                    cancelled.get_or_insert_with(Instant::now);
+                }
+                if why.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CONNECT_TIMEOUT) {
+                    ends.cancel();
+                }
+            }
+            match (waiter.join(), why) {
+                (Ok(Ok(connections)), _) if cancelled.is_some() => {
+                    connections.refuse();
+                    Err(Error::Cancelled)
+                }
+                (Ok(Ok(connections)), _) => Ok(connections),
+                (Ok(Err(_)), Some(why)) => Err(why),
+                (Ok(Err(error)), None) => Err(error.into()),
+                (Err(panic), _) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+
+    fn has_not_failed(&mut self) -> Result<(), Error> {
+        let migration = self.qemu.migration()?;
+        if migration.status == Some(MigrationStatus::FAILED) {
+            let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
+            return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
+        }
+        Ok(())
+    }
+
+    /// Waits until QEMU has put the migration before in order, of which it says earlier that it failed. A `migrate` that
+    /// comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration that is none.
+    fn wait_tidy(&mut self) -> Result<(), Error> {
+        let deadline = Instant::now() + TIDY_TIMEOUT;
+        while self.is_untidy()? && Instant::now() < deadline {
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    fn is_untidy(&mut self) -> Result<bool, Error> {
+        match self.qemu.client().execute_raw("query-yank", None) {
+            Ok(instances) => Ok(instances
+                .as_array()
+                .is_some_and(|list| list.iter().any(|instance| instance["type"] == "migration"))),
+            Err(error) if error.is_command_not_found() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn stream_path(&self) -> PathBuf {
+        self.dir.join("source.sock")
+    }
+
+    fn wanted(&self, lanes: usize, options: &Options) -> Wanted {
+        let known = &self.qemu.facts().capabilities;
+        let mut capabilities: BTreeMap<_, _> = MUST_BE_OFF
+            .into_iter()
+            .filter(|name| known.contains_key(name))
+            .map(|name| (name, false))
+            .collect();
+        capabilities.insert(Capability::RETURN_PATH, true);
+        capabilities.insert(Capability::MULTIFD, lanes > 0);
+        let parameters = MigrationParameters {
+            multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
+            max_bandwidth: Some(options.max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
+            downtime_limit: Some(u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX)),
+            tls_creds: Some(String::new()),
+            ..compression::parameters(options.compression, lanes)
+        };
+        Wanted { capabilities, parameters }
+    }
+
+    /// Looks how far QEMU is, from time to time.
+    pub(super) fn look(&mut self) -> Result<Progress, Error> {
+        if self.asked.elapsed() >= ASK_INTERVAL {
+            self.asked = Instant::now();
+            let migration = self.qemu.migration()?;
+            if migration.status == Some(MigrationStatus::FAILED) {
+                let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
+                return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
+            }
+            if let Some(ram) = &migration.ram {
+                self.progress.dirty_rate = Some(ram.dirty_pages_rate * ram.page_size);
+                self.progress.remaining = Some(ram.remaining);
+            }
+        }
+        Ok(self.progress)
+    }
+
+    /// The migration went through on the wire: waits until QEMU says so too. Returns its downtime in milliseconds.
+    pub(super) fn completed(&mut self) -> Result<Option<u64>, Error> {
+        let deadline = Instant::now() + END_TIMEOUT;
+        loop {
+            let migration = self.qemu.migration()?;
+            let status = migration.status.clone().unwrap_or(MigrationStatus::NONE);
+            if status == MigrationStatus::COMPLETED {
+                return Ok(migration.downtime.and_then(|downtime| u64::try_from(downtime).ok()));
+            }
+            let socket = self.qemu.socket().to_owned();
+            if status.is_final() {
+                let text =
+                    migration.error_desc.unwrap_or_else(|| format!("its status is {}", status.as_str()));
+                return Err(Error::SourceFailed { socket, text });
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::NotCompleted {
+                    socket,
+                    status: status.as_str().into(),
+                    waited: END_TIMEOUT,
+                });
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// After a copy: puts the settings back, and lets the guest run on if asked to. Returns what to note.
+    pub(super) fn release(mut self, resume: bool) -> Result<Vec<String>, Error> {
+        let notes = self.restore_settings();
+        if resume && self.ran {
+            self.qemu.cont()?;
+        }
+        Ok(notes)
+    }
+
+    /// Whether QEMU is known to have ended, and the guest with it.
+    pub(super) fn has_ended(&self) -> bool {
+        self.qemu.has_ended(ENDED_TIMEOUT)
+    }
+
+    /// QEMU has ended: there is nothing to put back.
+    pub(super) fn forget(&mut self) {
+        if let Some(settings) = self.settings.take() {
+            settings.keep();
+        }
+    }
+
+    /// After a failure: ends the migration and lets the guest run on if it ran.
+    pub(super) fn undo(mut self) -> (GuestState, Vec<String>) {
+        let socket = self.qemu.socket().to_owned();
+        match self.try_undo() {
+            Ok(notes) => (GuestState::Safe, notes),
+            Err(error) if blame::is_gone(&error) => (GuestState::LookAt(self.leave()), Vec::new()),
+            Err(error) => {
+                let text = format!("the source, QEMU on {socket}, cannot be put back: {error}");
+                (GuestState::LookAt(text), Vec::new())
+            }
+        }
+    }
+
+    /// The monitor is lost, so that nothing can be put back. Says where the guest is.
+    fn leave(mut self) -> String {
+        if let Some(settings) = self.settings.take() {
+            settings.keep();
+        }
+        let socket = self.qemu.socket();
+        let part = "the destination has only a part of it, which does not run";
+        match self.has_ended() {
+            true => format!("its source, QEMU on {socket}, has ended, and the guest with it; {part}"),
+            false => format!(
+                "at its source, QEMU on {socket}, if that still lives: its monitor is lost, and the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`); {part}"
+            ),
+        }
+    }
+
+    fn try_undo(&mut self) -> Result<Vec<String>, Error> {
+        let begun = Instant::now();
+        let deadline = begun + END_TIMEOUT;
+        let mut cancelled = false;
+        loop {
+            let status = self.qemu.migration()?.status.unwrap_or(MigrationStatus::NONE);
+            if status.is_final() {
+                break;
+            }
+            if !cancelled && begun.elapsed() >= GIVE_UP_TIMEOUT {
+                self.qemu.client().execute(&MigrateCancel)?;
+                cancelled = true;
+            }
+            if Instant::now() >= deadline {
+                let socket = self.qemu.socket().to_owned();
+                return Err(Error::NotCompleted {
+                    socket,
+                    status: status.as_str().into(),
+                    waited: END_TIMEOUT,
+                });
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        self.wait_tidy()?;
+        let notes = self.restore_settings();
+        // A source that fails late stands still for a moment before it runs on by itself.
+        while self.ran {
+            let status = self.qemu.status()?;
+            if status.running {
+                break;
+            }
+            if Instant::now() >= deadline {
+                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
+                return Err(Error::NotCompleted { socket, status, waited: END_TIMEOUT });
+            }
+            if status.status != RunState::FINISH_MIGRATE {
+                self.qemu.cont()?;
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(notes)
+    }
+
+    fn restore_settings(&mut self) -> Vec<String> {
+        let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
+        restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()
+    }
+
+    /// Replaces an error of the stream by QEMU's own reason, where it has one. An error on our side is no news to QEMU.
+    pub(super) fn explain(&mut self, error: Error) -> Error {
+        let socket = self.qemu.socket().to_owned();
+        let is_protocol = matches!(error, Error::Migration(towline_migration::Error::Protocol { .. }));
+        if is_protocol || !blame::is_of(&error, &socket, &self.stream_path()) {
+            return error;
+        }
+        match self.qemu.migration().map_err(Error::from) {
+            Ok(migration) if migration.status == Some(MigrationStatus::FAILED) => {
+                match migration.error_desc {
+                    Some(text) => Error::SourceFailed { socket, text: format!("{text} ({error})") },
+                    None => error,
+                }
+            }
+            Err(gone) if blame::is_gone(&gone) && self.has_ended() => {
+                tracing::debug!(%error, "the source ended");
+                Error::SourceEnded { socket }
+            }
+            _ => error,
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Runs the engine in a thread of its own while the plan's thread watches the rest: QMP, the user, the clock.
+
+use std::thread;
+use std::time::Duration;
+
+use towline_channel::Cancel;
+use towline_migration::Session;
+
+/// How often the watcher looks.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Runs `work`; until it is done calls `look` again and again. A cancellation, or `look`'s error, fails the session, which
+/// makes `work` end.
+pub(super) fn supervise<T: Send>(
+    session: &Session,
+    cancel: &Cancel,
+    look: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
+    work: impl FnOnce() -> T + Send,
+) -> T {
+    let watcher = thread::current();
+    thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            let result = work();
+            watcher.unpark();
+            result
+        });
+        while !worker.is_finished() {
+            thread::park_timeout(LOOK_INTERVAL);
+            if cancel.is_cancelled() {
+                session.fail(towline_migration::Error::Cancelled);
+            }
+            if let Err(error) = look() {
+                session.fail(error);
+            }
+        }
+        match worker.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}

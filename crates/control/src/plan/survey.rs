@@ -1,0 +1,80 @@
+//! A sink that keeps nothing: for `null:`, and to inspect a guest that is on its way.
+
+use std::sync::{Mutex, PoisonError};
+
+use towline_migration::{Pages, Sink, Stream};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+/// What was seen of a guest. Its source is told that it failed, so the guest runs on there.
+#[derive(Debug, Default)]
+pub struct Survey {
+    seen: Mutex<Seen>,
+}
+
+/// What a stream said of its guest.
+#[derive(Debug, Default, Clone)]
+pub struct Seen {
+    /// Machine type and capabilities.
+    pub configuration: Option<Configuration>,
+    /// The RAM blocks.
+    pub blocks: Vec<RamBlock>,
+    /// The device state, at the end.
+    pub device_state: Option<DeviceState>,
+}
+
+/// Tells the engine not to acknowledge.
+#[derive(Debug, thiserror::Error)]
+#[error("nothing keeps this guest (null:), so its source is not told that it arrived")]
+struct NothingKept;
+
+impl Survey {
+    /// What was seen so far.
+    pub fn seen(&self) -> Seen {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// True when the whole stream came.
+    pub fn is_complete(&self) -> bool {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner).device_state.is_some()
+    }
+
+    fn note(&self, note: impl FnOnce(&mut Seen)) {
+        note(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Sink for Survey {
+    fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
+        self.note(|seen| seen.configuration = Some(configuration.clone()));
+        Ok(())
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
+        self.note(|seen| seen.blocks = blocks.to_vec());
+        Ok(())
+    }
+
+    fn pages(&self, _stream: Stream, _pages: &Pages<'_>) -> towline_migration::Result<()> {
+        Ok(())
+    }
+
+    fn zero(&self, _stream: Stream, _block: BlockIndex, _offsets: &[u64]) -> towline_migration::Result<()> {
+        Ok(())
+    }
+
+    fn current(&self, _page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
+        content.fill(0);
+        Ok(())
+    }
+
+    fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
+        self.note(|seen| seen.device_state = Some(state));
+        Ok(())
+    }
+
+    fn commit(&self) -> towline_migration::Result<()> {
+        Err(towline_migration::Error::guest(NothingKept))
+    }
+}

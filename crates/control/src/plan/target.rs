@@ -1,0 +1,169 @@
+//! Where a stream goes: checked, reached when its source is ready, put in order afterwards.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use towline_channel::Address;
+use towline_image::{Existing, ImageWriter, Origin};
+use towline_migration::incoming::Connections;
+use towline_migration::{Relay, Session, Sink, outgoing};
+
+use super::copy::Run;
+use super::destination::QmpDestination;
+use super::fit::{Guest, uuid_bytes};
+use super::survey::Survey;
+use super::{Destination, DestinationState, Error, blame};
+
+/// Where a stream goes.
+pub(super) enum Target {
+    Image(Box<ImageWriter>),
+    /// The relay is there once it is connected.
+    Qemu {
+        destination: Box<QmpDestination>,
+        relay: Option<Box<Relay>>,
+    },
+    Stream {
+        address: Address,
+        uuid: [u8; 16],
+        relay: Option<Box<Relay>>,
+    },
+    Null(Survey),
+}
+
+impl Target {
+    /// Checks what can be checked. The destination is not told anything.
+    pub(super) fn prepare(
+        destination: &Destination,
+        guest: Option<&Guest>,
+        origin: Origin,
+        run: &Run<'_>,
+    ) -> Result<Self, Error> {
+        Ok(match destination {
+            Destination::Image(path) => {
+                let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
+                Self::Image(Box::new(ImageWriter::create(path, existing, origin)?))
+            }
+            Destination::Qmp(path) => {
+                let destination = Box::new(QmpDestination::prepare(path)?);
+                if let Some(guest) = guest {
+                    destination.check(guest, run.lanes)?;
+                }
+                Self::Qemu { destination, relay: None }
+            }
+            Destination::Stream(address) => {
+                let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
+                Self::Stream { address: address.clone(), uuid, relay: None }
+            }
+            Destination::Null => Self::Null(Survey::default()),
+        })
+    }
+
+    /// Reaches the destination for a source that is there, and is refused if that fails.
+    pub(super) fn connect_for(
+        &mut self,
+        source: Connections,
+        session: &Arc<Session>,
+        run: &Run<'_>,
+    ) -> Result<Connections, Error> {
+        match self.connect(session, run) {
+            Ok(()) => Ok(source),
+            Err(error) => {
+                source.refuse();
+                Err(error)
+            }
+        }
+    }
+
+    /// Has the destination listen, and reaches it. `session` is that of the incoming migration.
+    pub(super) fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
+        let relay = |connections| {
+            let relay = Relay::compressed(Arc::clone(session), connections, run.options.compression)?;
+            Ok::<_, Error>(Some(Box::new(relay)))
+        };
+        match self {
+            Self::Qemu { destination, relay: to } => {
+                *to = relay(destination.start(run.lanes, run.options, run.cancel)?)?;
+            }
+            Self::Stream { address, uuid, relay: to } => {
+                let deadline = Instant::now() + run.options.connect_timeout;
+                let connected = outgoing::connect(address, run.lanes, *uuid, deadline, run.cancel);
+                *to = relay(connected.map_err(|error| blame::lanes_lost(error.into(), run))?)?;
+            }
+            Self::Image(_) | Self::Null(_) => {}
+        }
+        Ok(())
+    }
+
+    pub(super) fn sink(&self) -> &dyn Sink {
+        match self {
+            Self::Image(writer) => writer.as_ref(),
+            Self::Qemu { relay, .. } | Self::Stream { relay, .. } => {
+                relay.as_deref().expect("connected before anything is received")
+            }
+            Self::Null(survey) => survey,
+        }
+    }
+
+    pub(super) fn is_survey(&self) -> bool {
+        matches!(self, Self::Null(_))
+    }
+
+    pub(super) fn surveyed(&self) -> bool {
+        matches!(self, Self::Null(survey) if survey.is_complete())
+    }
+
+    /// Somebody else decides whether the guest runs there.
+    pub(super) fn runs_by_itself(&self) -> bool {
+        matches!(self, Self::Stream { .. })
+    }
+
+    /// Whether the guest ran at its source, for a target that we run.
+    pub(super) fn guest_ran(&self) -> bool {
+        match self {
+            Self::Qemu { relay, .. } => relay.as_deref().and_then(Relay::guest_ran).unwrap_or(true),
+            _ => false,
+        }
+    }
+
+    /// Whether the error is one of the connection to it.
+    pub(super) fn is_to_blame(&self, error: &Error) -> bool {
+        matches!(self, Self::Qemu { destination, .. } if destination.is_to_blame(error))
+    }
+
+    /// The guest was sent: waits until it is loaded. It does not run yet.
+    pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
+        match self {
+            Self::Qemu { destination, .. } => destination.wait_loaded(),
+            _ => Ok(()),
+        }
+    }
+
+    /// The guest is here: runs it if it may, and puts everything in order.
+    pub(super) fn release(self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
+        match self {
+            Self::Image(_) => Ok(DestinationState::Stored),
+            Self::Stream { .. } => Ok(DestinationState::Loaded),
+            Self::Null(_) => Ok(DestinationState::Dropped),
+            Self::Qemu { mut destination, .. } => {
+                let notes = destination.release(runs)?;
+                notes.iter().for_each(|note| run.observer.notice(note));
+                Ok(if runs { DestinationState::Running } else { DestinationState::Paused })
+            }
+        }
+    }
+
+    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
+    pub(super) fn undo(self, error: Error, run: &Run<'_>) -> (Error, Vec<String>) {
+        match self {
+            Self::Qemu { mut destination, relay } => {
+                drop(relay);
+                let error = destination.explain(error);
+                (error, destination.undo())
+            }
+            Self::Stream { address, .. } if blame::peer_is(&error, &address.to_string()) => {
+                (blame::lanes_lost(error, run), Vec::new())
+            }
+            _ => (error, Vec::new()),
+        }
+    }
+}

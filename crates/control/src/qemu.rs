@@ -1,0 +1,343 @@
+//! One running or waiting QEMU: what it is, and how it is set for a migration.
+//!
+//! [`Qemu`] is a connected [`Client`] with the [`Facts`] asked for at the beginning; [`Settings`] changes capabilities
+//! and parameters and puts them back. What to do with them, and in which order, is not decided here.
+
+mod ram_block;
+mod settings;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::qmp::commands::{
+    Capability, Cont, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus, QomGet,
+    QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid, QueryVersion,
+    Quit, RunState, Status, Stop, Version,
+};
+use crate::qmp::{self, Client, Options, PeerCredentials};
+
+pub use ram_block::{RamBlock, RamBlockError};
+pub use settings::{ApplyError, RestoreError, Settings, Wanted};
+
+/// What QEMU appends to a machine type's name to name its QOM type.
+const MACHINE_SUFFIX: &str = "-machine";
+/// How often is looked whether a process has ended.
+const END_POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Why something about a QEMU could not be learned or set.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The monitor failed us.
+    #[error(transparent)]
+    Qmp(#[from] qmp::Error),
+    /// `info ramblock` printed what we cannot read.
+    #[error("QEMU {version} on {socket}: {source}")]
+    RamBlocks {
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+        /// What could not be read.
+        source: RamBlockError,
+    },
+    /// The machine's type is not text that ends in `-machine`.
+    #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"{MACHINE_SUFFIX}\"")]
+    Machine {
+        /// The socket.
+        socket: String,
+        /// What it said.
+        found: Value,
+    },
+    /// This QEMU has no such capability.
+    #[error(
+        "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
+    )]
+    UnknownCapability {
+        /// Its name.
+        capability: Capability,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+    /// This QEMU has no such parameter.
+    #[error(
+        "QEMU {version} on {socket} has no migration parameter {parameter}: use a QEMU that has it, or go without"
+    )]
+    UnknownParameter {
+        /// Its name.
+        parameter: String,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+}
+
+/// What was known of a QEMU when it was last asked.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Facts {
+    /// Its version.
+    pub version: Version,
+    /// Its machine type as the stream carries it, for example `pc-q35-10.0`.
+    pub machine: String,
+    /// What its guest does.
+    pub status: Status,
+    /// The guest's memory, also blocks that are not migrated.
+    pub ram_blocks: Vec<RamBlock>,
+    /// The guest's UUID; all zeroes if it has none.
+    pub uuid: String,
+    /// The migration capabilities that this QEMU knows, on or off.
+    pub capabilities: BTreeMap<Capability, bool>,
+    /// The migration parameters.
+    pub parameters: MigrationParameters,
+    /// The migration under way or the last one.
+    pub migration: MigrationInfo,
+    /// Whether it waits for a guest.
+    pub incoming: Incoming,
+    /// The process, where the socket tells it.
+    pub peer: Option<PeerCredentials>,
+}
+
+impl Facts {
+    /// Why QEMU refuses to migrate this guest; empty where it does not.
+    #[must_use]
+    pub fn blocked_reasons(&self) -> &[String] {
+        &self.migration.blocked_reasons
+    }
+
+    /// Whether `migrate-incoming` is what this QEMU waits for.
+    #[must_use]
+    pub fn waits_for_migrate_incoming(&self) -> bool {
+        self.incoming == Incoming::Deferred
+    }
+
+    /// The blocks that the stream carries.
+    pub fn migrated_blocks(&self) -> impl Iterator<Item = &RamBlock> {
+        self.ram_blocks.iter().filter(|block| block.is_migrated())
+    }
+}
+
+/// Whether a QEMU waits for a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Incoming {
+    /// It has a guest of its own.
+    No,
+    /// Started with `-incoming defer`, and not told yet where to listen. A 7.2 that was started with `-incoming exec:`
+    /// or `fd:` looks the same, and refuses `migrate-incoming`.
+    Deferred,
+    /// It listens, and nobody came yet.
+    Listening,
+    /// A guest is coming in, or it failed to and QEMU stayed.
+    Loading(MigrationStatus),
+}
+
+impl Incoming {
+    fn of(status: &Status, migration: &MigrationInfo) -> Self {
+        if status.status != RunState::INMIGRATE {
+            return Self::No;
+        }
+        match &migration.status {
+            Some(status) if *status == MigrationStatus::SETUP => Self::Listening,
+            Some(status) if *status != MigrationStatus::NONE => Self::Loading(status.clone()),
+            // 7.2 gives no status before the first connection, only the address.
+            _ if !migration.socket_address.is_empty() => Self::Listening,
+            _ => Self::Deferred,
+        }
+    }
+}
+
+/// A QEMU that we hold a monitor of.
+#[derive(Debug)]
+pub struct Qemu {
+    client: Client,
+    facts: Facts,
+}
+
+impl Qemu {
+    /// Connects to the monitor at `path` and asks for the facts.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`] and of [`Qemu::refresh`].
+    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        Self::new(Client::connect(path, options)?)
+    }
+
+    /// Asks for the facts on a connection that is there.
+    ///
+    /// # Errors
+    /// Those of [`Qemu::refresh`].
+    pub fn new(mut client: Client) -> Result<Self, Error> {
+        let facts = facts(&mut client)?;
+        Ok(Self { client, facts })
+    }
+
+    /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
+    #[must_use]
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Asks for the facts again.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] from a QEMU that says what none we know does.
+    pub fn refresh(&mut self) -> Result<&Facts, Error> {
+        self.facts = facts(&mut self.client)?;
+        Ok(&self.facts)
+    }
+
+    /// The monitor, for all other commands and for events.
+    pub fn client(&mut self) -> &mut Client {
+        &mut self.client
+    }
+
+    /// The monitor's socket.
+    #[must_use]
+    pub fn socket(&self) -> &str {
+        self.client.socket()
+    }
+
+    /// QEMU's version with its package, for messages: `10.0.2 (Debian 1:10.0.2+ds-2)`.
+    #[must_use]
+    pub fn version_text(&self) -> String {
+        version_text(&self.facts.version)
+    }
+
+    /// What the guest does now.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn status(&mut self) -> Result<Status, Error> {
+        Ok(self.client.execute(&QueryStatus)?)
+    }
+
+    /// How the migration goes now.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn migration(&mut self) -> Result<MigrationInfo, Error> {
+        Ok(self.client.execute(&QueryMigrate)?)
+    }
+
+    /// Pauses the guest; a QEMU that waits for one will leave it paused.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn stop(&mut self) -> Result<(), Error> {
+        self.client.execute(&Stop)?;
+        Ok(())
+    }
+
+    /// Runs the guest.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn cont(&mut self) -> Result<(), Error> {
+        self.client.execute(&Cont)?;
+        Ok(())
+    }
+
+    /// Whether QEMU's process has ended, or does `within` this time. False where the socket does not tell the process.
+    #[must_use]
+    pub fn has_ended(&self, within: Duration) -> bool {
+        let Some(pid) = self.facts.peer.map(|peer| peer.pid).filter(|&pid| pid > 0) else { return false };
+        let deadline = Instant::now() + within;
+        while process_lives(pid) {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(END_POLL_INTERVAL);
+        }
+        true
+    }
+
+    /// Ends QEMU and waits until it closed the monitor. That it is gone already is no error.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`], with a timeout if it does not close within the client's deadline.
+    pub fn quit(mut self) -> Result<(), Error> {
+        let started = Instant::now();
+        let mut result = self.client.execute(&Quit).map(|_| ());
+        while result.is_ok() {
+            let left = self.client.deadline().saturating_sub(started.elapsed());
+            if left == Duration::ZERO {
+                let socket = self.client.socket().to_owned();
+                let command = "quit (closing the monitor)".to_owned();
+                return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+            }
+            result = self.client.next_event(left).map(|_| ());
+        }
+        match result {
+            Err(error) if !error.is_gone() => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn capabilities_now(&mut self) -> Result<BTreeMap<Capability, bool>, Error> {
+        capabilities(&mut self.client)
+    }
+
+    fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {
+        Ok(self.client.execute(&QueryMigrateParameters)?)
+    }
+}
+
+/// False for a process that only waits for its parent to hear of its end as well.
+fn process_lives(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    !matches!(state, None | Some('Z' | 'X'))
+}
+
+fn facts(client: &mut Client) -> Result<Facts, Error> {
+    let version = client.execute(&QueryVersion)?;
+    let status = client.execute(&QueryStatus)?;
+    let migration = client.execute(&QueryMigrate)?;
+    Ok(Facts {
+        machine: machine(client)?,
+        ram_blocks: ram_blocks(client, &version)?,
+        uuid: client.execute(&QueryUuid)?.uuid,
+        capabilities: capabilities(client)?,
+        parameters: client.execute(&QueryMigrateParameters)?,
+        incoming: Incoming::of(&status, &migration),
+        peer: client.peer_credentials().ok(),
+        version,
+        status,
+        migration,
+    })
+}
+
+fn machine(client: &mut Client) -> Result<String, Error> {
+    let found = client.execute(&QomGet { path: "/machine".into(), property: "type".into() })?;
+    match found.as_str().and_then(|text| text.strip_suffix(MACHINE_SUFFIX)) {
+        Some(name) => Ok(name.to_owned()),
+        None => Err(Error::Machine { socket: client.socket().to_owned(), found }),
+    }
+}
+
+fn ram_blocks(client: &mut Client, version: &Version) -> Result<Vec<RamBlock>, Error> {
+    let text = client.execute(&HumanMonitorCommand { command_line: "info ramblock".into() })?;
+    ram_block::parse(&text).map_err(|source| Error::RamBlocks {
+        socket: client.socket().to_owned(),
+        version: version_text(version),
+        source,
+    })
+}
+
+fn capabilities(client: &mut Client) -> Result<BTreeMap<Capability, bool>, Error> {
+    let states = client.execute(&QueryMigrateCapabilities)?;
+    Ok(states.into_iter().map(|state| (state.capability, state.state)).collect())
+}
+
+fn version_text(version: &Version) -> String {
+    match version.package.as_str() {
+        "" => version.qemu.to_string(),
+        package => format!("{} ({package})", version.qemu),
+    }
+}

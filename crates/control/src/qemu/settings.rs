@@ -1,0 +1,250 @@
+//! Capabilities and parameters for the length of a migration.
+//!
+//! [`Settings::apply`] changes what differs and remembers what was there; [`Settings::restore`] puts that back, and
+//! nothing else, so that somebody else's change in between survives. Neither trusts its memory of the present: both
+//! ask QEMU first.
+//!
+//! Capabilities and parameters exclude each other (zero-copy and compression, say), and QEMU checks after each
+//! command. So: first what goes off, then parameters, then what comes on.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde_json::{Map, Value};
+
+use super::{Error, Qemu};
+use crate::qmp;
+use crate::qmp::commands::{
+    Capability, CapabilityState, MigrateSetCapabilities, MigrateSetParameters, MigrationParameters,
+};
+
+/// How a QEMU shall be set.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct Wanted {
+    /// Capabilities that matter; others are left alone.
+    pub capabilities: BTreeMap<Capability, bool>,
+    /// Parameters that matter; others are left alone.
+    pub parameters: MigrationParameters,
+}
+
+/// Settings that were changed, and what was there before.
+///
+/// To be ended by [`Settings::restore`] or [`Settings::keep`]; one that is dropped is logged.
+#[derive(Debug)]
+#[must_use = "what was there before is only put back by `restore`"]
+pub struct Settings {
+    socket: String,
+    capabilities: BTreeMap<Capability, bool>,
+    parameters: Map<String, Value>,
+    /// Parameters that QEMU did not show before: there is no value to put back.
+    unset_before: Vec<String>,
+    ended: bool,
+}
+
+/// A setting could not be made.
+#[derive(Debug, thiserror::Error)]
+pub struct ApplyError {
+    /// Why.
+    #[source]
+    pub cause: Error,
+    /// What could not be put back after that, if something.
+    pub left: Option<Box<RestoreError>>,
+}
+
+impl fmt::Display for ApplyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.cause)?;
+        match &self.left {
+            Some(left) => write!(f, "; then {left}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Settings that are not as they were.
+#[derive(Debug, thiserror::Error)]
+#[error("QEMU on {socket} is left with changed migration settings {}: {}", .left.join(", "), reason(.cause.as_deref()))]
+pub struct RestoreError {
+    /// The socket.
+    pub socket: String,
+    /// `NAME (was VALUE)`, each.
+    pub left: Vec<String>,
+    /// Why; `None`: QEMU has no way to unset them.
+    #[source]
+    pub cause: Option<Box<Error>>,
+}
+
+impl Settings {
+    /// Sets what is wanted and differs. On failure, what was set already is put back.
+    ///
+    /// # Errors
+    /// [`Error::UnknownCapability`] before anything was changed, [`Error::UnknownParameter`], and QEMU's refusals.
+    pub fn apply(qemu: &mut Qemu, wanted: &Wanted) -> Result<Self, ApplyError> {
+        let parameters = wanted.parameters.to_map();
+        let change = Change::between(qemu, &wanted.capabilities, &parameters)
+            .map_err(|cause| ApplyError { cause, left: None })?;
+        let settings = Self {
+            socket: qemu.socket().to_owned(),
+            capabilities: change.capabilities.iter().map(|(name, &state)| (name.clone(), !state)).collect(),
+            parameters: change.parameters_before.clone(),
+            unset_before: change
+                .parameters
+                .keys()
+                .filter(|name| !change.parameters_before.contains_key(*name))
+                .cloned()
+                .collect(),
+            ended: false,
+        };
+        match change.make(qemu) {
+            Ok(()) => Ok(settings),
+            Err(cause @ Error::Qmp(qmp::Error::Gone { .. })) => {
+                settings.keep();
+                Err(ApplyError { cause, left: None })
+            }
+            Err(cause) => {
+                let mut settings = settings;
+                settings.forget_what_was_never_set(qemu);
+                Err(ApplyError { cause, left: settings.restore(qemu).err().map(Box::new) })
+            }
+        }
+    }
+
+    /// Puts back what was there. QEMU refuses while a migration is under way.
+    ///
+    /// # Errors
+    /// Which settings are not as they were, and why: a QEMU that is gone, a refusal, or no way to unset.
+    pub fn restore(mut self, qemu: &mut Qemu) -> Result<(), RestoreError> {
+        self.ended = true;
+        let made = Change::between(qemu, &self.capabilities, &self.parameters)
+            .and_then(|change| change.make_what_can_be(qemu));
+        let mut left = match &made {
+            Ok(()) => Vec::new(),
+            Err(_) => match Change::between(qemu, &self.capabilities, &self.parameters) {
+                Ok(change) => describe(&change.capabilities, &change.parameters),
+                Err(_) => self.before(),
+            },
+        };
+        left.extend(self.unset_before.iter().map(|name| format!("{name} (was unset)")));
+        match made {
+            Ok(()) if left.is_empty() => Ok(()),
+            made => Err(RestoreError { socket: self.socket.clone(), left, cause: made.err().map(Box::new) }),
+        }
+    }
+
+    /// Leaves QEMU as it is now set: it has ended, or its user shall have it so.
+    pub fn keep(mut self) {
+        self.ended = true;
+    }
+
+    /// What was changed, as `NAME (was VALUE)`.
+    #[must_use]
+    pub fn before(&self) -> Vec<String> {
+        describe(&self.capabilities, &self.parameters)
+    }
+
+    /// After a refusal, a parameter that QEMU still does not show was not set.
+    fn forget_what_was_never_set(&mut self, qemu: &mut Qemu) {
+        if let Ok(now) = qemu.parameters_now() {
+            let now = now.to_map();
+            self.unset_before.retain(|name| now.contains_key(name));
+        }
+    }
+}
+
+impl Drop for Settings {
+    fn drop(&mut self) {
+        let changed = !self.capabilities.is_empty() || !self.parameters.is_empty();
+        if changed && !self.ended {
+            tracing::warn!(socket = self.socket, left = ?self.before(), "migration settings are not put back");
+        }
+    }
+}
+
+/// What differs between a QEMU and how it shall be.
+struct Change {
+    capabilities: BTreeMap<Capability, bool>,
+    parameters: Map<String, Value>,
+    /// Of `parameters`, those that QEMU shows now.
+    parameters_before: Map<String, Value>,
+}
+
+impl Change {
+    fn between(
+        qemu: &mut Qemu,
+        capabilities: &BTreeMap<Capability, bool>,
+        parameters: &Map<String, Value>,
+    ) -> Result<Self, Error> {
+        let now = qemu.capabilities_now()?;
+        if let Some(unknown) = capabilities.keys().find(|name| !now.contains_key(*name)) {
+            return Err(Error::UnknownCapability {
+                capability: unknown.clone(),
+                socket: qemu.socket().to_owned(),
+                version: qemu.version_text(),
+            });
+        }
+        let mut change = Self {
+            capabilities: capabilities.clone(),
+            parameters: parameters.clone(),
+            parameters_before: qemu.parameters_now()?.to_map(),
+        };
+        change.capabilities.retain(|name, state| now.get(name) != Some(state));
+        change.parameters.retain(|name, value| change.parameters_before.get(name) != Some(value));
+        change.parameters_before.retain(|name, _| change.parameters.contains_key(name));
+        Ok(change)
+    }
+
+    fn make(self, qemu: &mut Qemu) -> Result<(), Error> {
+        self.set_capabilities(qemu, false)?;
+        self.set_parameters(qemu)?;
+        self.set_capabilities(qemu, true)
+    }
+
+    /// As [`Change::make`], but goes on after a refusal. The error is the first.
+    fn make_what_can_be(self, qemu: &mut Qemu) -> Result<(), Error> {
+        let off = self.set_capabilities(qemu, false);
+        let parameters = self.set_parameters(qemu);
+        let on = self.set_capabilities(qemu, true);
+        off.and(parameters).and(on)
+    }
+
+    fn set_capabilities(&self, qemu: &mut Qemu, to: bool) -> Result<(), Error> {
+        let capabilities: Vec<_> = self
+            .capabilities
+            .iter()
+            .filter(|(_, state)| **state == to)
+            .map(|(name, &state)| CapabilityState { capability: name.clone(), state })
+            .collect();
+        if !capabilities.is_empty() {
+            qemu.client().execute(&MigrateSetCapabilities { capabilities })?;
+        }
+        Ok(())
+    }
+
+    fn set_parameters(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        if self.parameters.is_empty() {
+            return Ok(());
+        }
+        let command = MigrateSetParameters(MigrationParameters::from_map(self.parameters.clone()));
+        let Err(error) = qemu.client().execute(&command) else { return Ok(()) };
+        let qmp::Error::Refusal { desc, .. } = &error else { return Err(error.into()) };
+        match self.parameters.keys().find(|name| *desc == format!("Parameter '{name}' is unexpected")) {
+            Some(unknown) => Err(Error::UnknownParameter {
+                parameter: unknown.clone(),
+                socket: qemu.socket().to_owned(),
+                version: qemu.version_text(),
+            }),
+            None => Err(error.into()),
+        }
+    }
+}
+
+fn describe(capabilities: &BTreeMap<Capability, bool>, parameters: &Map<String, Value>) -> Vec<String> {
+    let on = |state| if state { "on" } else { "off" };
+    let capabilities = capabilities.iter().map(|(name, state)| format!("{name} (was {})", on(*state)));
+    let parameters = parameters.iter().map(|(name, value)| format!("{name} (was {value})"));
+    capabilities.chain(parameters).collect()
+}
+
+fn reason(cause: Option<&Error>) -> String {
+    cause.map_or_else(|| "QEMU has no way to unset them".to_owned(), ToString::to_string)
+}

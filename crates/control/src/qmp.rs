@@ -1,0 +1,29 @@
+//! QMP, QEMU's control protocol: JSON values over a Unix socket (`docs/interop/qmp-spec.rst` of QEMU).
+//!
+//! ```text
+//! Unix socket ── connection ── codec::Decoder ── Client ── commands::*
+//!                (deadlines,    (bytes to         (ids,     (types)
+//!                 fd passing)    messages)         events)
+//! ```
+//!
+//! [`Client`] has one command under way at a time and blocks no longer than its deadline. It does not use out-of-band
+//! commands. QEMU serves one client at a time per monitor; a second one is left without a greeting until the first
+//! leaves, and is told so by [`Error::NoGreeting`].
+//!
+//! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`] for
+//! events nobody has read yet.
+
+pub mod codec;
+pub mod commands;
+
+mod client;
+mod connection;
+mod error;
+mod events;
+mod sys;
+
+pub use client::{CANCEL_CHECK_INTERVAL, Client, Command, DEADLINE, Options};
+pub use codec::{Event, Greeting, Message};
+pub use connection::PeerCredentials;
+pub use error::{Error, GoneBy};
+pub use events::EVENTS_MAX;

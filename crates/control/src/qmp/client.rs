@@ -1,0 +1,378 @@
+//! One connection to one monitor.
+//!
+//! A client has one command under way. Its answer is known by its `id`; an answer to a command that timed out comes
+//! later and is discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be
+//! able to send a command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::{Deserialize, DeserializeOwned};
+use serde_json::{Map, Value, json};
+
+use super::codec::{Decoder, Event, Greeting, Message, excerpt};
+use super::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
+use super::error::{Error, GoneBy};
+use super::events::{EVENTS_MAX, Events};
+
+/// How long a command may take unless told otherwise.
+pub const DEADLINE: Duration = Duration::from_secs(10);
+/// How often a wait looks at its `cancel` flag.
+pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A command with typed arguments and a typed answer. The arguments are the value itself; a unit struct has none.
+pub trait Command: Serialize {
+    /// QEMU's name for it.
+    const NAME: &'static str;
+    /// What QEMU answers.
+    type Return: DeserializeOwned;
+}
+
+/// How patient a client is.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// For each command.
+    pub deadline: Duration,
+    /// For connecting and the greeting, each.
+    pub greeting_deadline: Duration,
+    /// Unread events kept.
+    pub events_max: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { deadline: DEADLINE, greeting_deadline: DEADLINE, events_max: EVENTS_MAX }
+    }
+}
+
+/// A QMP connection, past its greeting.
+#[derive(Debug)]
+pub struct Client {
+    socket: String,
+    connection: Connection,
+    decoder: Decoder,
+    events: Events,
+    greeting: Greeting,
+    deadline: Duration,
+    next_id: u64,
+    gone: Option<GoneBy>,
+}
+
+impl Client {
+    /// Connects to the monitor at `path` and negotiates.
+    ///
+    /// # Errors
+    /// [`Error::Missing`], [`Error::Refused`], [`Error::Busy`] and [`Error::Connect`] before there is a connection;
+    /// then those of [`Client::from_stream`].
+    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let connection = Connection::connect(path, options.greeting_deadline)?;
+        Self::negotiate(connection, path.display().to_string(), options)
+    }
+
+    /// Negotiates on a stream that is connected already; errors will call it `name`.
+    ///
+    /// # Errors
+    /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is not a
+    /// QMP server, [`Error::Gone`] if it closes, and those of the command `qmp_capabilities`.
+    pub fn from_stream(
+        stream: UnixStream,
+        name: impl Into<String>,
+        options: &Options,
+    ) -> Result<Self, Error> {
+        Self::negotiate(Connection::new(stream), name.into(), options)
+    }
+
+    fn negotiate(connection: Connection, socket: String, options: &Options) -> Result<Self, Error> {
+        let mut client = Self {
+            socket,
+            connection,
+            decoder: Decoder::new(),
+            events: Events::new(options.events_max),
+            greeting: Greeting::default(),
+            deadline: options.deadline,
+            next_id: 1,
+            gone: None,
+        };
+        client.greeting = client.await_greeting(options.greeting_deadline)?;
+        client.execute_raw("qmp_capabilities", None)?;
+        Ok(client)
+    }
+
+    fn await_greeting(&mut self, within: Duration) -> Result<Greeting, Error> {
+        let started = Instant::now();
+        let socket = self.socket.clone();
+        match self.message("the greeting", after(started, within)) {
+            Ok(Some(Message::Greeting(greeting))) => Ok(greeting),
+            Ok(Some(other)) => Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes()))),
+            Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
+            Err(Error::Gone { by: GoneBy::Garbage(error), .. }) => {
+                let found = match error {
+                    super::codec::CodecError::NotJson { excerpt } => excerpt,
+                    other => other.to_string(),
+                };
+                Err(not_qmp(socket, found))
+            }
+            Err(other) => Err(other),
+        }
+    }
+
+    /// Runs a command within the client's deadline.
+    ///
+    /// # Errors
+    /// [`Error::Refusal`] with QEMU's words, [`Error::Timeout`], [`Error::Gone`], [`Error::Shape`].
+    pub fn execute<C: Command>(&mut self, command: &C) -> Result<C::Return, Error> {
+        self.execute_with_fds(command, &[])
+    }
+
+    /// As [`Client::execute`], handing QEMU file descriptors with the command (`add-fd`, `getfd`). The caller's own
+    /// stay open.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    ///
+    /// # Panics
+    /// With more than 16 descriptors.
+    pub fn execute_with_fds<C: Command>(
+        &mut self,
+        command: &C,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<C::Return, Error> {
+        let arguments = serde_json::to_value(command)
+            .map_err(|error| Error::Arguments { command: C::NAME.into(), reason: error.to_string() })?;
+        let value = self.transact(C::NAME, arguments, fds)?;
+        C::Return::deserialize(&value).map_err(|error| Error::Shape {
+            command: C::NAME.into(),
+            socket: self.socket.clone(),
+            reason: error.to_string(),
+            excerpt: excerpt(value.to_string().as_bytes()),
+        })
+    }
+
+    /// Runs a command that has no type here.
+    ///
+    /// # Errors
+    /// As [`Client::execute`], save [`Error::Shape`].
+    pub fn execute_raw(&mut self, name: &str, arguments: Option<Map<String, Value>>) -> Result<Value, Error> {
+        self.transact(name, arguments.map_or(Value::Null, Value::Object), &[])
+    }
+
+    fn transact(&mut self, name: &str, arguments: Value, fds: &[BorrowedFd<'_>]) -> Result<Value, Error> {
+        assert!(fds.len() <= FDS_MAX, "at most {FDS_MAX} descriptors go with a command");
+        let started = Instant::now();
+        let until = after(started, self.deadline);
+        let id = self.next_id;
+        self.next_id += 1;
+        self.send(name, id, arguments, fds, started)?;
+        loop {
+            match self.message(name, until)? {
+                Some(Message::Return { id: Some(found), value, .. }) if found == id => return Ok(value),
+                Some(Message::Error { id: found, class, desc, .. })
+                    if found.as_ref().is_none_or(|f| *f == id) =>
+                {
+                    return Err(Error::Refusal {
+                        command: name.into(),
+                        socket: self.socket.clone(),
+                        class,
+                        desc,
+                    });
+                }
+                Some(other) => self.file(other),
+                None => return Err(self.timeout(name, started)),
+            }
+            if Instant::now() >= until {
+                return Err(self.timeout(name, started));
+            }
+        }
+    }
+
+    fn send(
+        &mut self,
+        name: &str,
+        id: u64,
+        arguments: Value,
+        fds: &[BorrowedFd<'_>],
+        started: Instant,
+    ) -> Result<(), Error> {
+        if let Some(by) = &self.gone {
+            return Err(self.gone_during(name, by.clone()));
+        }
+        let mut request = json!({ "execute": name, "id": id });
+        if !arguments.is_null() {
+            request["arguments"] = arguments;
+        }
+        tracing::trace!(socket = self.socket, %request, "QMP command");
+        let mut line = request.to_string().into_bytes();
+        line.extend_from_slice(b"\r\n");
+        match self.connection.send(&line, fds, after(started, self.deadline)) {
+            Ok(()) => Ok(()),
+            Err(Stop::Deadline { sent_bytes: 0 }) => Err(self.timeout(name, started)),
+            Err(Stop::Deadline { .. }) => {
+                self.gone = Some(GoneBy::HalfSent);
+                Err(self.timeout(name, started))
+            }
+            Err(Stop::Gone(by)) => {
+                self.salvage();
+                self.gone = Some(by.clone());
+                Err(self.gone_during(name, by))
+            }
+        }
+    }
+
+    /// What QEMU said before it closed is still there to be read: above all, the event that says why.
+    fn salvage(&mut self) {
+        let now = Instant::now();
+        while let Ok(Some(message)) = self.message("reading its last words", now) {
+            self.file(message);
+        }
+    }
+
+    /// Waits for the next event, an unread one first. `None`: there was none within that time.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], after the last unread event was given.
+    pub fn next_event(&mut self, within: Duration) -> Result<Option<Event>, Error> {
+        if let Some(event) = self.events.pop() {
+            return Ok(Some(event));
+        }
+        let until = after(Instant::now(), within);
+        loop {
+            match self.message("waiting for events", until)? {
+                Some(Message::Event(event)) => return Ok(Some(event)),
+                Some(other) => self.file(other),
+                None => return Ok(None),
+            }
+            if Instant::now() >= until {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Waits for an event that `wanted` accepts; others stay unread, in their order.
+    ///
+    /// # Errors
+    /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`] soon after `cancel` becomes true, [`Error::Gone`].
+    pub fn wait_event(
+        &mut self,
+        mut wanted: impl FnMut(&Event) -> bool,
+        within: Duration,
+        cancel: &AtomicBool,
+    ) -> Result<Event, Error> {
+        let started = Instant::now();
+        let until = after(started, within);
+        if let Some(event) = self.events.take(&mut wanted) {
+            return Ok(event);
+        }
+        loop {
+            if cancel.load(Ordering::Relaxed) {
+                return Err(Error::Cancelled { socket: self.socket.clone() });
+            }
+            let now = Instant::now();
+            match self.message("waiting for an event", until.min(now + CANCEL_CHECK_INTERVAL))? {
+                Some(Message::Event(event)) if wanted(&event) => return Ok(event),
+                Some(other) => self.file(other),
+                None => {}
+            }
+            if now >= until {
+                return Err(Error::NoEvent { socket: self.socket.clone(), waited: started.elapsed() });
+            }
+        }
+    }
+
+    /// Puts a message nobody asked for where it belongs.
+    fn file(&mut self, message: Message) {
+        match message {
+            Message::Event(event) => self.events.push(event),
+            Message::Return { id, .. } | Message::Error { id, .. } => {
+                tracing::debug!(socket = self.socket, ?id, "QMP answer after its deadline is discarded");
+            }
+            other => tracing::warn!(socket = self.socket, ?other, "QMP message of an unknown kind"),
+        }
+    }
+
+    /// The next message, whatever it is; `None` at the deadline.
+    fn message(&mut self, during: &str, until: Instant) -> Result<Option<Message>, Error> {
+        loop {
+            if let Some(by) = &self.gone {
+                return Err(self.gone_during(during, by.clone()));
+            }
+            let by = match self.decoder.next_message() {
+                Ok(Some(message)) => return Ok(Some(message)),
+                Ok(None) => match self.connection.receive(until) {
+                    Ok(bytes) => {
+                        self.decoder.feed(bytes);
+                        continue;
+                    }
+                    Err(Stop::Deadline { .. }) => return Ok(None),
+                    Err(Stop::Gone(by)) => by,
+                },
+                Err(error) => GoneBy::Garbage(error),
+            };
+            self.gone = Some(by);
+        }
+    }
+
+    /// What the server said of itself first.
+    #[must_use]
+    pub fn greeting(&self) -> &Greeting {
+        &self.greeting
+    }
+
+    /// The socket's path, or the name given to the stream.
+    #[must_use]
+    pub fn socket(&self) -> &str {
+        &self.socket
+    }
+
+    /// How many events were dropped because nobody read them.
+    #[must_use]
+    pub fn events_dropped(&self) -> u64 {
+        self.events.dropped()
+    }
+
+    /// The deadline of each command.
+    #[must_use]
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// Sets the deadline of each command from now on.
+    pub fn set_deadline(&mut self, deadline: Duration) {
+        self.deadline = deadline;
+    }
+
+    /// The process at the other end.
+    ///
+    /// # Errors
+    /// The system's, where the socket is of a kind that has none.
+    pub fn peer_credentials(&self) -> io::Result<PeerCredentials> {
+        self.connection.peer_credentials()
+    }
+
+    fn timeout(&self, name: &str, started: Instant) -> Error {
+        Error::Timeout { command: name.into(), socket: self.socket.clone(), waited: started.elapsed() }
+    }
+
+    fn gone_during(&self, during: &str, by: GoneBy) -> Error {
+        Error::Gone { socket: self.socket.clone(), during: during.into(), by }
+    }
+}
+
+/// A deadline; one beyond what the clock can name is a day away.
+fn after(start: Instant, within: Duration) -> Instant {
+    start.checked_add(within).unwrap_or_else(|| start + Duration::from_secs(86_400))
+}
+
+fn not_qmp(socket: String, found: String) -> Error {
+    let hint = if found.contains("(qemu)") || found.contains("monitor") {
+        "this is QEMU's human monitor: use the socket given with -qmp"
+    } else {
+        "use the socket given with -qmp"
+    };
+    Error::NotQmp { socket, found, hint }
+}

@@ -1,0 +1,255 @@
+//! Bytes to QMP messages, without I/O.
+//!
+//! [`Decoder::feed`] takes bytes in any pieces, [`Decoder::next_message`] gives the messages they complete. Framing
+//! does not rely on line ends: a message is one JSON object, found by its brackets, so `-qmp-pretty` reads the same.
+//! Every byte is looked at once, so a large answer in small pieces costs no more than in one.
+//!
+//! What QEMU says and we do not know (events, keys, whole messages) is kept as JSON, never dropped.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// The longest message accepted. QEMU's largest answer, `query-qmp-schema`, is about 250 KB.
+pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
+/// The deepest nesting accepted; what `serde_json` parses without risk to the stack.
+pub const DEPTH_MAX: usize = 127;
+/// How many bytes of an unreadable message an error shows.
+pub const EXCERPT_BYTES_MAX: usize = 80;
+
+/// One message from a QMP server.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Message {
+    /// The first message on a connection.
+    Greeting(Greeting),
+    /// A command succeeded.
+    Return {
+        /// The command's `id`, if it had one.
+        id: Option<Value>,
+        /// What it returned.
+        value: Value,
+        /// Keys that we do not know.
+        other: Map<String, Value>,
+    },
+    /// A command failed.
+    Error {
+        /// The command's `id`; absent also where QEMU could not read the command.
+        id: Option<Value>,
+        /// QEMU's error class, for example `CommandNotFound`.
+        class: String,
+        /// The error in words.
+        desc: String,
+        /// Keys that we do not know.
+        other: Map<String, Value>,
+    },
+    /// Something happened in QEMU.
+    Event(Event),
+    /// An object that is none of these.
+    Other(Map<String, Value>),
+}
+
+/// What a QMP server says first.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+pub struct Greeting {
+    /// QEMU's version, in the shape of `query-version`'s answer.
+    #[serde(default)]
+    pub version: Value,
+    /// Optional abilities of the server, for example `oob`.
+    #[serde(default)]
+    pub capabilities: Vec<Value>,
+    /// Keys that we do not know.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}
+
+/// Something that happened in QEMU.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Event {
+    /// Its name, for example `MIGRATION`.
+    #[serde(rename = "event")]
+    pub name: String,
+    /// What belongs to it; empty for many.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub data: Map<String, Value>,
+    /// When, by the clock of QEMU's host.
+    #[serde(default)]
+    pub timestamp: Timestamp,
+    /// Keys that we do not know.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}
+
+/// Time since 1970; both fields are -1 where QEMU could not read its clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Timestamp {
+    /// Whole seconds.
+    pub seconds: i64,
+    /// Microseconds beyond them.
+    pub microseconds: i64,
+}
+
+/// Why bytes are not QMP. The peer's fault; there is no reading on after it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CodecError {
+    /// Something other than a JSON object where a message should begin.
+    #[error("expected a QMP message (a JSON object), found \"{excerpt}\"")]
+    NotJson {
+        /// The first bytes found.
+        excerpt: String,
+    },
+    /// An object that is not valid JSON, or a message whose keys have the wrong types.
+    #[error("unreadable QMP message ({reason}): \"{excerpt}\"")]
+    Malformed {
+        /// What the parser says.
+        reason: String,
+        /// The first bytes of the message.
+        excerpt: String,
+    },
+    /// More than [`MESSAGE_BYTES_MAX`].
+    #[error("a QMP message longer than {MESSAGE_BYTES_MAX} bytes: \"{excerpt}\"")]
+    TooLong {
+        /// The first bytes of the message.
+        excerpt: String,
+    },
+    /// More than [`DEPTH_MAX`].
+    #[error("a QMP message nested deeper than {DEPTH_MAX} levels: \"{excerpt}\"")]
+    TooDeep {
+        /// The first bytes of the message.
+        excerpt: String,
+    },
+}
+
+/// Finds messages in bytes.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    buffer: Vec<u8>,
+    /// Where the message under way begins.
+    start: usize,
+    /// How far the buffer has been looked at.
+    scanned: usize,
+    depth: usize,
+    in_string: bool,
+    escaped: bool,
+    failed: Option<CodecError>,
+}
+
+impl Decoder {
+    /// A decoder at the beginning of a connection.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes bytes as they arrived. Call [`Decoder::next_message`] until it gives `None` before feeding more, so that
+    /// no more than one message is ever held.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        if self.failed.is_some() {
+            return;
+        }
+        self.buffer.drain(..self.start);
+        self.scanned -= self.start;
+        self.start = 0;
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next complete message; `None` until more bytes are fed.
+    ///
+    /// # Errors
+    /// A [`CodecError`], which every later call repeats.
+    pub fn next_message(&mut self) -> Result<Option<Message>, CodecError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let result = self.scan();
+        if let Err(error) = &result {
+            self.failed = Some(error.clone());
+            self.buffer = Vec::new();
+        }
+        result
+    }
+
+    fn scan(&mut self) -> Result<Option<Message>, CodecError> {
+        while let Some(&byte) = self.buffer.get(self.scanned) {
+            if self.depth == 0 {
+                match byte {
+                    b' ' | b'\t' | b'\r' | b'\n' => self.start = self.scanned + 1,
+                    b'{' => (self.start, self.depth) = (self.scanned, 1),
+                    _ => return Err(CodecError::NotJson { excerpt: excerpt(&self.buffer[self.scanned..]) }),
+                }
+                self.scanned += 1;
+                continue;
+            }
+            if self.scanned - self.start >= MESSAGE_BYTES_MAX {
+                return Err(CodecError::TooLong { excerpt: excerpt(&self.buffer[self.start..]) });
+            }
+            self.scanned += 1;
+            self.bracket(byte)?;
+            if self.depth == 0 {
+                let message = parse(&self.buffer[self.start..self.scanned])?;
+                self.start = self.scanned;
+                return Ok(Some(message));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Follows strings and brackets; what lies between them is the parser's business.
+    fn bracket(&mut self, byte: u8) -> Result<(), CodecError> {
+        if self.in_string {
+            match byte {
+                _ if self.escaped => self.escaped = false,
+                b'\\' => self.escaped = true,
+                b'"' => self.in_string = false,
+                _ => {}
+            }
+            return Ok(());
+        }
+        match byte {
+            b'"' => self.in_string = true,
+            b'{' | b'[' if self.depth == DEPTH_MAX => {
+                return Err(CodecError::TooDeep { excerpt: excerpt(&self.buffer[self.start..]) });
+            }
+            b'{' | b'[' => self.depth += 1,
+            b'}' | b']' => self.depth -= 1,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn parse(bytes: &[u8]) -> Result<Message, CodecError> {
+    let malformed = |error: serde_json::Error| CodecError::Malformed {
+        reason: error.to_string(),
+        excerpt: excerpt(bytes),
+    };
+    let object: Map<String, Value> = serde_json::from_slice(bytes).map_err(malformed)?;
+    classify(object).map_err(malformed)
+}
+
+fn classify(mut object: Map<String, Value>) -> Result<Message, serde_json::Error> {
+    #[derive(Deserialize)]
+    struct Failure {
+        class: String,
+        desc: String,
+    }
+    if object.contains_key("event") {
+        return serde_json::from_value(Value::Object(object)).map(Message::Event);
+    }
+    if let Some(value) = object.remove("return") {
+        return Ok(Message::Return { id: object.remove("id"), value, other: object });
+    }
+    if let Some(error) = object.remove("error") {
+        let Failure { class, desc } = serde_json::from_value(error)?;
+        return Ok(Message::Error { id: object.remove("id"), class, desc, other: object });
+    }
+    if let Some(greeting) = object.remove("QMP") {
+        return serde_json::from_value(greeting).map(Message::Greeting);
+    }
+    Ok(Message::Other(object))
+}
+
+/// The beginning of `bytes`, printable.
+pub(crate) fn excerpt(bytes: &[u8]) -> String {
+    let shown = &bytes[..bytes.len().min(EXCERPT_BYTES_MAX)];
+    let more = if shown.len() < bytes.len() { "…" } else { "" };
+    format!("{}{more}", shown.escape_ascii())
+}

@@ -1,0 +1,46 @@
+//! The QMP commands that we use, typed. Names, keys and units are QEMU's (`qapi/*.json` of QEMU 10.0).
+//!
+//! Arguments that are `None` are not sent. Answers keep keys that we do not know in `other`, where losing them could
+//! matter; elsewhere they are ignored, because each QEMU adds some. What is not here goes through
+//! [`Client::execute_raw`](super::Client::execute_raw).
+
+mod fds;
+mod migrate;
+mod migration_info;
+mod migration_settings;
+mod open_enum;
+mod state;
+
+use serde::{Deserialize, Serialize};
+
+pub use fds::{AddFd, AddedFd, CloseFd, FdSet, FdSetFd, GetFd, QueryFdsets, RemoveFd};
+pub use migrate::{
+    Address, Migrate, MigrateCancel, MigrateContinue, MigrateIncoming, MigratePause, MigrateRecover,
+    MigrateStartPostcopy, MigrationChannel, SocketAddress, Target,
+};
+pub use migration_info::{MigrationInfo, MigrationStatus, QueryMigrate, RamStats};
+pub use migration_settings::{
+    Capability, CapabilityState, MigrateSetCapabilities, MigrateSetParameters, MigrationParameters,
+    QueryMigrateCapabilities, QueryMigrateParameters,
+};
+pub use state::{
+    BlockDevice, BlockImage, BlockInserted, CommandName, Cont, CpuFast, HumanMonitorCommand, HumanReadable,
+    Machine, MemorySize, QomGet, QueryBlock, QueryCommands, QueryCpusFast, QueryMachines,
+    QueryMemorySizeSummary, QueryStatus, QueryUuid, QueryVersion, Quit, RunState, Status, Stop, Uuid,
+    Version, VersionTriple, XQueryRamblock,
+};
+
+/// The answer of commands that answer nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Empty {}
+
+/// Ties a command's arguments to its name and its answer.
+macro_rules! command {
+    ($name:ty, $text:literal, $answer:ty) => {
+        impl $crate::qmp::Command for $name {
+            const NAME: &'static str = $text;
+            type Return = $answer;
+        }
+    };
+}
+use command;

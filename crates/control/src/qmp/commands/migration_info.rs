@@ -1,0 +1,140 @@
+//! How a migration goes.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::open_enum::open_enum;
+use super::{SocketAddress, command};
+use crate::qmp::Event;
+
+/// `query-migrate`: of the outgoing migration or, at a destination, of the incoming one.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct QueryMigrate;
+command!(QueryMigrate, "query-migrate", MigrationInfo);
+
+open_enum! {
+    /// QEMU's `MigrationStatus`.
+    MigrationStatus {
+        NONE = "none",
+        SETUP = "setup",
+        CANCELLING = "cancelling",
+        CANCELLED = "cancelled",
+        ACTIVE = "active",
+        POSTCOPY_DEVICE = "postcopy-device",
+        POSTCOPY_ACTIVE = "postcopy-active",
+        POSTCOPY_PAUSED = "postcopy-paused",
+        POSTCOPY_RECOVER_SETUP = "postcopy-recover-setup",
+        POSTCOPY_RECOVER = "postcopy-recover",
+        COMPLETED = "completed",
+        FAILED = "failed",
+        COLO = "colo",
+        PRE_SWITCHOVER = "pre-switchover",
+        DEVICE = "device",
+        WAIT_UNPLUG = "wait-unplug",
+    }
+}
+
+impl MigrationStatus {
+    /// Whether nothing more happens by itself: completed, failed, cancelled, or none was ever started.
+    #[must_use]
+    pub fn is_final(&self) -> bool {
+        [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
+    }
+
+    /// The status in a `MIGRATION` event. QEMU sends these only with the capability
+    /// [`Capability::EVENTS`](super::Capability::EVENTS).
+    #[must_use]
+    pub fn of_event(event: &Event) -> Option<Self> {
+        let status = event.data.get("status").filter(|_| event.name == "MIGRATION")?;
+        status.as_str().map(Self::new)
+    }
+}
+
+/// `query-migrate`'s answer: QEMU's `MigrationInfo`. Empty where there was no migration.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct MigrationInfo {
+    /// The state; `None` where there was no migration, and at a 7.2 that only listens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<MigrationStatus>,
+    /// What happened to memory so far; the source's only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ram: Option<RamStats>,
+    /// Milliseconds since it began.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub total_time: Option<i64>,
+    /// Milliseconds that preparation took.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub setup_time: Option<i64>,
+    /// Milliseconds that the guest stood still, at the end.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub downtime: Option<i64>,
+    /// Milliseconds it would stand still if it were stopped now.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expected_downtime: Option<i64>,
+    /// How much the guest is slowed by auto-converge, in percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_throttle_percentage: Option<u64>,
+    /// Why it failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_desc: Option<String>,
+    /// Why this guest cannot be migrated now.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub blocked_reasons: Vec<String>,
+    /// Where it listens, QEMU's `SocketAddress`es.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub socket_address: Vec<Value>,
+    /// Keys that we do not know.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}
+
+impl MigrationInfo {
+    /// Where it listens, of the kinds that we know.
+    pub fn listening(&self) -> impl Iterator<Item = SocketAddress> + '_ {
+        self.socket_address.iter().filter_map(|address| SocketAddress::deserialize(address).ok())
+    }
+}
+
+/// QEMU's `MigrationStats`. Missing figures read 0.
+#[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct RamStats {
+    /// Bytes sent.
+    pub transferred: u64,
+    /// Bytes still to be looked at.
+    pub remaining: u64,
+    /// Bytes of guest memory.
+    pub total: u64,
+    /// Pages of zeroes.
+    pub duplicate: u64,
+    /// Pages sent whole.
+    pub normal: u64,
+    /// Their bytes.
+    pub normal_bytes: u64,
+    /// Pages that the guest dirties a second.
+    pub dirty_pages_rate: u64,
+    /// Megabits a second, now.
+    pub mbps: f64,
+    /// Passes begun.
+    pub dirty_sync_count: u64,
+    /// Passes for which zero-copy was asked for but the kernel copied.
+    pub dirty_sync_missed_zero_copy: u64,
+    /// Pages that the destination asked for.
+    pub postcopy_requests: u64,
+    /// Bytes a page.
+    pub page_size: u64,
+    /// Bytes sent on multifd channels.
+    pub multifd_bytes: u64,
+    /// Pages sent a second.
+    pub pages_per_second: u64,
+    /// Bytes sent while the guest ran at the source.
+    pub precopy_bytes: u64,
+    /// Bytes sent while it stood still.
+    pub downtime_bytes: u64,
+    /// Bytes sent while it ran at the destination.
+    pub postcopy_bytes: u64,
+    /// Keys that we do not know.
+    #[serde(flatten)]
+    pub other: Map<String, Value>,
+}

@@ -1,0 +1,158 @@
+//! Bytes to and from one Unix socket, with deadlines and file descriptors. Knows nothing of JSON.
+//!
+//! Every call asks for itself not to block (`MSG_DONTWAIT`) and then waits in `poll`, so that a stream handed to us
+//! keeps its own mode.
+
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
+
+use super::error::{Error, GoneBy};
+
+/// How many descriptors one command may carry; QEMU takes one.
+pub(super) const FDS_MAX: usize = 16;
+/// How often a connection that the kernel could not queue is tried again.
+const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
+const READ_BYTES_MAX: usize = 64 << 10;
+
+/// Who listens on a socket, as the kernel noted when it began to.
+///
+/// For a socket that QEMU made, that is QEMU. For one handed to QEMU as a descriptor (libvirt does), it is who made it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerCredentials {
+    /// Process id, in our own pid namespace; 0 where it has none there.
+    pub pid: i32,
+    /// Effective user id.
+    pub uid: u32,
+    /// Effective group id.
+    pub gid: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: UnixStream,
+    scratch: Box<[u8]>,
+}
+
+/// What stopped a send or a receive.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// The deadline, after this many bytes.
+    Deadline {
+        sent_bytes: usize,
+    },
+    Gone(GoneBy),
+}
+
+impl Connection {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self { stream, scratch: vec![0; READ_BYTES_MAX].into_boxed_slice() }
+    }
+
+    /// Connects without ever blocking in `connect`, which for a Unix socket waits for as long as its queue is full.
+    pub(super) fn connect(path: &Path, within: Duration) -> Result<Self, Error> {
+        let socket = path.display().to_string();
+        let fail = |errno: Errno| Error::Connect { socket: socket.clone(), source: errno.into() };
+        let address = SocketAddrUnix::new(path).map_err(fail)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd: OwnedFd =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(fail)?;
+        let started = Instant::now();
+        loop {
+            match rustix::net::connect(&fd, &address) {
+                Ok(()) => return Ok(Self::new(UnixStream::from(fd))),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if started.elapsed() < within => thread::sleep(CONNECT_RETRY_INTERVAL),
+                Err(Errno::AGAIN) => return Err(Error::Busy { socket, waited: started.elapsed() }),
+                Err(Errno::NOENT) => return Err(Error::Missing { socket }),
+                Err(Errno::CONNREFUSED) => return Err(Error::Refused { socket }),
+                Err(errno) => return Err(fail(errno)),
+            }
+        }
+    }
+
+    /// Sends all of `bytes`, and `fds` with the first of them.
+    pub(super) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], until: Instant) -> Result<(), Stop> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut sent = 0;
+        while sent < bytes.len() {
+            let mut ancillary = SendAncillaryBuffer::new(&mut space);
+            if sent == 0 && !fds.is_empty() {
+                let fitted = ancillary.push(SendAncillaryMessage::ScmRights(fds));
+                assert!(fitted, "callers pass at most FDS_MAX descriptors");
+            }
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            let rest = [IoSlice::new(&bytes[sent..])];
+            match rustix::net::sendmsg(&self.stream, &rest, &mut ancillary, flags) {
+                Ok(count) => sent += count,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if !self.wait(PollFlags::OUT, until)? {
+                        return Err(Stop::Deadline { sent_bytes: sent });
+                    }
+                }
+                Err(errno) => return Err(gone(errno)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The next bytes. With a deadline that has passed, what is there already, in one system call.
+    pub(super) fn receive(&mut self, until: Instant) -> Result<&[u8], Stop> {
+        loop {
+            match rustix::net::recv(&self.stream, &mut self.scratch[..], RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Err(Stop::Gone(GoneBy::Qemu)),
+                Ok((count, _)) => return Ok(&self.scratch[..count]),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    if !self.wait(PollFlags::IN, until)? {
+                        return Err(Stop::Deadline { sent_bytes: 0 });
+                    }
+                }
+                Err(errno) => return Err(gone(errno)),
+            }
+        }
+    }
+
+    pub(super) fn peer_credentials(&self) -> io::Result<PeerCredentials> {
+        let peer = super::sys::peer_credentials(self.stream.as_fd())?;
+        Ok(PeerCredentials { pid: peer.pid, uid: peer.uid, gid: peer.gid })
+    }
+
+    /// Whether the socket became ready before the deadline.
+    fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Stop> {
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            // A wait too long for the kernel's clock is cut into shorter ones.
+            let left =
+                Timespec::try_from(left.min(Duration::from_secs(3600))).map_err(|_| gone(Errno::INVAL))?;
+            match rustix::event::poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), what)], Some(&left))
+            {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(true),
+                Err(errno) => return Err(gone(errno)),
+            }
+        }
+    }
+}
+
+fn gone(errno: Errno) -> Stop {
+    Stop::Gone(match errno {
+        Errno::PIPE | Errno::CONNRESET => GoneBy::Qemu,
+        other => GoneBy::System(io::Error::from(other).to_string()),
+    })
+}

@@ -1,0 +1,171 @@
+//! What can go wrong between us and a monitor, by whose fault it is.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use super::codec::CodecError;
+
+/// Why a QMP call failed. Every text names the socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no such file.
+    #[error(
+        "no QMP socket at {socket}: check the path, or start QEMU with -qmp unix:{socket},server=on,wait=off"
+    )]
+    Missing {
+        /// The path that was tried.
+        socket: String,
+    },
+    /// There is a file, but nobody listens on it.
+    #[error("nobody listens on QMP socket {socket}: the QEMU that made it has ended")]
+    Refused {
+        /// The path that was tried.
+        socket: String,
+    },
+    /// Connecting failed otherwise, for example for want of permission or because the path is too long.
+    #[error("cannot connect to QMP socket {socket}: {source}")]
+    Connect {
+        /// The path that was tried.
+        socket: String,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// So many wait for this monitor that the connection was not even queued.
+    #[error(
+        "could not connect to QMP socket {socket} within {waited:.1?}: another client holds this monitor and more wait \
+         for it (QEMU serves one at a time); close them, or give QEMU a second -qmp"
+    )]
+    Busy {
+        /// The path that was tried.
+        socket: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// Connected, but not a word came.
+    #[error(
+        "no QMP greeting on {socket} within {waited:.1?}: another client holds this monitor (QEMU serves one at a \
+         time; close it, or give QEMU a second -qmp), or {socket} is not a QMP socket, or QEMU hangs"
+    )]
+    NoGreeting {
+        /// The socket.
+        socket: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// Connected, but to something that does not speak QMP.
+    #[error("{socket} is not a QMP socket: expected QEMU's greeting, found \"{found}\"; {hint}")]
+    NotQmp {
+        /// The socket.
+        socket: String,
+        /// What came instead.
+        found: String,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// QEMU did not answer in time. The connection remains usable and a late answer is discarded.
+    #[error("no answer to {command} on {socket} within {waited:.1?}: QEMU hangs or is busy")]
+    Timeout {
+        /// The command's name.
+        command: String,
+        /// The socket.
+        socket: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// QEMU refused.
+    #[error("QEMU on {socket} refuses {command}: {desc}")]
+    Refusal {
+        /// The command's name.
+        command: String,
+        /// The socket.
+        socket: String,
+        /// QEMU's error class: mostly `GenericError`, or `CommandNotFound`.
+        class: String,
+        /// QEMU's words.
+        desc: String,
+    },
+    /// QEMU answered with something other than the command's documented answer.
+    #[error("QEMU on {socket} answered {command} in a shape that we do not know ({reason}): \"{excerpt}\"")]
+    Shape {
+        /// The command's name.
+        command: String,
+        /// The socket.
+        socket: String,
+        /// What did not fit.
+        reason: String,
+        /// The beginning of the answer.
+        excerpt: String,
+    },
+    /// Arguments that cannot be expressed in JSON. The caller's fault.
+    #[error("arguments of {command} cannot be written as JSON: {reason}")]
+    Arguments {
+        /// The command's name.
+        command: String,
+        /// Why.
+        reason: String,
+    },
+    /// The awaited event did not come.
+    #[error("the awaited event did not come on {socket} within {waited:.1?}")]
+    NoEvent {
+        /// The socket.
+        socket: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// The caller's flag ended the wait.
+    #[error("waiting for an event on {socket} was cancelled")]
+    Cancelled {
+        /// The socket.
+        socket: String,
+    },
+    /// The connection is lost.
+    #[error("the connection to QEMU on {socket} was lost during {during}: {by}")]
+    Gone {
+        /// The socket.
+        socket: String,
+        /// What was being done.
+        during: String,
+        /// Who ended it.
+        by: GoneBy,
+    },
+}
+
+impl Error {
+    /// Whether QEMU does not know the command.
+    #[must_use]
+    pub fn is_command_not_found(&self) -> bool {
+        matches!(self, Self::Refusal { class, .. } if class == "CommandNotFound")
+    }
+
+    /// Whether nothing more can be said on this connection.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        matches!(self, Self::Gone { .. })
+    }
+}
+
+/// Who ended a connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GoneBy {
+    /// QEMU closed it: it has ended, crashed or was told to.
+    Qemu,
+    /// QEMU sent what is not QMP, so we gave up.
+    Garbage(CodecError),
+    /// Only part of a command could be sent before its deadline, so no further one can be.
+    HalfSent,
+    /// The system ended it.
+    System(String),
+}
+
+impl fmt::Display for GoneBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Qemu => f.write_str("QEMU closed it (ended, crashed, or the monitor was taken away)"),
+            Self::Garbage(error) => write!(f, "closed by us, {error}"),
+            Self::HalfSent => f.write_str("closed by us, QEMU stopped reading in the middle of a command"),
+            Self::System(text) => write!(f, "{text}"),
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Stock QEMUs for tests: each found one, started small, killed on drop.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_control::qmp::{Client, Error, Options};
+
+pub(crate) const WAIT: Duration = Duration::from_secs(30);
+
+/// A QEMU binary and where its firmware lies.
+#[derive(Clone, Debug)]
+pub(crate) struct Binary {
+    pub(crate) path: PathBuf,
+    pub(crate) firmware: Vec<PathBuf>,
+    /// Its version, if it lies where only that version lies.
+    pub(crate) expected_major: Option<u32>,
+}
+
+/// The QEMUs on this machine; what is missing is printed as skipped.
+pub(crate) fn binaries(test: &str) -> Vec<Binary> {
+    let mut found = Vec::new();
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    match std::env::split_paths(&paths).map(|dir| dir.join("qemu-system-x86_64")).find(|path| path.exists()) {
+        Some(path) => found.push(Binary { path, firmware: Vec::new(), expected_major: None }),
+        None => skipped(test, "no qemu-system-x86_64 on PATH"),
+    }
+    let lab = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/lab/qemu-7.2/usr");
+    let path = lab.join("bin/qemu-system-x86_64");
+    if path.exists() {
+        let firmware = ["share/qemu", "share/seabios", "lib/ipxe/qemu"].map(|dir| lab.join(dir)).into();
+        found.push(Binary { path, firmware, expected_major: Some(7) });
+    } else {
+        skipped(&format!("{test} with QEMU 7.2"), "not in target/lab/qemu-7.2; run `cargo xtask setup`");
+    }
+    found
+}
+
+/// Says so past the test harness, which hides what a passing test prints.
+fn skipped(test: &str, reason: &str) {
+    let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
+}
+
+/// A QEMU under test, and a directory for its sockets and files.
+pub(crate) struct TestQemu {
+    pub(crate) child: Child,
+    pub(crate) dir: tempfile::TempDir,
+}
+
+impl TestQemu {
+    /// A paused q35 with 64 MiB. `{dir}` in an argument is its directory.
+    pub(crate) fn q35(binary: &Binary, args: &[&str]) -> Self {
+        Self::start(binary, &[&["-machine", "q35", "-m", "64", "-S"], args].concat())
+    }
+
+    pub(crate) fn start(binary: &Binary, args: &[&str]) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let here = dir.path().to_str().unwrap();
+        let mut command = Command::new(&binary.path);
+        for firmware in &binary.firmware {
+            command.arg("-L").arg(firmware);
+        }
+        command.args(["-nodefaults", "-display", "none", "-accel", "tcg", "-qmp"]);
+        command.arg(format!("unix:{here}/qmp,server=on,wait=off"));
+        command.args(args.iter().map(|arg| OsString::from(arg.replace("{dir}", here))));
+        let child = command.stdin(Stdio::null()).spawn().unwrap();
+        Self { child, dir }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Waits for the monitor, which QEMU makes early.
+    pub(crate) fn client(&self) -> Client {
+        self.client_with(&Options::default())
+    }
+
+    pub(crate) fn client_with(&self, options: &Options) -> Client {
+        until("QEMU's monitor", || match Client::connect(self.path("qmp"), options) {
+            Ok(client) => Some(client),
+            Err(Error::Missing { .. } | Error::Refused { .. }) => None,
+            Err(other) => panic!("{other}"),
+        })
+    }
+
+    pub(crate) fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status().unwrap();
+        assert!(status.success());
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for TestQemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub(crate) fn until<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let started = Instant::now();
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        assert!(started.elapsed() < WAIT, "{what} did not come within {WAIT:?}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,240 @@
+//! Facts and settings of stock QEMU.
+
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+mod common;
+
+use common::{TestQemu, binaries};
+use serde_json::{Map, json};
+use towline_control::qemu::{Error, Incoming, Qemu, Settings, Wanted};
+use towline_control::qmp;
+use towline_control::qmp::commands::{
+    Capability, MigrateIncoming, MigrationParameters, RunState, SocketAddress,
+};
+
+const UUID: &str = "6b5f1c1e-6a0d-4a6c-9a3f-0d2f4a8b7c11";
+
+fn connect(qemu: &TestQemu) -> Qemu {
+    Qemu::new(qemu.client()).unwrap()
+}
+
+fn wanted(capabilities: &[(Capability, bool)], parameters: MigrationParameters) -> Wanted {
+    Wanted { capabilities: capabilities.iter().cloned().collect(), parameters }
+}
+
+#[test]
+fn facts_of_a_guest() {
+    for binary in binaries("facts_of_a_guest") {
+        let args = ["-uuid", UUID, "-device", "VGA", "-object", "memory-backend-memfd,id=spare,size=2M"];
+        let process = TestQemu::q35(&binary, &args);
+        let mut qemu = connect(&process);
+        let facts = qemu.facts();
+        let version = facts.version.qemu;
+        assert_eq!(facts.machine, format!("pc-q35-{}.{}", version.major, version.minor));
+        assert_eq!(facts.uuid, UUID);
+        assert_eq!((&facts.status.status, &facts.incoming), (&RunState::PRELAUNCH, &Incoming::No));
+        assert_eq!(facts.peer.unwrap().pid as u32, process.child.id());
+        assert_eq!(facts.blocked_reasons(), <[String; 0]>::default());
+        assert_eq!(facts.capabilities.get(&Capability::MULTIFD), Some(&false));
+        assert_eq!(facts.parameters.multifd_channels, Some(2));
+
+        let ram = facts.ram_blocks.iter().find(|block| block.name == "pc.ram").unwrap();
+        assert_eq!((ram.page_bytes, ram.used_bytes, ram.max_bytes), (4096, 64 << 20, 64 << 20));
+        let tables = facts.ram_blocks.iter().find(|block| block.name == "/rom@etc/acpi/tables").unwrap();
+        assert!(tables.used_bytes < tables.max_bytes, "the only kind of block that grows");
+        let names: Vec<_> = facts.migrated_blocks().map(|block| block.name.as_str()).collect();
+        assert!(names.iter().any(|name| name.ends_with("/vga.vram")), "{names:?}");
+        // Memory that no device uses has no name and is not migrated.
+        assert_eq!(names.len() + 1, facts.ram_blocks.len(), "{:?}", facts.ram_blocks);
+
+        qemu.cont().unwrap();
+        assert_eq!(qemu.refresh().unwrap().status.status, RunState::RUNNING);
+        qemu.stop().unwrap();
+        assert_eq!(qemu.status().unwrap().status, RunState::PAUSED);
+        qemu.quit().unwrap();
+    }
+}
+
+#[test]
+fn facts_of_no_machine() {
+    for binary in binaries("facts_of_no_machine") {
+        let process = TestQemu::start(&binary, &["-machine", "none"]);
+        let qemu = connect(&process);
+        assert_eq!((qemu.facts().machine.as_str(), qemu.facts().ram_blocks.len()), ("none", 0));
+    }
+}
+
+#[test]
+fn a_waiting_qemu_is_told_from_one_that_listens() {
+    for binary in binaries("a_waiting_qemu_is_told_from_one_that_listens") {
+        let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
+        let mut qemu = connect(&process);
+        assert!(qemu.facts().waits_for_migrate_incoming());
+        qemu.stop().unwrap();
+        assert!(qemu.refresh().unwrap().waits_for_migrate_incoming(), "`stop` does not end the wait");
+        qemu.client().execute(&MigrateIncoming::on_uri("tcp:127.0.0.1:0")).unwrap();
+        let facts = qemu.refresh().unwrap();
+        assert_eq!(facts.incoming, Incoming::Listening);
+        let listening: Vec<_> = facts.migration.listening().collect();
+        assert!(
+            matches!(&listening[..], [SocketAddress::Inet { host, port }] if host == "127.0.0.1" && port != "0"),
+            "{listening:?}"
+        );
+
+        let process = TestQemu::q35(&binary, &["-incoming", "unix:{dir}/in"]);
+        assert_eq!(connect(&process).facts().incoming, Incoming::Listening);
+    }
+}
+
+#[test]
+fn settings_are_put_back() {
+    for binary in binaries("settings_are_put_back") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let before = qemu.facts().clone();
+        let parameters = MigrationParameters {
+            multifd_channels: Some(8),
+            max_bandwidth: Some(0),
+            downtime_limit: before.parameters.downtime_limit,
+            other: Map::from_iter([("announce-rounds".to_owned(), json!(7))]),
+            ..MigrationParameters::default()
+        };
+        let wanted = wanted(
+            &[(Capability::MULTIFD, true), (Capability::RETURN_PATH, true), (Capability::XBZRLE, false)],
+            parameters,
+        );
+        let settings = Settings::apply(&mut qemu, &wanted).unwrap();
+        let mut changed = settings.before();
+        changed.sort();
+        let bandwidth = format!("max-bandwidth (was {})", before.parameters.max_bandwidth.unwrap());
+        let expected = [
+            "announce-rounds (was 5)",
+            &bandwidth,
+            "multifd (was off)",
+            "multifd-channels (was 2)",
+            "return-path (was off)",
+        ];
+        assert_eq!(changed, expected);
+        let facts = qemu.refresh().unwrap();
+        assert_eq!(
+            (facts.capabilities[&Capability::MULTIFD], facts.parameters.multifd_channels),
+            (true, Some(8))
+        );
+        assert_eq!(facts.parameters.other["announce-rounds"], 7);
+
+        let again = Settings::apply(&mut qemu, &wanted).unwrap();
+        assert_eq!(again.before(), Vec::<String>::new(), "only what differs is changed");
+        again.restore(&mut qemu).unwrap();
+        settings.restore(&mut qemu).unwrap();
+        let facts = qemu.refresh().unwrap();
+        assert_eq!((&facts.capabilities, &facts.parameters), (&before.capabilities, &before.parameters));
+    }
+}
+
+#[test]
+fn settings_that_exclude_each_other_change_in_order() {
+    for binary in binaries("settings_that_exclude_each_other_change_in_order") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let before = qemu.facts().clone();
+        let compression = |kind: &str| MigrationParameters {
+            multifd_compression: Some(kind.into()),
+            ..MigrationParameters::default()
+        };
+        let zero_copy = |on| [(Capability::MULTIFD, true), (Capability::ZERO_COPY_SEND, on)];
+        let first = Settings::apply(&mut qemu, &wanted(&zero_copy(false), compression("zlib"))).unwrap();
+        let second = Settings::apply(&mut qemu, &wanted(&zero_copy(true), compression("none"))).unwrap();
+        second.restore(&mut qemu).unwrap();
+        assert_eq!(qemu.refresh().unwrap().parameters.multifd_compression.as_deref(), Some("zlib"));
+        first.restore(&mut qemu).unwrap();
+        let facts = qemu.refresh().unwrap();
+        assert_eq!((&facts.capabilities, &facts.parameters), (&before.capabilities, &before.parameters));
+    }
+}
+
+#[test]
+fn unknown_settings_are_named_and_nothing_stays_changed() {
+    for binary in binaries("unknown_settings_are_named_and_nothing_stays_changed") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let before = qemu.facts().clone();
+        let version = qemu.version_text();
+        let socket = process.path("qmp").display().to_string();
+
+        let teleport = [(Capability::MULTIFD, true), (Capability::new("teleport"), true)];
+        let error =
+            Settings::apply(&mut qemu, &wanted(&teleport, MigrationParameters::default())).unwrap_err();
+        let expected = format!(
+            "QEMU {version} on {socket} has no migration capability teleport: use a QEMU that has it, or go without"
+        );
+        assert_eq!(error.to_string(), expected);
+
+        // The parameter is refused after `xbzrle` was put off, so that is undone.
+        let xbzrle = wanted(&[(Capability::XBZRLE, true)], MigrationParameters::default());
+        let settings = Settings::apply(&mut qemu, &xbzrle).unwrap();
+        let parameters = MigrationParameters::from_map(Map::from_iter([("teleport".to_owned(), json!(1))]));
+        let error =
+            Settings::apply(&mut qemu, &wanted(&[(Capability::XBZRLE, false)], parameters)).unwrap_err();
+        assert!(
+            matches!(&error.cause, Error::UnknownParameter { parameter, .. } if parameter == "teleport")
+                && error.left.is_none(),
+            "{error}"
+        );
+        assert!(qemu.refresh().unwrap().capabilities[&Capability::XBZRLE], "undone");
+        settings.restore(&mut qemu).unwrap();
+        let facts = qemu.refresh().unwrap();
+        assert_eq!((&facts.capabilities, &facts.parameters), (&before.capabilities, &before.parameters));
+    }
+}
+
+#[test]
+fn refused_settings_carry_qemus_words() {
+    for binary in binaries("refused_settings_carry_qemus_words") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
+        let error = Settings::apply(&mut qemu, &zero_copy).unwrap_err();
+        let Error::Qmp(qmp::Error::Refusal { command, .. }) = &error.cause else { panic!("{error}") };
+        assert_eq!((command.as_str(), error.left.is_none()), ("migrate-set-capabilities", true));
+    }
+}
+
+#[test]
+fn settings_of_a_dead_qemu_are_reported() {
+    for binary in binaries("settings_of_a_dead_qemu_are_reported") {
+        let mut process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let multifd = wanted(&[(Capability::MULTIFD, true)], MigrationParameters::default());
+        let settings = Settings::apply(&mut qemu, &multifd).unwrap();
+        process.kill();
+        let error = settings.restore(&mut qemu).unwrap_err();
+        assert_eq!(error.left, ["multifd (was off)"]);
+        assert!(matches!(error.cause.as_deref(), Some(Error::Qmp(qmp::Error::Gone { .. }))), "{error}");
+        let error = Settings::apply(&mut qemu, &multifd).unwrap_err();
+        assert!(matches!(&error.cause, Error::Qmp(qmp::Error::Gone { .. })), "{error}");
+        qemu.quit().unwrap();
+    }
+}
+
+#[test]
+fn settings_that_cannot_be_put_back_are_named() {
+    for binary in binaries("settings_that_cannot_be_put_back_are_named") {
+        let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
+        let mut qemu = connect(&process);
+        let on = wanted(
+            &[(Capability::MULTIFD, true), (Capability::POSTCOPY_PREEMPT, false)],
+            MigrationParameters { multifd_channels: Some(5), ..MigrationParameters::default() },
+        );
+        let settings = Settings::apply(&mut qemu, &on).unwrap();
+        // Somebody else turned on what needs it.
+        let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
+        Settings::apply(&mut qemu, &zero_copy).unwrap().keep();
+        let error = settings.restore(&mut qemu).unwrap_err();
+        assert_eq!(error.left, ["multifd (was off)"], "{error}");
+        assert_eq!(
+            qemu.refresh().unwrap().parameters.multifd_channels,
+            Some(2),
+            "what could be put back, is"
+        );
+    }
+}

@@ -1,0 +1,263 @@
+//! The client against stock QEMU.
+
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+mod common;
+
+use std::io::{Read, pipe};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use common::{TestQemu, WAIT, binaries, until};
+use serde_json::{Map, Value};
+use towline_control::qmp::commands::*;
+use towline_control::qmp::{Client, Error, GoneBy, Options};
+
+const SHORT: Duration = Duration::from_millis(300);
+
+fn short() -> Options {
+    Options { greeting_deadline: SHORT, ..Options::default() }
+}
+
+#[test]
+fn a_client_may_go_to_another_thread() {
+    fn is_send<T: Send>() {}
+    is_send::<Client>();
+    is_send::<Error>();
+}
+
+#[test]
+fn typed_commands_read_what_qemu_answers() {
+    for binary in binaries("typed_commands_read_what_qemu_answers") {
+        let disk = tempfile::NamedTempFile::new().unwrap();
+        disk.as_file().set_len(1 << 20).unwrap();
+        let drive = format!("if=none,id=d0,format=raw,file={}", disk.path().display());
+        let qemu =
+            TestQemu::q35(&binary, &["-drive", &drive, "-device", "virtio-blk-pci,drive=d0", "-smp", "2"]);
+        let mut client = qemu.client();
+
+        let version = client.execute(&QueryVersion).unwrap();
+        assert!(binary.expected_major.is_none_or(|major| major == version.qemu.major));
+        assert_eq!(client.greeting().version["qemu"]["major"], version.qemu.major);
+        let status = client.execute(&QueryStatus).unwrap();
+        assert_eq!(status, Status { status: RunState::PRELAUNCH, running: false });
+        let machines = client.execute(&QueryMachines).unwrap();
+        assert!(machines.iter().any(|machine| machine.alias.as_deref() == Some("q35")));
+        assert!(client.execute(&QueryCommands).unwrap().iter().any(|command| command.name == "migrate"));
+        let cpus = client.execute(&QueryCpusFast).unwrap();
+        assert_eq!(cpus.iter().map(|cpu| cpu.cpu_index).collect::<Vec<_>>(), [0, 1]);
+        let memory = client.execute(&QueryMemorySizeSummary).unwrap();
+        assert_eq!(memory, MemorySize { base_memory: 64 << 20, plugged_memory: 0 });
+        let drives = client.execute(&QueryBlock).unwrap();
+        let inserted = drives[0].inserted.as_ref().unwrap();
+        assert_eq!((drives[0].device.as_str(), inserted.drv.as_str()), ("d0", "raw"));
+        assert_eq!(inserted.image.virtual_size, 1 << 20);
+        let text = client.execute(&HumanMonitorCommand { command_line: "info ramblock".into() }).unwrap();
+        assert!(text.contains("pc.ram"));
+        assert!(client.execute(&XQueryRamblock).unwrap().human_readable_text.contains("pc.ram"));
+        assert_eq!(client.execute(&QueryMigrate).unwrap(), MigrationInfo::default());
+
+        // What was not asked for is kept: typed and raw say the same.
+        let raw = client.execute_raw("query-migrate-parameters", None).unwrap();
+        assert_eq!(Value::Object(client.execute(&QueryMigrateParameters).unwrap().to_map()), raw);
+        let schema = client.execute_raw("query-qmp-schema", None).unwrap();
+        assert!(schema.to_string().len() > 100_000, "QEMU's largest answer");
+        assert_eq!(client.peer_credentials().unwrap().pid as u32, qemu.child.id());
+    }
+}
+
+#[test]
+fn refusals_carry_qemus_words() {
+    for binary in binaries("refusals_carry_qemus_words") {
+        let qemu = TestQemu::start(&binary, &["-machine", "none"]);
+        let mut client = qemu.client();
+        let error = client.execute_raw("teleport", None).unwrap_err();
+        assert!(error.is_command_not_found());
+        let expected = format!(
+            "QEMU on {} refuses teleport: The command teleport has not been found",
+            qemu.path("qmp").display()
+        );
+        assert_eq!(error.to_string(), expected);
+        let error = client.execute(&Migrate::to_uri("gopher:1")).unwrap_err();
+        assert!(
+            matches!(&error, Error::Refusal { command, class, .. }
+            if command == "migrate" && class == "GenericError"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn events_are_waited_for_and_others_kept() {
+    for binary in binaries("events_are_waited_for_and_others_kept") {
+        let qemu = TestQemu::q35(&binary, &[]);
+        let mut client = qemu.client();
+        let never = AtomicBool::new(false);
+        client.execute(&Cont).unwrap();
+        client.execute(&Stop).unwrap();
+        let stop = client.wait_event(|event| event.name == "STOP", WAIT, &never).unwrap();
+        assert!(stop.timestamp.seconds > 0);
+        assert_eq!(
+            client.next_event(WAIT).unwrap().unwrap().name,
+            "RESUME",
+            "kept, though STOP was waited for"
+        );
+        assert_eq!(client.next_event(Duration::ZERO).unwrap(), None);
+
+        let error = client.wait_event(|_| true, SHORT, &never).unwrap_err();
+        assert!(matches!(&error, Error::NoEvent { waited, .. } if *waited >= SHORT), "{error}");
+        let error = client.wait_event(|_| true, WAIT, &AtomicBool::new(true)).unwrap_err();
+        assert!(matches!(error, Error::Cancelled { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_guest_is_sent_into_a_descriptor() {
+    for binary in binaries("a_guest_is_sent_into_a_descriptor") {
+        let qemu = TestQemu::q35(&binary, &[]);
+        let mut client = qemu.client();
+        let events = CapabilityState { capability: Capability::EVENTS, state: true };
+        client.execute(&MigrateSetCapabilities { capabilities: vec![events] }).unwrap();
+        let (mut reader, writer) = pipe().unwrap();
+        client.execute_with_fds(&GetFd { fdname: "out".into() }, &[writer.as_fd()]).unwrap();
+        drop(writer);
+        client.execute(&Migrate::to_uri("fd:out")).unwrap();
+        let mut magic = [0; 4];
+        reader.read_exact(&mut magic).unwrap();
+        assert_eq!(&magic, b"QEVM");
+        drop(reader);
+
+        let failed = |event: &_| MigrationStatus::of_event(event) == Some(MigrationStatus::FAILED);
+        client.wait_event(failed, WAIT, &AtomicBool::new(false)).unwrap();
+        let info = client.execute(&QueryMigrate).unwrap();
+        assert_eq!(info.status, Some(MigrationStatus::FAILED));
+    }
+}
+
+#[test]
+fn descriptors_are_added_to_sets() {
+    for binary in binaries("descriptors_are_added_to_sets") {
+        let qemu = TestQemu::start(&binary, &["-machine", "none"]);
+        let mut client = qemu.client();
+        let (_reader, writer) = pipe().unwrap();
+        let add = AddFd { opaque: Some("a pipe".into()), ..AddFd::default() };
+        let added = client.execute_with_fds(&add, &[writer.as_fd()]).unwrap();
+        let fds = vec![FdSetFd { fd: added.fd, opaque: Some("a pipe".into()) }];
+        assert_eq!(client.execute(&QueryFdsets).unwrap(), [FdSet { fdset_id: added.fdset_id, fds }]);
+        client.execute(&RemoveFd { fdset_id: added.fdset_id, fd: None }).unwrap();
+        assert_eq!(client.execute(&QueryFdsets).unwrap(), []);
+        let error = client.execute(&add).unwrap_err();
+        assert!(error.to_string().contains("No file descriptor supplied"), "{error}");
+    }
+}
+
+#[test]
+fn a_monitor_in_use_says_so() {
+    for binary in binaries("a_monitor_in_use_says_so") {
+        let qemu = TestQemu::start(&binary, &["-machine", "none"]);
+        let holder = qemu.client();
+        let error = Client::connect(qemu.path("qmp"), &short()).unwrap_err();
+        assert!(matches!(&error, Error::NoGreeting { .. }), "{error}");
+        assert!(error.to_string().contains("another client holds this monitor"), "{error}");
+
+        // QEMU's queue is short; once it is full, connecting itself would block.
+        let queued: Vec<_> = (0..8)
+            .map(|_| {
+                let path = qemu.path("qmp");
+                std::thread::spawn(move || Client::connect(path, &short()).unwrap_err())
+            })
+            .collect();
+        let errors: Vec<_> = queued.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(
+            errors.iter().all(|error| matches!(error, Error::NoGreeting { .. } | Error::Busy { .. })),
+            "{errors:?}"
+        );
+        drop(holder);
+        qemu.client().execute(&QueryStatus).unwrap();
+    }
+}
+
+#[test]
+fn a_hanging_qemu_times_out_and_may_recover() {
+    for binary in binaries("a_hanging_qemu_times_out_and_may_recover") {
+        let qemu = TestQemu::start(&binary, &["-machine", "none"]);
+        let mut client = qemu.client();
+        qemu.signal("-STOP");
+        client.set_deadline(SHORT);
+        let error = client.execute(&QueryVersion).unwrap_err();
+        assert!(
+            matches!(&error, Error::Timeout { command, waited, .. }
+            if command == "query-version" && *waited >= SHORT),
+            "{error}"
+        );
+        qemu.signal("-CONT");
+        client.set_deadline(WAIT);
+        assert!(client.execute(&QueryStatus).unwrap().running, "the late answer was discarded");
+    }
+}
+
+#[test]
+fn a_dead_qemu_is_named() {
+    for binary in binaries("a_dead_qemu_is_named") {
+        let mut qemu = TestQemu::start(&binary, &["-machine", "none"]);
+        let path = qemu.path("qmp");
+        let mut client = qemu.client();
+        qemu.kill();
+        let error = client.execute(&QueryStatus).unwrap_err();
+        let expected = format!(
+            "the connection to QEMU on {} was lost during query-status: QEMU closed it (ended, crashed, or the \
+             monitor was taken away)",
+            path.display()
+        );
+        assert_eq!(error.to_string(), expected);
+        assert!(matches!(client.next_event(WAIT), Err(Error::Gone { by: GoneBy::Qemu, .. })));
+        assert!(matches!(Client::connect(&path, &short()), Err(Error::Refused { .. })));
+    }
+}
+
+#[test]
+fn a_human_monitor_is_told_from_qmp() {
+    for binary in binaries("a_human_monitor_is_told_from_qmp") {
+        let args = ["-machine", "none", "-monitor", "unix:{dir}/hmp,server=on,wait=off"];
+        let qemu = TestQemu::start(&binary, &args);
+        until("the human monitor", || qemu.path("hmp").exists().then_some(()));
+        qemu.client();
+        let error = Client::connect(qemu.path("hmp"), &Options::default()).unwrap_err();
+        assert!(
+            matches!(&error, Error::NotQmp { found, hint, .. }
+            if found.starts_with("QEMU ") && hint.contains("human monitor")),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn sockets_that_cannot_be_connected_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("qmp");
+    let missing = Client::connect(&path, &short()).unwrap_err();
+    assert!(
+        matches!(&missing, Error::Missing { socket } if *socket == path.display().to_string()),
+        "{missing}"
+    );
+    drop(UnixListener::bind(&path).unwrap());
+    let refused = Client::connect(&path, &short()).unwrap_err();
+    assert!(matches!(refused, Error::Refused { .. }), "{refused}");
+    let long = Client::connect(dir.path().join("x".repeat(200)), &short()).unwrap_err();
+    assert!(matches!(long, Error::Connect { .. }), "{long}");
+}
+
+#[test]
+fn raw_commands_take_arguments() {
+    for binary in binaries("raw_commands_take_arguments") {
+        let qemu = TestQemu::q35(&binary, &[]);
+        let arguments = Map::from_iter([
+            ("path".to_owned(), Value::from("/machine")),
+            ("property".to_owned(), Value::from("type")),
+        ]);
+        let answer = qemu.client().execute_raw("qom-get", Some(arguments)).unwrap();
+        assert!(answer.as_str().unwrap().starts_with("pc-q35-"));
+    }
+}

@@ -1,0 +1,328 @@
+//! One block's checksums while its pages arrive.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{mem, thread};
+
+use towline_protocol::ram::PAGE_SIZE;
+
+use super::subtree::{Node, OpenChunk, Place, places};
+use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
+
+/// Memory that the open chunks of one [`OpenBudget`] may take: some 27,000 chunks with a run of pages missing (53 GiB
+/// of guest), or 1,700 chunks of which every second page came.
+pub const OPEN_BYTES_MAX: usize = 16 << 20;
+
+/// Bounds what open chunks take, of one block or of several together. A clone is the same budget.
+#[derive(Debug, Clone)]
+pub struct OpenBudget {
+    bytes_left: Arc<AtomicUsize>,
+}
+
+impl OpenBudget {
+    /// A budget of so many bytes.
+    pub fn new(bytes: usize) -> Self {
+        Self { bytes_left: Arc::new(AtomicUsize::new(bytes)) }
+    }
+
+    /// What is left of it.
+    pub fn bytes_left(&self) -> usize {
+        self.bytes_left.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, bytes: usize) -> bool {
+        let taken = self
+            .bytes_left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
+        taken.is_ok()
+    }
+
+    fn give_back(&self, bytes: usize) {
+        self.bytes_left.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Default for OpenBudget {
+    /// [`OPEN_BYTES_MAX`].
+    fn default() -> Self {
+        Self::new(OPEN_BYTES_MAX)
+    }
+}
+
+/// Hashes a block's chunks while its pages arrive, in any order and from any number of threads.
+///
+/// Pages that come again replace what they were before. Where their old value is still by itself, and always where they
+/// were zeros, that is all; where it is already part of a larger one, the chunk turns *stale* and is read again in
+/// [`finish`](Self::finish). Hashing is done outside any lock; there is one lock per chunk.
+///
+/// Whoever lets two threads bring the *same* page at the same time does not know which content the block has in the
+/// end, and neither does this: such writes are to be ordered, as those to the block itself.
+///
+/// # Memory
+/// 48 B per chunk (24 KiB per GiB), and for each open chunk 38 B per value: at most 9 values (608 B with room
+/// to grow) when its pages come in order, at most 256 (9.5 KiB) in the worst order. Open chunks take no more than their [`OpenBudget`] together; what
+/// would go beyond turns stale. No page is held.
+#[derive(Debug)]
+pub struct BlockHasher {
+    length: u64,
+    chunks: Vec<Mutex<Chunk>>,
+    budget: OpenBudget,
+}
+
+#[derive(Debug)]
+enum Chunk {
+    /// Nothing came: zero.
+    Missing,
+    Zero,
+    Data([u8; 32]),
+    Open(OpenChunk),
+    Stale,
+}
+
+impl Chunk {
+    fn done(hash: ChunkHash) -> Self {
+        match hash {
+            ChunkHash::Zero => Self::Zero,
+            ChunkHash::Data(hash) => Self::Data(hash),
+        }
+    }
+}
+
+impl BlockHasher {
+    /// For a block of `length` bytes, with a budget of its own.
+    ///
+    /// # Panics
+    /// If `length` is no multiple of [`PAGE_SIZE`]; the protocol refuses such blocks.
+    pub fn new(length: u64) -> Self {
+        Self::with_budget(length, OpenBudget::default())
+    }
+
+    /// As [`new`](Self::new), with a budget that other blocks may share.
+    pub fn with_budget(length: u64, budget: OpenBudget) -> Self {
+        assert!(length.is_multiple_of(PAGE_SIZE), "a block of {length} bytes is not made of whole pages");
+        let chunks = (0..chunk_count(length)).map(|_| Mutex::new(Chunk::Missing)).collect();
+        Self { length, chunks, budget }
+    }
+
+    /// The pages from byte `offset` on are `bytes`: whole pages, any number of them.
+    ///
+    /// Aligned runs are hashed fastest: from 16 KiB on as fast as BLAKE3 gets on one core, single pages at about half
+    /// that. Bytes that are zero are found to be so.
+    ///
+    /// # Panics
+    /// If these are not whole pages of the block.
+    pub fn data(&self, offset: u64, bytes: &[u8]) {
+        for run in self.runs(offset, bytes.len() as u64) {
+            if !self.wants(&run) {
+                continue;
+            }
+            let bytes = &bytes[run.skipped..];
+            let nodes: Vec<Node> =
+                run.places().map(|place| Node::hash(place, run.first, bytes, run.pages)).collect();
+            self.put(&run, &nodes);
+        }
+    }
+
+    /// The `length` bytes from byte `offset` on are zero: whole pages, any number of them.
+    ///
+    /// # Panics
+    /// If these are not whole pages of the block.
+    pub fn zero(&self, offset: u64, length: u64) {
+        for run in self.runs(offset, length) {
+            let nodes: Vec<Node> = run.places().map(Node::zero).collect();
+            self.put(&run, &nodes);
+        }
+    }
+
+    /// How many chunks [`finish`](Self::finish) would read again.
+    pub fn stale_chunks(&self) -> usize {
+        (0..self.chunks.len()).filter(|&index| matches!(*self.chunk(index), Chunk::Stale)).count()
+    }
+
+    /// The block's hashes; a page that never came is zero.
+    ///
+    /// Stale chunks are read by `reread(offset, buffer)`, which fills the whole buffer with the block's bytes from
+    /// `offset` on, in up to `threads` threads. A buffer is a chunk long (the last chunk may be shorter) and aligned to a
+    /// page, as direct I/O wants it.
+    ///
+    /// # Errors
+    /// The first one of `reread`, after which nothing more is read.
+    pub fn finish<E, F>(mut self, threads: usize, reread: F) -> Result<Vec<ChunkHash>, E>
+    where
+        E: Send,
+        F: Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
+    {
+        let mut stale = Vec::new();
+        let mut hashes = Vec::with_capacity(self.chunks.len());
+        for (index, chunk) in mem::take(&mut self.chunks).into_iter().enumerate() {
+            hashes.push(match chunk.into_inner().unwrap_or_else(PoisonError::into_inner) {
+                Chunk::Missing | Chunk::Zero => ChunkHash::Zero,
+                Chunk::Data(hash) => ChunkHash::Data(hash),
+                Chunk::Open(open) => {
+                    self.budget.give_back(open.bytes());
+                    open.close()
+                }
+                Chunk::Stale => {
+                    stale.push(index);
+                    ChunkHash::Zero
+                }
+            });
+        }
+        for (index, hash) in rehash(&stale, self.length, threads, reread)? {
+            hashes[index] = hash;
+        }
+        Ok(hashes)
+    }
+
+    fn runs(&self, offset: u64, length: u64) -> impl Iterator<Item = Run> {
+        let end = offset.checked_add(length).filter(|&end| end <= self.length);
+        let end = end.expect("pages lie within their block");
+        assert!(offset.is_multiple_of(PAGE_SIZE) && length.is_multiple_of(PAGE_SIZE), "pages are whole");
+        let (mut next, total) = (offset, self.length);
+        std::iter::from_fn(move || {
+            let start = next - next % CHUNK_BYTES;
+            let run = (next < end).then(|| Run {
+                chunk: (start / CHUNK_BYTES) as usize,
+                first: pages(next - start),
+                end: pages(end.min(start + CHUNK_BYTES) - start),
+                pages: pages(total.min(start + CHUNK_BYTES) - start),
+                skipped: (next - offset) as usize,
+            });
+            next = start + CHUNK_BYTES;
+            run
+        })
+    }
+
+    /// False if the run changes nothing any more, because its chunk will be read again.
+    fn wants(&self, run: &Run) -> bool {
+        let mut chunk = self.chunk(run.chunk);
+        if !run.is_whole() && matches!(*chunk, Chunk::Data(_)) {
+            *chunk = Chunk::Stale;
+        }
+        run.is_whole() || !matches!(*chunk, Chunk::Stale)
+    }
+
+    fn put(&self, run: &Run, nodes: &[Node]) {
+        let mut chunk = self.chunk(run.chunk);
+        // It stays stale unless something else is found out below.
+        let before = mem::replace(&mut *chunk, Chunk::Stale);
+        let mut open = match before {
+            Chunk::Open(mut open) => {
+                self.budget.give_back(open.bytes());
+                if run.is_whole() {
+                    open.clear();
+                }
+                open
+            }
+            Chunk::Zero if nodes.iter().all(Node::is_zero) => {
+                *chunk = Chunk::Zero;
+                return;
+            }
+            Chunk::Data(_) | Chunk::Stale if !run.is_whole() => return,
+            _ => OpenChunk::new(run.pages),
+        };
+        if nodes.iter().try_for_each(|node| open.insert(*node)).is_err() {
+            return;
+        }
+        if let Some(hash) = open.root() {
+            *chunk = Chunk::done(hash);
+        } else if self.budget.take(open.bytes()) {
+            *chunk = Chunk::Open(open);
+        } else if open.is_zero() {
+            *chunk = Chunk::Missing;
+        }
+    }
+
+    fn chunk(&self, index: usize) -> MutexGuard<'_, Chunk> {
+        self.chunks[index].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for BlockHasher {
+    fn drop(&mut self) {
+        for chunk in &mut self.chunks {
+            if let Chunk::Open(open) = chunk.get_mut().unwrap_or_else(PoisonError::into_inner) {
+                self.budget.give_back(open.bytes());
+            }
+        }
+    }
+}
+
+/// What one call brings for one chunk.
+struct Run {
+    chunk: usize,
+    /// Its first page and the one behind its last, in the chunk.
+    first: u16,
+    end: u16,
+    /// The chunk's pages.
+    pages: u16,
+    /// How many of the call's bytes belong to chunks before.
+    skipped: usize,
+}
+
+impl Run {
+    fn is_whole(&self) -> bool {
+        self.first == 0 && self.end == self.pages
+    }
+
+    fn places(&self) -> impl Iterator<Item = Place> {
+        places(self.first, self.end, self.pages)
+    }
+}
+
+/// What a test compares with the documentation.
+#[cfg(test)]
+pub(super) fn memory_per_chunk() -> usize {
+    size_of::<Mutex<Chunk>>()
+}
+
+fn pages(bytes: u64) -> u16 {
+    u16::try_from(bytes / PAGE_SIZE).expect("a chunk has 512 pages at most")
+}
+
+/// Reads and hashes the chunks `stale` of a block of `length` bytes.
+fn rehash<E, F>(stale: &[usize], length: u64, threads: usize, reread: F) -> Result<Vec<(usize, ChunkHash)>, E>
+where
+    E: Send,
+    F: Fn(u64, &mut [u8]) -> Result<(), E> + Sync,
+{
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let work = || {
+        let mut hashes = Vec::new();
+        let mut buffer = Buffer::new();
+        while !failed.load(Ordering::Relaxed) {
+            let Some(&index) = stale.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+            let offset = index as u64 * CHUNK_BYTES;
+            let bytes = buffer.first((length - offset).min(CHUNK_BYTES) as usize);
+            reread(offset, bytes).inspect_err(|_| failed.store(true, Ordering::Relaxed))?;
+            hashes.push((index, hash_chunk(bytes)));
+        }
+        Ok(hashes)
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads.max(1).min(stale.len())).map(|_| scope.spawn(work)).collect();
+        let mut hashes = Vec::with_capacity(stale.len());
+        for worker in workers {
+            hashes.extend(worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?);
+        }
+        Ok(hashes)
+    })
+}
+
+/// A chunk's worth of bytes that begins at a page boundary.
+struct Buffer {
+    bytes: Vec<u8>,
+    from: usize,
+}
+
+impl Buffer {
+    fn new() -> Self {
+        let bytes = vec![0; (CHUNK_BYTES + PAGE_SIZE) as usize];
+        let from = (bytes.as_ptr().addr() as u64).next_multiple_of(PAGE_SIZE) - bytes.as_ptr().addr() as u64;
+        Self { bytes, from: from as usize }
+    }
+
+    fn first(&mut self, length: usize) -> &mut [u8] {
+        &mut self.bytes[self.from..self.from + length]
+    }
+}

@@ -1,0 +1,222 @@
+//! The tree over one chunk's pages: places in it, and the values that a chunk under way has.
+
+use blake3::Hasher;
+use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
+use towline_protocol::ram::PAGE_SIZE;
+
+use super::zeros::zeros;
+use super::{ChunkHash, is_zero};
+
+/// An aligned run of `1 << level` pages of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) first: u16,
+    pub(super) level: u8,
+}
+
+impl Place {
+    fn end(self) -> u16 {
+        self.first + (1 << self.level)
+    }
+
+    fn sibling(self) -> Self {
+        Self { first: self.first ^ (1 << self.level), level: self.level }
+    }
+
+    fn parent(self) -> Self {
+        Self { first: self.first & !(1 << self.level), level: self.level + 1 }
+    }
+
+    /// Whether BLAKE3's tree over a chunk of `pages` has a chaining value here: inside it, and not its root.
+    fn is_within(self, pages: u16) -> bool {
+        self.end() <= pages && 1 << self.level < pages
+    }
+}
+
+/// Cuts the pages `first..end` of a chunk of `pages` into the fewest places.
+pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Place> {
+    let mut next = first;
+    std::iter::from_fn(move || {
+        if next == end {
+            return None;
+        }
+        let mut place = Place { first: next, level: 0 };
+        // A chunk of one page has one place, which is its root.
+        while place.parent().first == next && place.parent().end() <= end && place.parent().is_within(pages) {
+            place = place.parent();
+        }
+        next = place.end();
+        Some(place)
+    })
+}
+
+/// What is known of a place's bytes.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Value {
+    Zero,
+    /// The chaining value; in a chunk of one page the hash itself.
+    Data(ChainingValue),
+}
+
+impl Value {
+    fn of(place: Place, bytes: &[u8], pages: u16) -> Self {
+        if is_zero(bytes) {
+            Self::Zero
+        } else if pages == 1 {
+            Self::Data(*blake3::hash(bytes).as_bytes())
+        } else {
+            Self::Data(chaining_value(u64::from(place.first) * PAGE_SIZE, bytes))
+        }
+    }
+}
+
+/// Hashes `bytes`, which lie `offset` bytes into their chunk and are a place of it.
+pub(super) fn chaining_value(offset: u64, bytes: &[u8]) -> ChainingValue {
+    Hasher::new().set_input_offset(offset).update(bytes).finalize_non_root()
+}
+
+/// A place and its value.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Node {
+    place: Place,
+    value: Value,
+}
+
+impl Node {
+    /// Zeros at `place`.
+    pub(super) fn zero(place: Place) -> Self {
+        Self { place, value: Value::Zero }
+    }
+
+    /// Hashes the bytes of `place`, the chunk's page `first` being the first of `run`.
+    pub(super) fn hash(place: Place, first: u16, run: &[u8], pages: u16) -> Self {
+        let from = usize::from(place.first - first) * PAGE_SIZE as usize;
+        let to = usize::from(place.end() - first) * PAGE_SIZE as usize;
+        Self { place, value: Value::of(place, &run[from..to], pages) }
+    }
+
+    pub(super) fn is_zero(&self) -> bool {
+        matches!(self.value, Value::Zero)
+    }
+
+    fn chaining_value(&self) -> &ChainingValue {
+        match &self.value {
+            Value::Zero => zeros(self.place),
+            Value::Data(value) => value,
+        }
+    }
+
+    fn merge(left: &Self, right: &Self) -> Self {
+        let value = match (left.value, right.value) {
+            (Value::Zero, Value::Zero) => Value::Zero,
+            _ => Value::Data(merge_subtrees_non_root(
+                left.chaining_value(),
+                right.chaining_value(),
+                Mode::Hash,
+            )),
+        };
+        Self { place: left.place.parent(), value }
+    }
+}
+
+/// A page of a place whose value is already part of a larger one.
+#[derive(Debug)]
+pub(super) struct Merged;
+
+/// A chunk under way: the values so far, in order and disjoint, no two of them siblings. A page without one is zero.
+#[derive(Debug)]
+pub(super) struct OpenChunk {
+    nodes: Vec<Node>,
+    pages: u16,
+}
+
+impl OpenChunk {
+    /// Of a chunk of `pages`, none of which came yet.
+    pub(super) fn new(pages: u16) -> Self {
+        Self { nodes: Vec::new(), pages }
+    }
+
+    /// Forgets every value.
+    pub(super) fn clear(&mut self) {
+        self.nodes.clear();
+    }
+
+    /// Memory behind this value.
+    pub(super) fn bytes(&self) -> usize {
+        self.nodes.capacity() * size_of::<Node>()
+    }
+
+    /// Takes the value of a place, in the stead of what was there.
+    ///
+    /// Zeros can always be replaced, their value comes from a table; then the other pages of their run count as
+    /// missing, which is zero too, and get no value until they come. (Were they kept, each page of data would at once be
+    /// merged with its zero neighbours, and the next page would find itself merged.)
+    pub(super) fn insert(&mut self, mut node: Node) -> Result<(), Merged> {
+        let from = self.nodes.partition_point(|other| other.place.end() <= node.place.first);
+        let to = self.nodes.partition_point(|other| other.place.first < node.place.end());
+        if let [there] = &self.nodes[from..to]
+            && there.place.level > node.place.level
+        {
+            match (there.is_zero(), node.is_zero()) {
+                (true, true) => return Ok(()),
+                (true, false) => {}
+                (false, _) => return Err(Merged),
+            }
+        }
+        self.nodes.drain(from..to);
+        let mut at = from;
+        while node.place.parent().is_within(self.pages) {
+            let sibling = node.place.sibling();
+            let is_left = sibling.first < node.place.first;
+            let index = at.wrapping_sub(usize::from(is_left));
+            if self.nodes.get(index).is_none_or(|other| other.place != sibling) {
+                break;
+            }
+            let other = self.nodes.remove(index);
+            node = if is_left { Node::merge(&other, &node) } else { Node::merge(&node, &other) };
+            at = if is_left { index } else { at };
+        }
+        self.nodes.insert(at, node);
+        Ok(())
+    }
+
+    /// The chunk's hash, once each page has a value.
+    pub(super) fn root(&self) -> Option<ChunkHash> {
+        let pages: u16 = self.nodes.iter().map(|node| 1 << node.place.level).sum();
+        if pages < self.pages {
+            return None;
+        }
+        if self.is_zero() {
+            return Some(ChunkHash::Zero);
+        }
+        let (first, rest) = self.nodes.split_first()?;
+        let Some((last, between)) = rest.split_last() else {
+            return Some(ChunkHash::Data(*first.chaining_value()));
+        };
+        let right = between.iter().rev().fold(*last.chaining_value(), |right, left| {
+            merge_subtrees_non_root(left.chaining_value(), &right, Mode::Hash)
+        });
+        let root = merge_subtrees_root(first.chaining_value(), &right, Mode::Hash);
+        Some(ChunkHash::Data(*root.as_bytes()))
+    }
+
+    /// The chunk's hash, the missing pages being zeros.
+    pub(super) fn close(mut self) -> ChunkHash {
+        let mut gaps = Vec::new();
+        let mut next = 0;
+        for node in &self.nodes {
+            gaps.extend(places(next, node.place.first, self.pages));
+            next = node.place.end();
+        }
+        gaps.extend(places(next, self.pages, self.pages));
+        for gap in gaps {
+            self.insert(Node::zero(gap)).expect("a gap has no value");
+        }
+        self.root().expect("no gap is left")
+    }
+
+    /// True if there are zeros only.
+    pub(super) fn is_zero(&self) -> bool {
+        self.nodes.iter().all(Node::is_zero)
+    }
+}

@@ -1,0 +1,131 @@
+//! What can be wrong with an image.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::checksum::CorruptChunk;
+
+/// An image that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The file cannot be read.
+    #[error("{}: {source}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("{}: {source}{}", path.display(), advice(source))]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A directory or device.
+    #[error("{}: not a regular file", path.display())]
+    NotAFile {
+        /// Which.
+        path: PathBuf,
+    },
+    /// It is some other file.
+    #[error("{}: not an image: {found}, and an image begins with QEMU's \"QEVM\"; correct the path", path.display())]
+    NotAnImage {
+        /// Which.
+        path: PathBuf,
+        /// What it is, or begins with.
+        found: String,
+    },
+    /// It is a migration stream without QEMU's mapped-ram layout.
+    #[error("{}: a migration stream, but not one with mapped-ram: convert it with `towline copy --return-path off exec:'cat FILE' file:IMAGE`", path.display())]
+    NotMappedRam {
+        /// Which.
+        path: PathBuf,
+    },
+    /// It is no migration stream, or a broken one.
+    #[error("{}: at byte {offset:#x}: {source}", path.display())]
+    Format {
+        /// Which.
+        path: PathBuf,
+        /// Where.
+        offset: u64,
+        /// What is wrong.
+        source: towline_protocol::Error,
+    },
+    /// It ends too early.
+    #[error("{}: truncated: it ends at byte {length:#x} inside {awaiting}", path.display())]
+    Truncated {
+        /// Which.
+        path: PathBuf,
+        /// Its length in bytes.
+        length: u64,
+        /// What was to come next.
+        awaiting: &'static str,
+    },
+    /// A guest larger than any that is stored.
+    #[error("{}: the guest says that it has {found} bytes of memory, at most {limit} are stored in an image: does it really?", path.display())]
+    TooLarge {
+        /// Which image was to be written.
+        path: PathBuf,
+        /// What the stream's block list adds up to.
+        found: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// Its device state is cut off or broken.
+    #[error("{}: the device state at byte {offset:#x}: {source}", path.display())]
+    DeviceState {
+        /// Which.
+        path: PathBuf,
+        /// Where it begins.
+        offset: u64,
+        /// What is wrong.
+        source: towline_protocol::Error,
+    },
+    /// Nothing to verify against.
+    #[error("{}: there is no manifest beside it ({}), so there are no checksums to verify: it was made by QEMU itself, or its manifest was left behind", path.display(), sidecar.display())]
+    NoManifest {
+        /// Which.
+        path: PathBuf,
+        /// Where the manifest was looked for.
+        sidecar: PathBuf,
+    },
+    /// A chunk is not what was stored.
+    #[error("{}: {source}", path.display())]
+    Corrupt {
+        /// Which.
+        path: PathBuf,
+        /// Where, and what was found.
+        source: Box<CorruptChunk>,
+    },
+    /// The manifest cannot be used.
+    #[error(transparent)]
+    Manifest(#[from] crate::manifest::Error),
+    /// The image's file cannot be made.
+    #[error(transparent)]
+    AtomicFile(#[from] crate::atomic_file::Error),
+    /// A stream came in another order than the engine's.
+    #[error("{}: {what}", path.display())]
+    Order {
+        /// Which image was to be written.
+        path: PathBuf,
+        /// What was missing.
+        what: &'static str,
+    },
+}
+
+/// The result of every operation on an image.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The way out, where there is one.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            ": make room there or choose another place; the guest runs on at its source and nothing was left behind"
+        }
+        _ => "",
+    }
+}

@@ -1,0 +1,31 @@
+//! Stored guests: a QEMU mapped-ram file, which stock QEMU loads by itself, and a manifest beside it.
+//!
+//! ```text
+//!   towline_migration::Incoming ─► ImageWriter ─► IMAGE                 and IMAGE.manifest.json
+//!   towline_migration::Outgoing ◄─ Image ◄─────── IMAGE (ours or QEMU's)
+//! ```
+//!
+//! Saving a guest is an incoming migration into an [`ImageWriter`], restoring one an outgoing migration of an [`Image`].
+//!
+//! - [`checksum`]: BLAKE3 of each 2 MiB of memory, computed while pages arrive in any order.
+//! - [`manifest`]: the JSON sidecar that holds the checksums and binds itself to its image.
+//! - [`atomic_file`]: files that appear under their final name complete or not at all.
+//!
+//! What it is not: it knows no QMP and starts no threads but to hash. Limits: one file on one host; Linux.
+
+#![deny(unsafe_code)]
+
+pub mod atomic_file;
+pub mod checksum;
+mod error;
+pub mod manifest;
+mod reader;
+#[allow(unsafe_code, reason = "mapping a file has no safe form")]
+mod sys;
+mod writer;
+
+pub use atomic_file::Existing;
+pub use error::{Error, Result};
+pub use manifest::{Manifest, Origin};
+pub use reader::{Image, PageCount};
+pub use writer::ImageWriter;

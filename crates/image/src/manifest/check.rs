@@ -1,0 +1,195 @@
+//! Whether a manifest is consistent, and whether it is its image's.
+
+use std::fmt::Display;
+use std::path::Path;
+
+use towline_protocol::limits;
+use towline_protocol::ram::PAGE_SIZE;
+
+use super::error::shown;
+use super::{Block, Digest, Error, Found, Manifest, Result, sidecar_path};
+use crate::checksum::{CHUNK_BYTES, chunk_count};
+
+impl Manifest {
+    /// Compares the manifest of `image` with what was found there: whether they belong together, and whether the device
+    /// state is the one that was stored.
+    ///
+    /// # Errors
+    /// Which of the two does not fit the other, and where.
+    pub fn check(&self, image: &Path, found: &Found<'_>) -> Result<()> {
+        let path = sidecar_path(image);
+        self.check_guest(&path, found)?;
+        let (length, expected) = (found.image_bytes, self.image.length);
+        if length != expected {
+            return Err(Error::ImageLength { path, image: image.into(), found: length, expected });
+        }
+        let expected = self.image.identity;
+        let identity = |state| Digest::identity(found.head, found.blocks, state);
+        if identity(self.device_state.blake3) == expected {
+            return self.verify_device_state(image, found.device_state);
+        }
+        let found = identity(Digest::of(found.device_state));
+        Err(Error::OtherImage { path, image: image.into(), found, expected })
+    }
+
+    /// Compares the hash of the device state with that of these bytes.
+    ///
+    /// # Errors
+    /// [`Error::DeviceState`].
+    pub fn verify_device_state(&self, image: &Path, bytes: &[u8]) -> Result<()> {
+        let (found, expected) = (Digest::of(bytes), self.device_state.blake3);
+        if found == expected {
+            return Ok(());
+        }
+        let (place, found) = (self.changed_device(bytes), Box::new(found));
+        Err(Error::DeviceState { path: sidecar_path(image), image: image.into(), place, found, expected })
+    }
+
+    /// Names the device whose part is not what it was, if it is one alone; empty if that cannot be told.
+    fn changed_device(&self, bytes: &[u8]) -> String {
+        let state = &self.device_state;
+        let ends = state.devices.iter().skip(1).map(|device| device.offset).chain([state.length]);
+        let mut changed = state.devices.iter().zip(ends).filter(|(device, end)| {
+            let part = bytes.get(device.offset as usize..*end as usize);
+            device.blake3.is_none() || part.map(Digest::of) != device.blake3
+        });
+        match (changed.next(), changed.next()) {
+            (Some((device, _)), None) if device.blake3.is_some() => format!(
+                ", in device {:?} (instance {}, from byte {:#x} of the file)",
+                device.name,
+                device.instance,
+                state.offset + device.offset
+            ),
+            _ => String::new(),
+        }
+    }
+
+    fn check_guest(&self, path: &Path, found: &Found<'_>) -> Result<()> {
+        let differs = |field: String, found: &dyn Display, expected: &dyn Display| {
+            let (found, expected) = (shown(&found.to_string()), shown(&expected.to_string()));
+            Err(Error::Differs { path: path.into(), field, found, expected })
+        };
+        if self.machine_type != found.machine_type {
+            return differs("machine_type".into(), &self.machine_type, &found.machine_type);
+        }
+        if self.blocks.len() != found.blocks.len() {
+            return differs("blocks".into(), &entries(self.blocks.len()), &entries(found.blocks.len()));
+        }
+        for (index, (block, expected)) in self.blocks.iter().zip(found.blocks).enumerate() {
+            if block.name != expected.name {
+                return differs(format!("blocks[{index}].name"), &block.name, &expected.name);
+            }
+            if block.length != expected.length {
+                return differs(format!("blocks[{index}].length"), &block.length, &expected.length);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks each field against the others and against the protocol's limits.
+    pub(super) fn check_fields(&self, path: &Path) -> Result<()> {
+        let machine_type = self.machine_type.len();
+        if machine_type > limits::MACHINE_NAME_BYTES_MAX {
+            let expected = at_most(limits::MACHINE_NAME_BYTES_MAX as u64, "bytes");
+            return Err(Error::field(
+                path,
+                "machine_type".into(),
+                format!("{machine_type} bytes long"),
+                expected,
+            ));
+        }
+        if self.chunk_size != CHUNK_BYTES {
+            return Err(Error::field(path, "chunk_size".into(), self.chunk_size, CHUNK_BYTES));
+        }
+        if self.blocks.len() > limits::BLOCKS_MAX {
+            let expected = at_most(limits::BLOCKS_MAX as u64, "entries");
+            return Err(Error::field(path, "blocks".into(), entries(self.blocks.len()), expected));
+        }
+        let mut left = limits::RAM_BYTES_MAX.min(self.image.length);
+        for (index, block) in self.blocks.iter().enumerate() {
+            block.check(path, index, left)?;
+            left -= block.length;
+        }
+        self.check_devices(path)
+    }
+
+    fn check_devices(&self, path: &Path) -> Result<()> {
+        let state = &self.device_state;
+        let bad = |field: &str, found: &dyn Display, expected: &dyn Display| {
+            Err(Error::field(path, format!("device_state.{field}"), found, expected))
+        };
+        let limit = limits::DEVICE_STATE_BYTES_MAX as u64;
+        if state.length > limit {
+            return bad("length", &state.length, &at_most(limit, "bytes"));
+        }
+        // Whatever the length, the sum has no overflow that is within the file.
+        if state.offset.checked_add(state.length).is_none_or(|end| end > self.image.length) {
+            let expected =
+                at_most(self.image.length.saturating_sub(state.length), "(the image ends behind it)");
+            return bad("offset", &state.offset, &expected);
+        }
+        if state.devices.len() > limits::DEVICES_MAX {
+            let expected = at_most(limits::DEVICES_MAX as u64, "entries");
+            return bad("devices", &entries(state.devices.len()), &expected);
+        }
+        let mut least = 0;
+        for (index, device) in state.devices.iter().enumerate() {
+            if device.name.len() > limits::NAME_BYTES_MAX {
+                let found = format!("{} bytes long", device.name.len());
+                let expected = at_most(limits::NAME_BYTES_MAX as u64, "bytes");
+                return bad(&format!("devices[{index}].name"), &found, &expected);
+            }
+            if device.offset < least || device.offset >= state.length {
+                let expected = format!("{least} or more and less than {}", state.length);
+                return bad(&format!("devices[{index}].offset"), &device.offset, &expected);
+            }
+            least = device.offset + 1;
+        }
+        Ok(())
+    }
+}
+
+impl Block {
+    /// `left` is what this block may have at most.
+    fn check(&self, path: &Path, index: usize, left: u64) -> Result<()> {
+        let bad = |field: &str, found: &dyn Display, expected: &dyn Display| {
+            Err(Error::field(path, format!("blocks[{index}].{field}"), found, expected))
+        };
+        if self.name.len() > limits::NAME_BYTES_MAX {
+            let expected = at_most(limits::NAME_BYTES_MAX as u64, "bytes");
+            return bad(
+                "name",
+                &format!("{} bytes long ({:?})", self.name.len(), shown(&self.name)),
+                &expected,
+            );
+        }
+        if self.length > left {
+            return bad("length", &self.length, &at_most(left, "bytes, which the image has for it"));
+        }
+        if !self.length.is_multiple_of(PAGE_SIZE) {
+            return bad("length", &self.length, &format!("a multiple of {PAGE_SIZE}"));
+        }
+        let pages = self.length / PAGE_SIZE;
+        if self.pages_plain.checked_add(self.pages_zero) != Some(pages) {
+            let found = format!("{} beside {} plain ones", self.pages_zero, self.pages_plain);
+            return bad("pages_zero", &found, &format!("{pages} together"));
+        }
+        let chunks = chunk_count(self.length);
+        if self.chunks.len() as u64 != chunks {
+            return bad(
+                "chunks",
+                &entries(self.chunks.len()),
+                &format!("{chunks}, one for each {CHUNK_BYTES} bytes"),
+            );
+        }
+        Ok(())
+    }
+}
+
+fn entries(count: usize) -> String {
+    format!("{count} entries long")
+}
+
+fn at_most(limit: u64, unit: &str) -> String {
+    format!("at most {limit} {unit}")
+}

@@ -1,0 +1,70 @@
+//! What binds a manifest to its image.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use towline_protocol::RamBlock;
+
+/// The BLAKE3 key context of an identity: it says what was hashed, so that no other hash can be one.
+const CONTEXT: &str = "towline-image 2025 identity of a mapped-ram file, version 1";
+
+/// A BLAKE3 hash; 64 hex digits as text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Digest(pub [u8; 32]);
+
+impl Digest {
+    /// The hash of these bytes.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(*blake3::hash(bytes).as_bytes())
+    }
+
+    /// The identity of an image: everything in the file but the pages and their bitmaps.
+    ///
+    /// `head` are the file's bytes up to the first block's bitmap (header, configuration, the start of the `ram` section),
+    /// `blocks` the block list with its mapped-ram headers, `device_state` the hash of all that follows the memory. Each
+    /// part is hashed with its length before it, so no two images make the same bytes.
+    pub fn identity(head: &[u8], blocks: &[RamBlock], device_state: Self) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(CONTEXT);
+        let mut part = |bytes: &[u8]| {
+            hasher.update(&(bytes.len() as u64).to_be_bytes()).update(bytes);
+        };
+        part(head);
+        part(&(blocks.len() as u64).to_be_bytes());
+        let mut header = Vec::new();
+        for block in blocks {
+            part(block.name.as_bytes());
+            part(&block.length.to_be_bytes());
+            header.clear();
+            if let Some(mapped) = &block.mapped {
+                mapped.encode(&mut header);
+            }
+            part(&header);
+        }
+        part(&device_state.0);
+        Self(*hasher.finalize().as_bytes())
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let hash = blake3::Hash::from_hex(&text);
+        let hash =
+            hash.map_err(|_| format!("a hash has 64 hex digits, not {:?}", super::error::shown(&text)))?;
+        Ok(Self(*hash.as_bytes()))
+    }
+}

@@ -1,0 +1,90 @@
+//! Values that JSON has as text.
+
+use std::fmt;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::error::shown;
+
+/// The last second of the year 9999; RFC 3339 has four digits for a year.
+const SECONDS_MAX: u64 = 253_402_300_799;
+
+/// A second between 1970 and 9999, UTC; RFC 3339 as text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Timestamp {
+    /// Since 1970.
+    seconds: u64,
+}
+
+impl Timestamp {
+    /// By this machine's clock.
+    pub fn now() -> Self {
+        SystemTime::now().into()
+    }
+}
+
+impl From<SystemTime> for Timestamp {
+    /// Without its fraction of a second; a clock that is outside those years is set to the nearest one.
+    fn from(time: SystemTime) -> Self {
+        let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        Self { seconds: seconds.min(SECONDS_MAX) }
+    }
+}
+
+impl From<Timestamp> for SystemTime {
+    fn from(timestamp: Timestamp) -> Self {
+        UNIX_EPOCH + Duration::from_secs(timestamp.seconds)
+    }
+}
+
+impl fmt::Display for Timestamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        humantime::format_rfc3339_seconds((*self).into()).fmt(f)
+    }
+}
+
+impl From<Timestamp> for String {
+    fn from(timestamp: Timestamp) -> Self {
+        timestamp.to_string()
+    }
+}
+
+impl TryFrom<String> for Timestamp {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let time = humantime::parse_rfc3339(&text);
+        let time = time.map_err(|why| {
+            format!("a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not {:?}: {why}", shown(&text))
+        })?;
+        Ok(time.into())
+    }
+}
+
+/// Hashes of chunks: hex digits, `null` for zeros.
+pub(super) mod chunks {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::super::Digest;
+    use crate::checksum::ChunkHash;
+
+    pub(in super::super) fn serialize<S: Serializer>(
+        hashes: &[ChunkHash],
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(hashes.iter().map(|hash| match hash {
+            ChunkHash::Zero => None,
+            ChunkHash::Data(hash) => Some(Digest(*hash)),
+        }))
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<ChunkHash>, D::Error> {
+        let hashes = Vec::<Option<Digest>>::deserialize(deserializer)?;
+        let hash = |hash: Option<Digest>| hash.map_or(ChunkHash::Zero, |Digest(hash)| ChunkHash::Data(hash));
+        Ok(hashes.into_iter().map(hash).collect())
+    }
+}

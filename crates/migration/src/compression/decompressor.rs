@@ -1,0 +1,125 @@
+//! Pages out of a lane's compressed stream.
+
+use flate2::{Decompress, FlushDecompress, Status};
+use towline_channel::IoBufMut;
+use towline_protocol::multifd::Method;
+use towline_protocol::{InvalidMessage, limits};
+use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
+
+use super::Compression;
+use crate::{Error, Result};
+
+/// The receiving end of a lane's compressed stream. After an error it is of no more use: the stream cannot be followed.
+pub(crate) struct Decompressor {
+    stream: Stream,
+    /// A packet's compressed form.
+    input: Box<[u8]>,
+}
+
+enum Stream {
+    Zlib(Decompress),
+    Zstd(Decoder<'static>),
+}
+
+impl Decompressor {
+    /// `None` if nothing is compressed.
+    pub(crate) fn new(compression: Compression) -> Result<Option<Self>> {
+        let stream = match compression {
+            Compression::None => return Ok(None),
+            Compression::Zlib { .. } => Stream::Zlib(Decompress::new(true)),
+            Compression::Zstd { .. } => Stream::Zstd(decoder().map_err(|error| Error::Compressor {
+                method: Method::Zstd.name(),
+                text: error.to_string(),
+            })?),
+        };
+        let input = vec![0; limits::PACKET_COMPRESSED_BYTES_MAX].into_boxed_slice();
+        Ok(Some(Self { stream, input }))
+    }
+
+    pub(crate) fn method(&self) -> Method {
+        match self.stream {
+            Stream::Zlib(_) => Method::Zlib,
+            Stream::Zstd(_) => Method::Zstd,
+        }
+    }
+
+    /// Room for a packet's `length` compressed bytes, at most [`limits::PACKET_COMPRESSED_BYTES_MAX`].
+    pub(crate) fn receive(&mut self, length: usize) -> IoBufMut<'_> {
+        IoBufMut::from(&mut self.input[..length])
+    }
+
+    /// Fills `pages` out of the `length` bytes that were received: these bytes give that many, no more and no less.
+    pub(crate) fn decompress(
+        &mut self,
+        length: usize,
+        pages: &mut [u8],
+    ) -> Result<(), towline_protocol::Error> {
+        let method = self.method().name();
+        let input = &self.input[..length];
+        let (mut taken, mut given) = (0, 0);
+        // Beyond the pages there is room for one byte, by which a stream shows that it has more.
+        let mut beyond = [0; 1];
+        loop {
+            let is_full = given == pages.len();
+            let room = if is_full { &mut beyond[..] } else { &mut pages[given..] };
+            let (took, gave) = self
+                .stream
+                .step(&input[taken..], room)
+                .map_err(|fault| InvalidMessage::Compressed { method, fault })?;
+            if is_full && gave > 0 {
+                return Err(InvalidMessage::CompressedTooLong { method, expected: pages.len() }.into());
+            }
+            (taken, given) = (taken + took, given + gave);
+            if (took, gave) == (0, 0) {
+                break;
+            }
+        }
+        if given < pages.len() {
+            let (found, expected) = (given, pages.len());
+            return Err(InvalidMessage::CompressedTooShort { method, found, expected }.into());
+        }
+        match taken == input.len() {
+            true => Ok(()),
+            false => {
+                let fault = format!("its last {} bytes belong to nothing", input.len() - taken);
+                Err(InvalidMessage::Compressed { method, fault }.into())
+            }
+        }
+    }
+}
+
+impl Stream {
+    /// One step; returns how many bytes it took and gave. Nothing of both: it needs more to go on.
+    fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<(usize, usize), String> {
+        match self {
+            Self::Zlib(stream) => {
+                let before = (stream.total_in(), stream.total_out());
+                let status = stream.decompress(input, output, FlushDecompress::None);
+                if status.map_err(|error| error.to_string())? == Status::StreamEnd {
+                    return Err("it ends the lane's stream, which lives as long as the lane".into());
+                }
+                // Both are bounded by the slices.
+                let took = (stream.total_in() - before.0) as usize;
+                Ok((took, (stream.total_out() - before.1) as usize))
+            }
+            Self::Zstd(stream) => {
+                let (mut input, mut output) = (InBuffer::around(input), OutBuffer::around(output));
+                stream.run(&mut input, &mut output).map_err(|error| error.to_string())?;
+                Ok((input.pos(), output.pos()))
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Decompressor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Decompressor({})", self.method().name())
+    }
+}
+
+/// A decoder that remembers no more of its past than a QEMU can ask for, whatever a stream's head says.
+fn decoder() -> std::io::Result<Decoder<'static>> {
+    let mut decoder = Decoder::new()?;
+    decoder.set_parameter(DParameter::WindowLogMax(limits::ZSTD_WINDOW_LOG_MAX))?;
+    Ok(decoder)
+}

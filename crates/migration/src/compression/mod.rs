@@ -1,0 +1,67 @@
+//! Compressed lanes: QEMU's `multifd-compression`, zlib and zstd.
+//!
+//! ```text
+//!   lane     header (bits of the method, bytes that follow) · compressed pages │ header · compressed pages │ …
+//!            └────────────── one stream for the lane's whole life, flushed at each packet's end ──────────┘
+//! ```
+//!
+//! So that the pages of a packet can be had from its bytes and those before it. What is zero goes as zero, uncompressed.
+//!
+//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a byte twice and
+//! finds it changed may write what no decompressor can read. So pages of live memory are copied out of it first, as QEMU does
+//! (`multifd-zlib.c`); those of an image and of a relay are read where they are. Nothing is sent zero-copy: the compressed
+//! bytes lie in a buffer that the next packet replaces, which nobody waits for.
+//!
+//! On the way in pages are decompressed into the lane's own buffer and never straight into a guest's memory: a decompressor
+//! reads again what it wrote, so who else writes there would decide over pages that come later.
+//!
+//! Limits: a packet gives as many bytes as it has pages, no more and no less; its compressed form has at most
+//! [`limits::PACKET_COMPRESSED_BYTES_MAX`](towline_protocol::limits::PACKET_COMPRESSED_BYTES_MAX), and a lane remembers at most
+//! [`limits::ZSTD_WINDOW_LOG_MAX`](towline_protocol::limits::ZSTD_WINDOW_LOG_MAX) of its past. What it is not: QPL, UADK and
+//! QATzip need hardware and are refused by their names.
+
+mod compressor;
+mod decompressor;
+#[cfg(test)]
+mod tests;
+
+use towline_protocol::multifd::Method;
+
+pub(crate) use compressor::Compressor;
+pub(crate) use decompressor::Decompressor;
+
+/// How the pages on lanes are compressed. Both ends have the same method; the level is the sending end's affair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Compression {
+    /// Not at all.
+    #[default]
+    None,
+    /// A zlib stream for each lane.
+    Zlib {
+        /// 0 (none) to [`Compression::ZLIB_LEVEL_MAX`] (best); higher ones count as that.
+        level: u8,
+    },
+    /// A zstd stream for each lane.
+    Zstd {
+        /// 1 (fastest) to [`Compression::ZSTD_LEVEL_MAX`] (best), 0 is zstd's default; higher ones count as the best.
+        level: u8,
+    },
+}
+
+impl Compression {
+    /// The best of QEMU's `multifd-zlib-level`.
+    pub const ZLIB_LEVEL_MAX: u8 = 9;
+    /// The best of QEMU's `multifd-zstd-level`.
+    pub const ZSTD_LEVEL_MAX: u8 = 20;
+    /// QEMU's default of both.
+    pub const LEVEL_DEFAULT: u8 = 1;
+
+    /// What packets call it, and QEMU's `multifd-compression`.
+    pub fn method(self) -> Method {
+        match self {
+            Self::None => Method::None,
+            Self::Zlib { .. } => Method::Zlib,
+            Self::Zstd { .. } => Method::Zstd,
+        }
+    }
+}

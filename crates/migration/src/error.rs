@@ -1,0 +1,128 @@
+//! Why a migration ended early.
+
+use std::time::Duration;
+
+/// The first thing that went wrong in a migration; everything after it is its consequence.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A channel failed.
+    #[error(transparent)]
+    Channel(#[from] towline_channel::Error),
+    /// The peer's bytes cannot be followed.
+    #[error("{peer}: {source}")]
+    Protocol {
+        /// Who sent them.
+        peer: String,
+        /// What is wrong with them.
+        source: towline_protocol::Error,
+    },
+    /// A lane failed.
+    #[error("lane {lane}: {source}")]
+    Lane {
+        /// Its number.
+        lane: usize,
+        /// How.
+        source: Box<Error>,
+    },
+    /// The guest could not be read, or its destination could not take it.
+    #[error(transparent)]
+    Guest(Box<dyn std::error::Error + Send + Sync>),
+    /// The other end closed the connection in the middle.
+    #[error("{peer} closed the connection while {awaiting} was awaited")]
+    Ended {
+        /// Who.
+        peer: String,
+        /// What was to come next.
+        awaiting: &'static str,
+    },
+    /// A lane's connection ended where data or a barrier was still to come.
+    #[error("the connection ended before its last barrier")]
+    LaneEnded,
+    /// Fewer lanes than expected connected.
+    #[error(
+        "{connected} of {expected} lanes connected within {waited:?}: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)"
+    )]
+    LanesMissing {
+        /// How many came.
+        connected: usize,
+        /// How many this side has.
+        expected: usize,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The source has more lanes than this side.
+    #[error(
+        "the source has {} lanes or more, but {expected} lanes are expected here: give both ends the same multifd-channels (--multifd-channels)",
+        u16::from(*id) + 1
+    )]
+    LaneTooMany {
+        /// The number it gave itself.
+        id: u8,
+        /// How many this side has.
+        expected: usize,
+    },
+    /// The destination has not said that it loaded the guest.
+    #[error("{peer} ended without saying that it has the guest: it refused it or died, its own log says why")]
+    NotAcknowledged {
+        /// The destination.
+        peer: String,
+    },
+    /// The destination is silent.
+    #[error(
+        "{peer} did not answer within {waited:?}: it is no QEMU that waits for this guest, or its multifd-channels is not {lanes}"
+    )]
+    NoAnswer {
+        /// The destination.
+        peer: String,
+        /// How long was waited.
+        waited: Duration,
+        /// This side's lanes.
+        lanes: usize,
+    },
+    /// This side cannot compress or decompress.
+    #[error("{method} fails on this side: {text}")]
+    Compressor {
+        /// QEMU's name of the method.
+        method: &'static str,
+        /// Its own words.
+        text: String,
+    },
+    /// A lane sent pages that no barrier follows, so that their order is not known.
+    #[error(
+        "pages came behind the last barrier: the source broke off, or its multifd is not as its machine type says"
+    )]
+    BehindBarrier,
+    /// The migration failed, and the guest that was stopped for it is still stopped.
+    #[error("{source}; it must be started again by hand, since that failed: {start}")]
+    NotStarted {
+        /// Why the migration failed.
+        source: Box<Error>,
+        /// Why the guest did not start.
+        start: Box<Error>,
+    },
+    /// A thread of this migration panicked; its own message says where.
+    #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
+    Panicked,
+    /// Somebody asked for the end.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// The result of every fallible operation of the engine.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// Wraps an error of a [`crate::Guest`] or [`crate::Sink`].
+    pub fn guest(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Guest(Box::new(error))
+    }
+
+    pub(crate) fn protocol(peer: &str) -> impl Fn(towline_protocol::Error) -> Self {
+        move |source| Self::Protocol { peer: peer.to_owned(), source }
+    }
+
+    pub(crate) fn lane(lane: usize) -> impl Fn(Self) -> Self {
+        move |source| Self::Lane { lane, source: Box::new(source) }
+    }
+}

@@ -1,0 +1,276 @@
+//! What the engine needs of a guest: [`Guest`] to read one, [`Sink`] to put one somewhere.
+//!
+//! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none of these.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::return_path::Message;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::Result;
+
+/// The number of a QEMU's `ram` sections, unless other sections come before.
+pub(crate) const RAM_SECTION_ID: u32 = 2;
+
+/// A guest to be read. Methods that name pages are called from every lane's thread at once.
+pub trait Guest: Sync {
+    /// Machine type and what else begins the stream.
+    fn configuration(&self) -> &Configuration;
+
+    /// The RAM blocks, in the order in which they are sent.
+    fn blocks(&self) -> &[RamBlock];
+
+    /// The number that the `ram` sections carry. A guest that came from a stream keeps that stream's, because its device
+    /// sections have numbers too.
+    fn ram_section_id(&self) -> u32 {
+        RAM_SECTION_ID
+    }
+
+    /// Begins to watch what is written: from its return on every write is in a later [`Self::harvest_dirty`]. Called before
+    /// any page is named.
+    ///
+    /// # Errors
+    /// It cannot be watched; the migration ends before the destination has a page.
+    fn start_tracking(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Nobody asks what is written any more. Called at the end of every migration, before a guest is started again.
+    ///
+    /// # Errors
+    /// The guest may go on being slowed down; the migration's result stays as it is.
+    fn stop_tracking(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is known of the pages from `page` on, without touching them: at least one page, all alike.
+    fn extent(&self, page: PageRef) -> Extent;
+
+    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now.
+    ///
+    /// # Errors
+    /// The memory cannot be had or is not what it should be; the migration ends.
+    fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
+        let _ = (page, length);
+        Ok(())
+    }
+
+    /// The memory of `length` bytes from `page` on, within one block.
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
+
+    /// The same memory, if nobody at all can change it meanwhile: it is compressed where it is, anything else is copied first.
+    fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
+        let _ = (page, length);
+        None
+    }
+
+    /// Whether a page of an [`ExtentKind::Unknown`] extent is zero now.
+    fn is_zero(&self, page: PageRef) -> bool {
+        let _ = page;
+        false
+    }
+
+    /// Takes the pages written since the last call and reports each run of them. A guest that cannot change reports none.
+    ///
+    /// # Errors
+    /// The tracker failed; pages may have been missed, so the migration ends.
+    fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {
+        let _ = report;
+        Ok(())
+    }
+
+    /// Stops the guest; after it nothing of its memory changes.
+    ///
+    /// # Errors
+    /// It runs on.
+    fn stop(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Lets a guest that [`Self::stop`] stopped run again, because the migration failed. Not called where it was not.
+    ///
+    /// # Errors
+    /// It is still stopped.
+    fn start(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The device state of the stopped guest, as [`DeviceState::bytes`] has it.
+    ///
+    /// # Errors
+    /// It cannot be had.
+    fn device_state(&self) -> Result<Vec<u8>>;
+}
+
+/// Pages that are alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent {
+    /// How many, at least 1, within the block.
+    pub pages: u64,
+    /// What is known of them.
+    pub kind: ExtentKind,
+}
+
+/// What is known of a page without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// It has content to be sent.
+    Data,
+    /// It is zero.
+    Zero,
+    /// It has to be looked at.
+    Unknown,
+}
+
+/// The part of an incoming stream that something came on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stream {
+    /// The main channel.
+    Main,
+    /// The lane of this number.
+    Lane(usize),
+}
+
+/// Contents of pages of one block, where they were received.
+#[derive(Debug, Clone, Copy)]
+pub struct Pages<'a> {
+    /// The block.
+    pub block: BlockIndex,
+    /// Each page's offset in it.
+    pub offsets: &'a [u64],
+    /// The contents in the same order; each slice holds one page or several.
+    pub contents: &'a [&'a [u8]],
+}
+
+/// A place for a guest that arrives. Methods that name pages are called from every lane's thread at once; between two
+/// barriers a page comes at most once, or on one stream only.
+pub trait Sink: Sync {
+    /// The stream's beginning.
+    ///
+    /// # Errors
+    /// This guest is not wanted here.
+    fn configuration(&self, configuration: &Configuration) -> Result<()>;
+
+    /// The complete block list.
+    ///
+    /// # Errors
+    /// This guest does not fit.
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<()>;
+
+    /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
+    /// received into a buffer and given to [`Self::pages`].
+    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        let _ = (page, length);
+        None
+    }
+
+    /// Pages whose contents were received into [`Self::room`].
+    ///
+    /// # Errors
+    /// As [`Self::pages`].
+    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        let _ = (stream, block, offsets);
+        Ok(())
+    }
+
+    /// Pages that came with content.
+    ///
+    /// # Errors
+    /// They cannot be kept; the migration ends.
+    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()>;
+
+    /// Pages that are zero.
+    ///
+    /// # Errors
+    /// As [`Self::pages`].
+    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()>;
+
+    /// The content that a page has here now; XBZRLE says only what changed.
+    ///
+    /// # Errors
+    /// It cannot be read back.
+    fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()>;
+
+    /// All lanes are at a barrier: what comes next may replace what came before. Called with every lane waiting.
+    ///
+    /// # Errors
+    /// The migration ends.
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// A `ram` section begins on the main channel.
+    ///
+    /// # Errors
+    /// The migration ends.
+    fn section_start(&self, section: RamSection) -> Result<()> {
+        let _ = section;
+        Ok(())
+    }
+
+    /// A `ram` section is complete.
+    ///
+    /// # Errors
+    /// The migration ends.
+    fn section_end(&self, kind: SectionKind) -> Result<()> {
+        let _ = kind;
+        Ok(())
+    }
+
+    /// The guest is stopped at its source, and this is its device state. All memory has come.
+    ///
+    /// # Errors
+    /// It cannot be kept; the source's guest runs on.
+    fn device_state(&self, state: DeviceState) -> Result<()>;
+
+    /// Everything came. Returns only when the guest is safe here, because the source is told so next.
+    ///
+    /// # Errors
+    /// The guest is not safe here; its source keeps it.
+    fn commit(&self) -> Result<()>;
+
+    /// The last step, and a short one: what was committed becomes visible. It comes when nobody can cancel any more, so that
+    /// what was cancelled leaves nothing.
+    ///
+    /// # Errors
+    /// The guest is not here; its source keeps it.
+    fn publish(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The source opened a return path: for a sink that has more to say there than the engine has (a relay passes on
+    /// what its destination says).
+    fn return_path(&self, writer: ReturnPathWriter) {
+        drop(writer);
+    }
+}
+
+/// Writes messages to the source, whole ones from any thread. Clones share the turn.
+#[derive(Debug, Clone)]
+pub struct ReturnPathWriter {
+    channel: Arc<dyn Channel>,
+    /// Held while a message is sent: a call may send a part of it, and the rest in another.
+    turn: Arc<Mutex<()>>,
+}
+
+impl ReturnPathWriter {
+    pub(crate) fn new(channel: Arc<dyn Channel>) -> Self {
+        Self { channel, turn: Arc::default() }
+    }
+
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// The source is gone.
+    pub fn send(&self, message: &Message) -> Result<()> {
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes);
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
+        Ok(())
+    }
+}

@@ -1,0 +1,361 @@
+//! Telling the connections of one migration apart.
+//!
+//! QEMU says by a connection's first four bytes what it is: "QEVM" begins a main channel, the multifd magic a lane. Who
+//! says anything else, or nothing, is a stranger: it waits beside the others, disturbs nobody and is dropped at the end.
+//! Where a channel cannot be looked into before it is read, or no other can come, the first is the main channel, as QEMU
+//! connects it first.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use towline_channel::{
+    Cancel, Capabilities, Channel, ChannelExt, Error as ChannelError, IoBufMut, Listener, RecvFlags,
+};
+use towline_protocol::configuration;
+use towline_protocol::multifd::{self, INIT_BYTES, Init, Roster};
+
+use super::refuse::refuse;
+use super::wait::{Ready, wait};
+use crate::{Error, Result};
+
+/// How long connections that come when all are there may take to say that they are lanes.
+pub(super) const EXTRA_TIMEOUT: Duration = Duration::from_secs(1);
+/// Most such connections that are looked at.
+const EXTRA_MAX: usize = 16;
+/// Most connections beside the lanes that wait for their first bytes; the oldest goes.
+const STRANGERS_MAX: usize = 64;
+/// Most connections of a migration that is not taken which are closed after its main channel.
+const REFUSED_MAX: usize = 256;
+/// When a connection is looked at again that has sent less than its magic: it would be ready all the time.
+const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The connections of one incoming migration.
+#[derive(Debug)]
+pub struct Connections {
+    /// The main channel, of which nothing was read.
+    pub main: Arc<dyn Channel>,
+    /// The lanes in the order of their numbers, whose init packets were read.
+    pub lanes: Vec<Arc<dyn Channel>>,
+    /// The uuid that the lanes carry.
+    pub uuid: Option<[u8; 16]>,
+    /// Where another connection would come in, which would be one too many.
+    others: Option<Others>,
+    /// Lanes that are too many; they are closed after the main channel.
+    refused: Mutex<Vec<Arc<dyn Channel>>>,
+}
+
+#[derive(Debug)]
+struct Others {
+    listener: Listener,
+    /// Who came and has not said what it is.
+    unknown: Mutex<Vec<Candidate>>,
+}
+
+/// Accepts a main channel, for as long as `deadline`, and `lanes` lanes, within `lanes_timeout` of it.
+///
+/// # Errors
+/// Nobody came in time; too few lanes came; a lane has a number twice or one too high, or another uuid.
+pub fn gather(
+    listener: Listener,
+    lanes: usize,
+    deadline: Instant,
+    lanes_timeout: Duration,
+    cancel: &Cancel,
+) -> Result<Connections> {
+    let mut gathering = Gathering::new(lanes);
+    if let Err(error) = gather_into(&mut gathering, &listener, deadline, lanes_timeout, cancel) {
+        gathering.refuse(&listener);
+        return Err(error);
+    }
+    let Gathering { main, lanes, roster, candidates, refused } = gathering;
+    let main = main.expect("complete");
+    let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
+    // Of a single channel there are no others.
+    let others = listener.as_fd().is_some().then_some(());
+    let others = others.map(|()| Others { listener, unknown: Mutex::new(candidates) });
+    Ok(Connections { main, lanes, uuid: roster.uuid(), others, refused: Mutex::new(refused) })
+}
+
+fn gather_into(
+    gathering: &mut Gathering,
+    listener: &Listener,
+    deadline: Instant,
+    lanes_timeout: Duration,
+    cancel: &Cancel,
+) -> Result<()> {
+    let begun = Instant::now();
+    let mut lanes_deadline = None;
+    while !gathering.is_complete() {
+        let deadline = lanes_deadline.unwrap_or(deadline);
+        if Instant::now() >= deadline {
+            return Err(gathering.missing(listener, begun, lanes_timeout));
+        }
+        // A single channel is the main channel, and no other comes.
+        let single = listener.as_fd().is_none();
+        if single && gathering.main.is_some() {
+            return Err(gathering.missing(listener, begun, Duration::ZERO));
+        }
+        let ready = wait(listener, gathering.watched(), deadline, cancel)?;
+        if ready.listener {
+            match listener.accept(Instant::now(), cancel) {
+                Ok(channel) => gathering.accepted(Arc::from(channel), single, deadline)?,
+                Err(ChannelError::Timeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        gathering.sort(&ready)?;
+        if gathering.main.is_some() {
+            lanes_deadline = lanes_deadline.or(Some(deadline.min(Instant::now() + lanes_timeout)));
+        }
+    }
+    Ok(())
+}
+
+impl Connections {
+    /// A migration over one channel, without lanes.
+    pub fn single(main: Arc<dyn Channel>) -> Self {
+        Self { main, lanes: Vec::new(), uuid: None, others: None, refused: Mutex::default() }
+    }
+
+    /// A migration over channels that are connected already. Reads the first bytes of the lanes, which may be in any
+    /// order; each may take `timeout`.
+    ///
+    /// # Errors
+    /// A lane is silent, or has a number twice or one too high, or another uuid.
+    pub fn connected(main: Arc<dyn Channel>, lanes: &[Arc<dyn Channel>], timeout: Duration) -> Result<Self> {
+        let mut gathering = Gathering::new(lanes.len());
+        for lane in lanes {
+            gathering.read_lane(lane, timeout)?;
+        }
+        let lanes = gathering.lanes.into_iter().flatten().collect();
+        Ok(Self { main, lanes, uuid: gathering.roster.uuid(), others: None, refused: Mutex::default() })
+    }
+
+    /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has closed them, or
+    /// a second later. Dropped all at once they may make a QEMU hang.
+    pub fn refuse(&self) {
+        let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        refuse(&self.main, self.lanes.iter().chain(refused.iter()));
+    }
+
+    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened all. Who has
+    /// not said in time what it is, is dropped.
+    pub(crate) fn refuse_extra(&self, patience: Duration) -> Result<()> {
+        let Some(others) = &self.others else { return Ok(()) };
+        let mut unknown = others.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        let cancel = Cancel::new()?;
+        let deadline = Instant::now() + patience;
+        let mut left = EXTRA_MAX;
+        loop {
+            // The source has opened all, so who is not there by now does not come; only words are waited for.
+            let until = if unknown.is_empty() { Instant::now() } else { deadline };
+            let watched = unknown.iter().map(Candidate::watched);
+            let ready = wait(&others.listener, watched, until, &cancel)?;
+            if ready.listener && left > 0 {
+                left -= 1;
+                if let Ok(channel) = others.listener.accept(Instant::now(), &cancel) {
+                    self.extra(Arc::from(channel), &mut unknown)?;
+                    continue;
+                }
+            }
+            for mut candidate in std::mem::take(&mut *unknown) {
+                match if ready.has(&candidate.channel) { candidate.look()? } else { Seen::Unknown } {
+                    Seen::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
+                    Seen::Unknown => unknown.push(candidate),
+                    Seen::Main | Seen::Stranger => dropped(&candidate),
+                }
+            }
+            if unknown.is_empty() || left == 0 || Instant::now() >= deadline {
+                unknown.drain(..).for_each(|candidate| dropped(&candidate));
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes a connection that came when all were there.
+    fn extra(&self, channel: Arc<dyn Channel>, unknown: &mut Vec<Candidate>) -> Result<()> {
+        if can_wait(channel.as_ref()) {
+            unknown.push(Candidate::new(channel));
+            return Ok(());
+        }
+        match receive_init(channel.as_ref(), EXTRA_TIMEOUT) {
+            Ok(init) => Err(self.too_many(channel, &init)),
+            Err(error) => {
+                tracing::warn!(peer = channel.peer(), %error, "a connection that is no lane was dropped");
+                Ok(())
+            }
+        }
+    }
+
+    fn too_many(&self, channel: Arc<dyn Channel>, init: &Init) -> Error {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner).push(channel);
+        Error::LaneTooMany { id: init.id, expected: self.lanes.len() }
+    }
+}
+
+struct Gathering {
+    main: Option<Arc<dyn Channel>>,
+    lanes: Vec<Option<Arc<dyn Channel>>>,
+    roster: Roster,
+    /// Connections that have not said what they are, the oldest first.
+    candidates: Vec<Candidate>,
+    /// Lanes that were not admitted.
+    refused: Vec<Arc<dyn Channel>>,
+}
+
+#[derive(Debug)]
+struct Candidate {
+    channel: Arc<dyn Channel>,
+    /// What was read of its init packet; nothing before its magic was seen.
+    init: Vec<u8>,
+    /// Not looked at before.
+    next_look: Instant,
+}
+
+/// What a look at a candidate showed.
+enum Seen {
+    Main,
+    Lane(Init),
+    Stranger,
+    Unknown,
+}
+
+impl Gathering {
+    fn new(lanes: usize) -> Self {
+        let roster = Roster::new(lanes);
+        let lanes = (0..lanes).map(|_| None).collect();
+        Self { main: None, lanes, roster, candidates: Vec::new(), refused: Vec::new() }
+    }
+
+    /// Ends what came so far, and what is on its way.
+    fn refuse(mut self, listener: &Listener) {
+        // Whoever cancelled cancels this no more.
+        let (Some(main), Ok(cancel)) = (&self.main, Cancel::new()) else { return };
+        self.refused.extend(self.candidates.drain(..).map(|candidate| candidate.channel));
+        while listener.as_fd().is_some() && self.refused.len() < REFUSED_MAX {
+            let Ok(channel) = listener.accept(Instant::now(), &cancel) else { break };
+            self.refused.push(Arc::from(channel));
+        }
+        refuse(main, self.lanes.iter().flatten().chain(&self.refused));
+    }
+
+    fn is_complete(&self) -> bool {
+        self.main.is_some() && self.lanes.iter().all(Option::is_some)
+    }
+
+    /// What to say at the deadline.
+    fn missing(&self, listener: &Listener, begun: Instant, waited: Duration) -> Error {
+        if self.main.is_some() {
+            let (connected, expected) = (self.lanes.iter().flatten().count(), self.lanes.len());
+            return Error::LanesMissing { connected, expected, waited };
+        }
+        let peer = listener.local_address().to_string();
+        ChannelError::Timeout { op: "accept a main channel", peer, after: begun.elapsed() }.into()
+    }
+
+    /// The channels to wait for, with the time before which each is left alone.
+    fn watched(&self) -> impl Iterator<Item = (&Arc<dyn Channel>, Instant)> {
+        self.candidates.iter().map(Candidate::watched)
+    }
+
+    fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
+        if !single && can_wait(channel.as_ref()) {
+            if self.candidates.len() == self.lanes.len() + STRANGERS_MAX {
+                dropped(&self.candidates.remove(0));
+            }
+            self.candidates.push(Candidate::new(channel));
+            return Ok(());
+        }
+        if self.main.is_none() {
+            self.main = Some(channel);
+            return Ok(());
+        }
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        self.read_lane(&channel, left)
+    }
+
+    fn read_lane(&mut self, channel: &Arc<dyn Channel>, timeout: Duration) -> Result<()> {
+        let init = receive_init(channel.as_ref(), timeout)?;
+        channel.set_timeouts(None, None)?;
+        self.admit(channel, &init)
+    }
+
+    fn admit(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
+        if usize::from(init.id) >= self.lanes.len() {
+            self.refused.push(Arc::clone(channel));
+            return Err(Error::LaneTooMany { id: init.id, expected: self.lanes.len() });
+        }
+        let index = self.roster.admit(init).map_err(Error::protocol(channel.peer()))?;
+        self.lanes[index] = Some(Arc::clone(channel));
+        Ok(())
+    }
+
+    /// Looks at the candidates that have something to say.
+    fn sort(&mut self, ready: &Ready) -> Result<()> {
+        for mut candidate in std::mem::take(&mut self.candidates) {
+            if !ready.has(&candidate.channel) {
+                self.candidates.push(candidate);
+                continue;
+            }
+            match candidate.look()? {
+                Seen::Main if self.main.is_none() => self.main = Some(candidate.channel),
+                Seen::Lane(init) => self.admit(&candidate.channel, &init)?,
+                Seen::Main | Seen::Stranger => dropped(&candidate),
+                Seen::Unknown => self.candidates.push(candidate),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Candidate {
+    fn new(channel: Arc<dyn Channel>) -> Self {
+        Self { channel, init: Vec::new(), next_look: Instant::now() }
+    }
+
+    fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
+        (&self.channel, self.next_look)
+    }
+
+    /// Looks at what has come; does not wait, as the channel is ready.
+    fn look(&mut self) -> Result<Seen> {
+        if self.init.is_empty() {
+            let mut magic = [0; 4];
+            let peeked = self.channel.recv(&mut [IoBufMut::from(&mut magic)], RecvFlags::PEEK);
+            match (peeked, u32::from_be_bytes(magic)) {
+                (Ok(4), configuration::MAGIC) => return Ok(Seen::Main),
+                (Ok(4), multifd::MAGIC) => {}
+                (Ok(1..4), _) => {
+                    self.next_look = Instant::now() + LOOK_INTERVAL;
+                    return Ok(Seen::Unknown);
+                }
+                _ => return Ok(Seen::Stranger),
+            }
+        }
+        let (mut bytes, had) = ([0; INIT_BYTES], self.init.len());
+        match self.channel.recv(&mut [IoBufMut::from(&mut bytes[had..])], RecvFlags::empty()) {
+            Ok(0) | Err(_) => return Ok(Seen::Stranger),
+            Ok(received) => self.init.extend_from_slice(&bytes[had..had + received]),
+        }
+        match self.init.as_slice().try_into() {
+            Ok(init) => Ok(Seen::Lane(Init::decode(init).map_err(Error::protocol(self.channel.peer()))?)),
+            Err(_) => Ok(Seen::Unknown),
+        }
+    }
+}
+
+/// Whether it can be waited for beside others and looked into.
+fn can_wait(channel: &dyn Channel) -> bool {
+    channel.capabilities().contains(Capabilities::PEEK) && channel.as_fd().is_some()
+}
+
+fn dropped(candidate: &Candidate) {
+    tracing::warn!(peer = candidate.channel.peer(), "a connection that is no migration's was dropped");
+}
+
+fn receive_init(channel: &dyn Channel, timeout: Duration) -> Result<Init> {
+    let mut bytes = [0; INIT_BYTES];
+    channel.set_timeouts(Some(timeout), None)?;
+    channel.recv_exact(&mut [IoBufMut::from(&mut bytes[..])])?;
+    Init::decode(&bytes).map_err(Error::protocol(channel.peer()))
+}

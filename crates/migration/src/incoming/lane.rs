@@ -1,0 +1,145 @@
+//! One lane's thread: packets come in, pages go to the sink, SYNC waits for the barrier.
+
+use std::time::Instant;
+
+use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut};
+use towline_protocol::limits;
+use towline_protocol::multifd::{HEADER_BYTES, Method, Packet};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
+
+use super::refuse::{REFUSE_TIMEOUT, drain};
+use super::{Shared, ended};
+use crate::buffer::Buffer;
+use crate::compression::Decompressor;
+use crate::session::Released;
+use crate::statistics::Statistics;
+use crate::{Error, Pages, Result, Stream};
+
+/// Runs lane `index` until its connection ends or the migration does.
+pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
+    let _guard = shared.session.guard();
+    match Lane::new(index, channel, shared).and_then(|mut lane| lane.run()) {
+        Ok(()) => shared.session.leave(index),
+        Err(error) => {
+            shared.session.fail(Error::lane(index)(error));
+            drain(channel, Instant::now() + REFUSE_TIMEOUT);
+            shared.session.leave(index);
+        }
+    }
+}
+
+struct Lane<'a> {
+    index: usize,
+    channel: &'a dyn Channel,
+    shared: &'a Shared<'a>,
+    buffer: Buffer,
+    decompressor: Option<Decompressor>,
+    /// Pages came since the last barrier.
+    outstanding: bool,
+}
+
+impl<'a> Lane<'a> {
+    fn new(index: usize, channel: &'a dyn Channel, shared: &'a Shared<'a>) -> Result<Self> {
+        let buffer = Buffer::new(limits::PACKET_DATA_BYTES_MAX)?;
+        let decompressor = Decompressor::new(shared.compression)?;
+        Ok(Self { index, channel, shared, buffer, decompressor, outstanding: false })
+    }
+
+    fn run(&mut self) -> Result<()> {
+        let mut header = [0; HEADER_BYTES];
+        loop {
+            self.shared.session.check()?;
+            match self.channel.recv_exact(&mut [IoBufMut::from(&mut header[..])]) {
+                Ok(()) => {}
+                Err(ChannelError::Closed { got: 0, .. }) if !self.outstanding => return Ok(()),
+                Err(ChannelError::Closed { .. }) if self.shared.session.is_closed() => {
+                    return Err(Error::BehindBarrier);
+                }
+                Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
+                Err(error) => return Err(error.into()),
+            }
+            let packet = Packet::decode(&header, self.shared.blocks());
+            let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
+            if self.take(&packet)? == Released::Closed {
+                return Ok(());
+            }
+        }
+    }
+
+    fn take(&mut self, packet: &Packet) -> Result<Released> {
+        let statistics = self.shared.statistics;
+        statistics.count_lane(HEADER_BYTES);
+        Statistics::add(&statistics.multifd_bytes, packet.data_bytes.into());
+        self.check_method(packet)?;
+        if let Some(block) = packet.block {
+            self.outstanding = true;
+            self.contents(block, packet)?;
+            if !packet.zero.is_empty() {
+                Statistics::add(&statistics.duplicate, packet.zero.len() as u64);
+                self.shared.sink.zero(Stream::Lane(self.index), block, &packet.zero)?;
+            }
+        }
+        if packet.sync {
+            let released = self.shared.session.arrive()?;
+            self.outstanding = false;
+            return Ok(released);
+        }
+        Ok(Released::GoOn)
+    }
+
+    /// A packet without pages need not have a method: SYNC packets have none.
+    fn check_method(&self, packet: &Packet) -> Result<()> {
+        let (found, expected) = (packet.method, self.shared.compression.method());
+        if found == expected || (packet.block.is_none() && found == Method::None) {
+            return Ok(());
+        }
+        let error = PeerMisbehaved::Compression { found: found.name(), expected: expected.name() };
+        Err(Error::protocol(self.channel.peer())(error.into()))
+    }
+
+    /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the buffer.
+    fn contents(&mut self, block: BlockIndex, packet: &Packet) -> Result<()> {
+        let offsets = &packet.normal[..];
+        if offsets.is_empty() {
+            return Ok(());
+        }
+        let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
+        let length = offsets.len() * PAGE_SIZE as usize;
+        if self.decompressor.is_some() {
+            self.decompress(packet.data_bytes, offsets.len())?;
+            return sink.pages(stream, &Pages { block, offsets, contents: &[self.buffer.bytes(length)] });
+        }
+        let rooms: Option<Vec<_>> =
+            runs(offsets).map(|(offset, length)| sink.room(PageRef { block, offset }, length)).collect();
+        let pages = offsets.len() as u64;
+        if let Some(mut rooms) = rooms {
+            self.channel.recv_exact(&mut rooms)?;
+            self.shared.statistics.count_pages(pages, length as u64, rooms.len());
+            return sink.landed(stream, block, offsets);
+        }
+        self.channel.recv_exact(&mut [self.buffer.receive(length)])?;
+        self.shared.statistics.count_pages(pages, length as u64, 1);
+        sink.pages(stream, &Pages { block, offsets, contents: &[self.buffer.bytes(length)] })
+    }
+
+    /// Receives so many bytes, which give so many pages, into the buffer.
+    fn decompress(&mut self, data_bytes: u32, pages: usize) -> Result<()> {
+        let Some(decompressor) = &mut self.decompressor else { return Ok(()) };
+        let compressed = data_bytes as usize;
+        self.channel.recv_exact(&mut [decompressor.receive(compressed)])?;
+        let contents = self.buffer.bytes_mut(pages * PAGE_SIZE as usize);
+        decompressor
+            .decompress(compressed, contents)
+            .map_err(|error| Error::protocol(self.channel.peer())(error))?;
+        self.shared.statistics.count_pages(pages as u64, compressed as u64, 1);
+        Ok(())
+    }
+}
+
+/// Runs of consecutive pages: first offset and length in bytes.
+fn runs(offsets: &[u64]) -> impl Iterator<Item = (u64, u64)> + '_ {
+    offsets
+        .chunk_by(|first, second| first.checked_add(PAGE_SIZE) == Some(*second))
+        .map(|run| (run[0], run.len() as u64 * PAGE_SIZE))
+}

@@ -1,0 +1,342 @@
+//! The main channel's thread: sections, records, barriers, device state, and the word to the source.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_protocol::destination::{Destination, Event, ITEM_BYTES_MAX, SectionKind};
+use towline_protocol::device_state::{Collector, DeviceState};
+use towline_protocol::machine::BarrierForm;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::return_path::Message;
+use towline_protocol::section::Command;
+use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
+
+use super::connect::{Connections, EXTRA_TIMEOUT};
+use super::{Options, Shared, ended};
+use crate::guest::ReturnPathWriter;
+use crate::statistics::Statistics;
+use crate::{Error, Pages, Result, Stream};
+
+/// Bytes received ahead. Pages in it go on from where they lie.
+const BUFFER_BYTES: usize = 1 << 20;
+/// Pages handed on at once, so that a sink can write each batch with one vectored call (two buffers a page).
+const BATCH_PAGES_MAX: usize = 256;
+const PAGE: usize = PAGE_SIZE as usize;
+
+const _: () = assert!(BUFFER_BYTES > ITEM_BYTES_MAX + PAGE);
+
+/// The receiving side of a main channel.
+pub(super) struct MainChannel<'a> {
+    connections: &'a Connections,
+    shared: &'a Shared<'a>,
+    options: Options,
+    input: Input<'a>,
+    batch: Batch,
+    return_path: Option<ReturnPathWriter>,
+    /// The announced RAM in bytes.
+    total: u64,
+    /// Known from the first section's end on, if there are lanes.
+    barrier: Option<BarrierForm>,
+}
+
+/// What was received and not yet taken: `bytes[start..end]`.
+struct Input<'a> {
+    channel: &'a Arc<dyn Channel>,
+    bytes: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+/// Pages of one block and kind, to be handed on together.
+#[derive(Default)]
+struct Batch {
+    block: Option<BlockIndex>,
+    zero: bool,
+    offsets: Vec<u64>,
+    /// Where each page's content begins in the input, unless they are zero.
+    contents: Vec<usize>,
+}
+
+impl<'a> MainChannel<'a> {
+    pub(super) fn new(connections: &'a Connections, shared: &'a Shared<'a>, options: Options) -> Self {
+        Self {
+            connections,
+            shared,
+            options,
+            input: Input { channel: &connections.main, bytes: vec![0; BUFFER_BYTES], start: 0, end: 0 },
+            batch: Batch::default(),
+            return_path: None,
+            total: 0,
+            barrier: None,
+        }
+    }
+
+    /// Receives the stream to its end; returns its device state.
+    pub(super) fn receive(&mut self) -> Result<DeviceState> {
+        let tail = self.sections()?;
+        self.device_state(tail)
+    }
+
+    /// The lanes have ended as well: commits the guest and tells the source.
+    pub(super) fn deliver(&mut self, state: DeviceState) -> Result<()> {
+        self.shared.session.check()?;
+        // A connection that was still on its way at the stream's beginning is here by now.
+        self.connections.refuse_extra(Duration::ZERO)?;
+        self.shared.sink.device_state(state)?;
+        self.shared.sink.commit()?;
+        self.shared.session.finish()?;
+        self.shared.sink.publish()?;
+        match &self.return_path {
+            Some(writer) => writer.send(&Message::Shut(0)),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes everything up to the device state; returns its first bytes.
+    fn sections(&mut self) -> Result<Collector> {
+        let mut state = Destination::default();
+        loop {
+            let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
+            let peer = self.input.channel.peer();
+            let (next, event) = state.handle(&mut reader).map_err(Error::protocol(peer))?;
+            state = next;
+            let taken = reader.position();
+            let Some(event) = event else {
+                self.input.start += taken;
+                self.hand_on()?;
+                self.receive_more(state.awaits())?;
+                continue;
+            };
+            match event {
+                Event::Page(page) => {
+                    self.input.start += taken;
+                    self.page(page)?;
+                }
+                Event::ZeroPage(page) => {
+                    self.input.start += taken;
+                    self.batch(page, None)?;
+                }
+                Event::Xbzrle { page, data } => {
+                    let data = data.to_vec();
+                    self.input.start += taken;
+                    self.hand_on()?;
+                    self.xbzrle(page, &data)?;
+                }
+                Event::DeviceState => {
+                    self.input.start += taken;
+                    return self.begin_device_state();
+                }
+                event => {
+                    let event = owned(event);
+                    self.input.start += taken;
+                    self.hand_on()?;
+                    self.apply(&event, &state)?;
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, event: &Event<'static>, state: &Destination) -> Result<()> {
+        let sink = self.shared.sink;
+        match event {
+            Event::Configuration(configuration) => sink.configuration(configuration),
+            Event::Command(command) => self.command(command),
+            Event::Total(total) => {
+                self.total = *total;
+                self.shared.statistics.set_total(*total);
+                if *total == 0 { self.blocks(&[]) } else { Ok(()) }
+            }
+            Event::Block(_) if state.blocks().iter().map(|block| block.length).sum::<u64>() == self.total => {
+                self.blocks(state.blocks())
+            }
+            Event::SectionStart(section) => {
+                if self.options.require_return_path && self.return_path.is_none() {
+                    let error = PeerIncompatible::NoReturnPath;
+                    return Err(Error::protocol(self.input.channel.peer())(error.into()));
+                }
+                sink.section_start(*section)
+            }
+            Event::Flush => {
+                // The one in START ends no pass.
+                if self.barrier.replace(BarrierForm::FlushRecord).is_some() {
+                    Statistics::add(&self.shared.statistics.dirty_sync_count, 1);
+                }
+                self.lead()
+            }
+            Event::SectionEnd(section) => self.section_end(section.kind),
+            // An entry of the list before its last; and what `sections` has taken.
+            Event::Block(_)
+            | Event::Page(_)
+            | Event::ZeroPage(_)
+            | Event::Xbzrle { .. }
+            | Event::DeviceState => Ok(()),
+        }
+    }
+
+    /// The list is complete. Lanes know it, and so may name pages, only when the sink has taken it.
+    fn blocks(&mut self, blocks: &[RamBlock]) -> Result<()> {
+        self.shared.sink.blocks(blocks)?;
+        self.shared.blocks.get_or_init(|| blocks.to_vec());
+        Ok(())
+    }
+
+    fn section_end(&mut self, kind: SectionKind) -> Result<()> {
+        if kind == SectionKind::Start {
+            self.connections.refuse_extra(EXTRA_TIMEOUT)?;
+        }
+        if !self.connections.lanes.is_empty() {
+            // A source that sends FLUSH records sends one in its first section; one that sends none there means the end
+            // of each section.
+            if *self.barrier.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection {
+                self.lead()?;
+            }
+        }
+        self.shared.sink.section_end(kind)
+    }
+
+    fn lead(&mut self) -> Result<()> {
+        self.shared.session.lead(self.connections.lanes.len(), || self.shared.sink.barrier())
+    }
+
+    fn command(&mut self, command: &Command) -> Result<()> {
+        match command {
+            Command::OpenReturnPath => {
+                let writer = ReturnPathWriter::new(Arc::clone(self.input.channel));
+                self.shared.sink.return_path(writer.clone());
+                self.return_path = Some(writer);
+                Ok(())
+            }
+            Command::Ping(value) => match &self.return_path {
+                Some(writer) => writer.send(&Message::Pong(*value)),
+                None => Ok(()),
+            },
+            Command::SwitchoverStart | Command::Other { .. } => Ok(()),
+        }
+    }
+
+    fn page(&mut self, page: PageRef) -> Result<()> {
+        if self.input.end - self.input.start < PAGE {
+            self.hand_on()?;
+            while self.input.end - self.input.start < PAGE {
+                self.receive_more("the rest of a page")?;
+            }
+        }
+        self.batch(page, Some(self.input.start))?;
+        self.input.start += PAGE;
+        Ok(())
+    }
+
+    /// Puts a page into the batch; the batch is handed on first if the page does not belong to it.
+    fn batch(&mut self, page: PageRef, content: Option<usize>) -> Result<()> {
+        let fits = self.batch.block == Some(page.block) && self.batch.zero == content.is_none();
+        if !fits || self.batch.offsets.len() == BATCH_PAGES_MAX {
+            self.hand_on()?;
+            (self.batch.block, self.batch.zero) = (Some(page.block), content.is_none());
+        }
+        self.batch.offsets.push(page.offset);
+        self.batch.contents.extend(content);
+        Ok(())
+    }
+
+    fn hand_on(&mut self) -> Result<()> {
+        let (Some(block), offsets) = (self.batch.block.take(), &self.batch.offsets) else { return Ok(()) };
+        let pages = offsets.len() as u64;
+        if self.batch.zero {
+            Statistics::add(&self.shared.statistics.duplicate, pages);
+            self.shared.sink.zero(Stream::Main, block, offsets)?;
+        } else {
+            let bytes = &self.input.bytes;
+            let contents: Vec<&[u8]> =
+                self.batch.contents.iter().map(|&start| &bytes[start..start + PAGE]).collect();
+            Statistics::add(&self.shared.statistics.normal, pages);
+            Statistics::add(&self.shared.statistics.normal_bytes, pages * PAGE_SIZE);
+            self.shared.sink.pages(Stream::Main, &Pages { block, offsets, contents: &contents })?;
+        }
+        self.batch.offsets.clear();
+        self.batch.contents.clear();
+        Ok(())
+    }
+
+    fn xbzrle(&mut self, page: PageRef, data: &[u8]) -> Result<()> {
+        let mut content = [0; PAGE];
+        self.shared.sink.current(page, &mut content)?;
+        xbzrle::decode(data, &mut content).map_err(Error::protocol(self.input.channel.peer()))?;
+        Statistics::add(&self.shared.statistics.normal, 1);
+        Statistics::add(&self.shared.statistics.normal_bytes, PAGE_SIZE);
+        let (offsets, contents) = ([page.offset], [&content[..]]);
+        self.shared
+            .sink
+            .pages(Stream::Main, &Pages { block: page.block, offsets: &offsets, contents: &contents })
+    }
+
+    fn receive_more(&mut self, awaiting: &'static str) -> Result<()> {
+        let received = self.input.receive()?;
+        if received == 0 {
+            return Err(ended(self.input.channel.as_ref(), awaiting));
+        }
+        Statistics::add(&self.shared.statistics.transferred, received as u64);
+        Statistics::add(&self.shared.statistics.plain_calls, 1);
+        Ok(())
+    }
+
+    fn begin_device_state(&mut self) -> Result<Collector> {
+        self.hand_on()?;
+        let mut collector = Collector::default();
+        self.collect(&mut collector)?;
+        Ok(collector)
+    }
+
+    fn collect(&mut self, collector: &mut Collector) -> Result<()> {
+        let bytes = &self.input.bytes[self.input.start..self.input.end];
+        collector.push(bytes).map_err(Error::protocol(self.input.channel.peer()))?;
+        self.input.start = self.input.end;
+        Ok(())
+    }
+
+    fn device_state(&mut self, mut collector: Collector) -> Result<DeviceState> {
+        loop {
+            let state = collector.complete().map_err(Error::protocol(self.input.channel.peer()))?;
+            if let Some(state) = state {
+                return Ok(state);
+            }
+            self.receive_more(
+                "the device state's end (its description; suppress-vmdesc must be off at the source)",
+            )?;
+            self.collect(&mut collector)?;
+        }
+    }
+}
+
+/// Makes an event independent of the input it was read from.
+fn owned(event: Event<'_>) -> Event<'static> {
+    match event {
+        Event::Configuration(configuration) => Event::Configuration(configuration),
+        Event::Command(command) => Event::Command(command),
+        Event::SectionStart(section) => Event::SectionStart(section),
+        Event::Total(total) => Event::Total(total),
+        Event::Block(block) => Event::Block(block),
+        Event::Page(page) => Event::Page(page),
+        Event::ZeroPage(page) => Event::ZeroPage(page),
+        Event::Xbzrle { page, .. } => Event::Xbzrle { page, data: &[] },
+        Event::Flush => Event::Flush,
+        Event::SectionEnd(section) => Event::SectionEnd(section),
+        Event::DeviceState => Event::DeviceState,
+    }
+}
+
+impl Input<'_> {
+    /// Receives more; 0 at the stream's end. Moves what is left, always less than an item, to the front first.
+    fn receive(&mut self) -> Result<usize> {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.bytes.len() - self.end < self.bytes.len() / 2 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let room = &mut self.bytes[self.end..];
+        let received = self.channel.recv(&mut [IoBufMut::from(room)], RecvFlags::empty())?;
+        self.end += received;
+        Ok(received)
+    }
+}

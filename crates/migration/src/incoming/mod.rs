@@ -1,0 +1,155 @@
+//! The receiving end: a guest comes over channels into a [`Sink`].
+//!
+//! ```text
+//!   main channel ─► main_channel::MainChannel ──┐ (the caller's thread)
+//!   lane i ───────► lane::Lane ─────────────────┼─► Sink        barrier: every lane waits until the main channel leads
+//!                                               └─► return path ─► source: PONG, at the end SHUT 0
+//! ```
+//!
+//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device state and is
+//! asked to commit. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its guest, and any
+//! error here ends the connections, which makes the source go on.
+
+mod connect;
+mod lane;
+mod main_channel;
+mod refuse;
+mod wait;
+
+use std::net::Shutdown;
+use std::sync::{Arc, OnceLock};
+use std::thread;
+
+use towline_channel::{Capabilities, Channel, Error as ChannelError};
+use towline_protocol::RamBlock;
+use towline_protocol::multifd::INIT_BYTES;
+
+pub use connect::{Connections, gather};
+
+use crate::{Compression, Error, Result, Session, Sink, Statistics};
+use main_channel::MainChannel;
+use refuse::REFUSE_TIMEOUT;
+
+/// How to receive.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Refuse a stream without a return path: its source would not hear of a failure here, and end its guest.
+    pub require_return_path: bool,
+    /// How the lanes' pages are compressed; the level does not matter here.
+    pub compression: Compression,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { require_return_path: true, compression: Compression::None }
+    }
+}
+
+/// A migration that comes in.
+#[derive(Debug)]
+pub struct Incoming {
+    session: Arc<Session>,
+    statistics: Arc<Statistics>,
+    options: Options,
+}
+
+/// What the threads of one incoming migration share.
+struct Shared<'a> {
+    session: &'a Session,
+    statistics: &'a Statistics,
+    sink: &'a dyn Sink,
+    compression: Compression,
+    blocks: OnceLock<Vec<RamBlock>>,
+}
+
+impl Shared<'_> {
+    /// The block list; empty until the main channel has it.
+    fn blocks(&self) -> &[RamBlock] {
+        self.blocks.get().map_or(&[], Vec::as_slice)
+    }
+}
+
+impl Incoming {
+    /// A migration whose threads are tied together by `session` and counted in `statistics`.
+    pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {
+        Self { session, statistics, options }
+    }
+
+    /// Receives the guest into `sink`; returns when it is safe there and the source was told so.
+    ///
+    /// # Errors
+    /// The first error of any thread. The source was not told that the guest is safe, so it keeps it, even where
+    /// [`Sink::commit`] had returned: a guest that came must not be started then.
+    pub fn run(&self, connections: &Connections, sink: &dyn Sink) -> Result<()> {
+        let _guard = self.session.guard();
+        check_lanes(&connections.lanes)?;
+        let shared = Shared {
+            session: &self.session,
+            statistics: &self.statistics,
+            sink,
+            compression: self.options.compression,
+            blocks: OnceLock::new(),
+        };
+        self.session.watch(&connections.main);
+        for lane in &connections.lanes {
+            self.session.watch_lane(lane);
+        }
+        self.statistics.count_lane(INIT_BYTES * connections.lanes.len());
+        let mut main = MainChannel::new(connections, &shared, self.options);
+        // Every lane has ended before the guest is committed: nothing changes it any more.
+        let received = thread::scope(|scope| {
+            let _guard = self.session.guard();
+            for (index, channel) in connections.lanes.iter().enumerate() {
+                let shared = &shared;
+                scope.spawn(move || lane::run(index, channel.as_ref(), shared));
+            }
+            let received = main.receive();
+            match received {
+                Ok(_) => self.session.close(),
+                Err(error) => {
+                    self.session.fail(error);
+                    self.session.see_out(REFUSE_TIMEOUT);
+                    return Err(Error::Cancelled);
+                }
+            }
+            end_lanes(&connections.lanes);
+            received
+        });
+        match received.and_then(|state| main.deliver(state)) {
+            Ok(()) => {
+                self.session.succeed();
+                Ok(())
+            }
+            Err(error) => {
+                let error = self.session.end(error);
+                connections.refuse();
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A lane that cannot be shut down could not be ended, neither by an error nor by the end of the stream.
+fn check_lanes(lanes: &[Arc<dyn Channel>]) -> Result<()> {
+    match lanes.iter().find(|lane| !lane.capabilities().contains(Capabilities::SHUTDOWN)) {
+        None => Ok(()),
+        Some(lane) => {
+            let peer = lane.peer().to_owned();
+            Err(ChannelError::Unsupported { peer, what: "lanes; use sockets for them" }.into())
+        }
+    }
+}
+
+/// Wakes lanes that wait for more: nothing more comes.
+fn end_lanes(lanes: &[Arc<dyn Channel>]) {
+    for lane in lanes {
+        if let Err(error) = lane.shutdown(Shutdown::Read) {
+            tracing::debug!(peer = lane.peer(), %error, "shutdown");
+        }
+    }
+}
+
+/// How a stream that ends too early is told.
+fn ended(channel: &dyn Channel, awaiting: &'static str) -> Error {
+    Error::Ended { peer: channel.peer().to_owned(), awaiting }
+}

@@ -1,0 +1,43 @@
+//! Ending a migration that is not taken, in an order that its source survives.
+//!
+//! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait for ever
+//! (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not say so). At the last barrier it
+//! holds its big lock meanwhile: its guest stands still and its monitor is silent. So its main channel is shut down, which
+//! makes it give up by itself, and its lanes are taken from until it closes them.
+
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Channel, IoBufMut, RecvFlags};
+
+/// How long a source may take to close its lanes once its main channel is shut down.
+pub(super) const REFUSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Bytes taken at once.
+const BYTES: usize = 64 << 10;
+
+/// Shuts the main channel down and takes what comes on the lanes until they end.
+pub(super) fn refuse<'a>(main: &Arc<dyn Channel>, lanes: impl Iterator<Item = &'a Arc<dyn Channel>>) {
+    if let Err(error) = main.shutdown(Shutdown::Both) {
+        tracing::debug!(peer = main.peer(), %error, "shutdown");
+    }
+    let deadline = Instant::now() + REFUSE_TIMEOUT;
+    for lane in lanes {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() || lane.set_timeouts(Some(left), None).is_err() {
+            return;
+        }
+        drain(lane.as_ref(), deadline);
+    }
+}
+
+/// Takes what comes until the channel ends, the deadline, or a time-out of its own.
+pub(super) fn drain(channel: &dyn Channel, deadline: Instant) {
+    let mut bytes = vec![0; BYTES];
+    while Instant::now() < deadline {
+        match channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty()) {
+            Ok(1..) => {}
+            Ok(0) | Err(_) => return,
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Waiting for a listener and for connections that have not said what they are: `poll(2)` in one place.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use towline_channel::{Cancel, Channel, Error as ChannelError, Listener};
+
+use crate::Result;
+
+/// What is worth a call.
+#[derive(Default)]
+pub(super) struct Ready {
+    /// Somebody may have connected.
+    pub(super) listener: bool,
+    /// These have bytes, or have ended.
+    pub(super) channels: Vec<Arc<dyn Channel>>,
+}
+
+impl Ready {
+    pub(super) fn has(&self, channel: &Arc<dyn Channel>) -> bool {
+        self.channels.iter().any(|ready| Arc::ptr_eq(ready, channel))
+    }
+}
+
+/// Waits until something is ready, the earliest time before which a channel is left alone, or the deadline.
+///
+/// # Errors
+/// It was cancelled, or the kernel refuses.
+pub(super) fn wait<'a>(
+    listener: &Listener,
+    channels: impl Iterator<Item = (&'a Arc<dyn Channel>, Instant)>,
+    deadline: Instant,
+    cancel: &Cancel,
+) -> Result<Ready> {
+    cancel.check()?;
+    let Some(listener) = listener.as_fd() else {
+        return Ok(Ready { listener: true, channels: Vec::new() });
+    };
+    let now = Instant::now();
+    let mut until = deadline;
+    let mut watched = Vec::new();
+    for (channel, next_look) in channels {
+        match channel.as_fd() {
+            Some(fd) if next_look <= now => watched.push((channel, fd)),
+            _ => until = until.min(next_look),
+        }
+    }
+    let mut fds = vec![PollFd::new(cancel, PollFlags::IN), PollFd::from_borrowed_fd(listener, PollFlags::IN)];
+    fds.extend(watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
+    let left = until.saturating_duration_since(now);
+    let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 });
+    match poll(&mut fds, Some(&timeout)) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return Ok(Ready::default()),
+        Err(errno) => {
+            let peer = "new connections".to_owned();
+            return Err(ChannelError::Io { op: "poll", peer, source: errno.into() }.into());
+        }
+    }
+    cancel.check()?;
+    let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+    let channels = watched.iter().zip(&fds[2..]).filter(|(_, fd)| is_ready(fd));
+    let channels = channels.map(|((channel, _), _)| Arc::clone(channel)).collect();
+    Ok(Ready { listener: is_ready(&fds[1]), channels })
+}

@@ -1,0 +1,48 @@
+//! The engine that moves guests: it binds `towline_protocol` (bytes, no system calls) to `towline_channel` (system calls,
+//! no protocol) and to a guest.
+//!
+//! ```text
+//!                       Guest  ──►  outgoing::Outgoing ──► channels ──► incoming::Incoming  ──►  Sink
+//!   (an image, live memory, …)      1 thread a lane                     1 thread a lane          (an image, memory, a relay …)
+//!                                   + the caller's                      + the caller's
+//! ```
+//!
+//! - [`Guest`] and [`Sink`] are what the engine needs of whoever has or takes the guest; this crate supplies [`LiveMemory`]
+//!   (a VMM's memory with its guest running in it), [`Memory`] (our own or shared memory, either end) and [`Relay`] (a sink
+//!   that sends on, so that two QEMUs meet).
+//! - [`DirtyTracker`] says what a live guest writes: the kernel's write protection, or KVM's dirty log.
+//! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
+//! - [`Compression`] is of lanes only, and has the one copy that there is.
+//! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
+//!
+//! What it is not: it knows nothing of files, QMP or devices, and starts no QEMU. It never copies a page in userspace on
+//! its way into a socket or file, unless it is compressed. Limits: precopy; one target page size (4 KiB).
+
+mod buffer;
+mod compression;
+mod dirty;
+mod error;
+mod guest;
+pub mod incoming;
+mod live;
+pub mod memory;
+pub mod outgoing;
+mod relay;
+mod session;
+mod statistics;
+mod sys;
+pub mod tracker;
+
+pub use compression::Compression;
+pub use dirty::DirtyMap;
+pub use error::{Error, Result};
+pub use guest::{Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink, Stream};
+pub use incoming::Incoming;
+pub use live::{LiveBlock, LiveMemory};
+pub use memory::{Memory, MemoryError};
+pub use outgoing::Outgoing;
+pub use relay::Relay;
+pub use session::Session;
+pub use statistics::{Snapshot, Statistics};
+pub use sys::{Region, Span};
+pub use tracker::{DirtyTracker, TrackerError};

@@ -1,0 +1,203 @@
+//! A running guest's memory that somebody else has mapped: the source of a VMM's migration.
+//!
+//! ```text
+//!   VMM: maps memory, runs vCPUs in it ──► Span ──┐
+//!        its hooks stop and start them ───────────┼─► LiveMemory ──► Outgoing
+//!   DirtyTracker: what they write ────────────────┘
+//! ```
+//!
+//! The memory is only read, and never as a slice: it may change at any time until `stop` has returned. For the other end,
+//! and for memory that only this process writes by [`crate::Memory::write`], there is [`crate::Memory`].
+//!
+//! Limits: pages of 4 KiB; the mapping stays as it is while a migration runs. What the tracker cannot see is told by
+//! [`LiveMemory::mark_dirty`]. Shared memory that nobody touched is made by being read.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+
+use towline_channel::IoBuf;
+use towline_protocol::configuration::Configuration;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{PageRef, RamBlock, limits};
+
+use crate::dirty::DirtyMap;
+use crate::sys::Span;
+use crate::tracker::DirtyTracker;
+use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
+
+/// Most pages looked at for one extent: those of a unit that is sent.
+const EXTENT_PAGES_MAX: u64 = 512;
+
+/// A block of a live guest.
+#[derive(Debug, Clone, Copy)]
+pub struct LiveBlock<'a> {
+    /// Its name on the wire, as QEMU's idstr (`pc.ram`).
+    pub name: &'a str,
+    /// Where its memory is: whole pages.
+    pub span: Span<'a>,
+}
+
+/// Work of the embedder's.
+type Hook<'a> = Box<dyn Fn() -> Result<()> + Send + Sync + 'a>;
+
+/// See the module's picture.
+pub struct LiveMemory<'a> {
+    configuration: Configuration,
+    blocks: Vec<RamBlock>,
+    spans: Vec<Span<'a>>,
+    tracker: Box<dyn DirtyTracker + 'a>,
+    /// Pages that nobody has touched, as the tracker said when it began.
+    untouched: DirtyMap,
+    /// Written behind the tracker's back.
+    marked: DirtyMap,
+    device_state: Mutex<Option<Vec<u8>>>,
+    on_stop: Option<Hook<'a>>,
+    on_start: Option<Hook<'a>>,
+}
+
+impl<'a> LiveMemory<'a> {
+    /// A guest with these blocks, in this order, whose writes `tracker` knows.
+    ///
+    /// # Errors
+    /// A block has a length, a place or a name that cannot be.
+    pub fn new(
+        configuration: Configuration,
+        blocks: &[LiveBlock<'a>],
+        tracker: impl DirtyTracker + 'a,
+    ) -> Result<Self, MemoryError> {
+        let mut names = BTreeSet::new();
+        for LiveBlock { name, span } in blocks {
+            let (block, found) = ((*name).to_owned(), span.length() as u64);
+            if !names.insert(*name) || names.len() > limits::BLOCKS_MAX || name.len() > limits::NAME_BYTES_MAX
+            {
+                return Err(MemoryError::Name { block });
+            }
+            if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
+                return Err(MemoryError::Length { block, found });
+            }
+            if !(span.address() as u64).is_multiple_of(PAGE_SIZE) {
+                return Err(MemoryError::Alignment { block, found: span.address() });
+            }
+        }
+        let ram_block = |block: &LiveBlock<'_>| RamBlock {
+            name: block.name.into(),
+            length: block.span.length() as u64,
+            mapped: None,
+        };
+        let spans = blocks.iter().map(|block| block.span).collect();
+        let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
+        Ok(Self {
+            configuration,
+            untouched: DirtyMap::new(&blocks),
+            marked: DirtyMap::new(&blocks),
+            blocks,
+            spans,
+            tracker: Box::new(tracker),
+            device_state: Mutex::default(),
+            on_stop: None,
+            on_start: None,
+        })
+    }
+
+    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails then. When
+    /// `stop` has returned, nothing is written any more, also not by devices.
+    #[must_use]
+    pub fn with_hooks(
+        mut self,
+        stop: impl Fn() -> Result<()> + Send + Sync + 'a,
+        start: impl Fn() -> Result<()> + Send + Sync + 'a,
+    ) -> Self {
+        self.on_stop = Some(Box::new(stop));
+        self.on_start = Some(Box::new(start));
+        self
+    }
+
+    /// Sets the device state that goes with the memory ([`towline_protocol::device_state::DeviceState::bytes`]); at the
+    /// latest when `stop` returns.
+    pub fn set_device_state(&self, bytes: Vec<u8>) {
+        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(bytes);
+    }
+
+    /// Says that `length` bytes from `at` on were written (or discarded) in a way that the tracker does not see: by a
+    /// device, by another process, through another mapping. To be called after the write.
+    ///
+    /// # Panics
+    /// If it is not within the block.
+    pub fn mark_dirty(&self, at: PageRef, length: u64) {
+        self.marked.mark(at, length);
+    }
+
+    fn span(&self, page: PageRef) -> &Span<'a> {
+        &self.spans[page.block.index()]
+    }
+}
+
+impl Guest for LiveMemory<'_> {
+    fn configuration(&self) -> &Configuration {
+        &self.configuration
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    fn start_tracking(&self) -> Result<()> {
+        self.untouched.harvest(&mut |_, _| {});
+        self.tracker.start(&self.spans, &mut |page, length| self.untouched.mark(page, length))?;
+        Ok(())
+    }
+
+    fn stop_tracking(&self) -> Result<()> {
+        // Nothing is known of a page that nobody watches.
+        self.untouched.harvest(&mut |_, _| {});
+        Ok(self.tracker.stop(&self.spans)?)
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        let (pages, is_untouched) = self.untouched.alike(page, EXTENT_PAGES_MAX);
+        Extent { pages, kind: if is_untouched { ExtentKind::Zero } else { ExtentKind::Unknown } }
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        let length = usize::try_from(length).expect("within a block that is mapped here");
+        self.span(page).io_buf(address(page), length)
+    }
+
+    fn is_zero(&self, page: PageRef) -> bool {
+        self.span(page).is_zero(address(page), PAGE_SIZE as usize)
+    }
+
+    fn harvest_dirty(&self, report: &mut dyn FnMut(PageRef, u64)) -> Result<()> {
+        let mut report = |page, length| {
+            self.untouched.unmark(page, length);
+            report(page, length);
+        };
+        self.marked.harvest(&mut report);
+        Ok(self.tracker.harvest(&self.spans, &mut report)?)
+    }
+
+    fn stop(&self) -> Result<()> {
+        self.on_stop.as_ref().map_or(Ok(()), |stop| stop())
+    }
+
+    fn start(&self) -> Result<()> {
+        self.on_start.as_ref().map_or(Ok(()), |start| start())
+    }
+
+    fn device_state(&self) -> Result<Vec<u8>> {
+        let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        state.ok_or_else(|| MemoryError::NoDeviceState.into())
+    }
+}
+
+impl fmt::Debug for LiveMemory<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LiveMemory").field("blocks", &self.blocks).finish_non_exhaustive()
+    }
+}
+
+/// An offset that was checked against a block, whose length fits.
+fn address(page: PageRef) -> usize {
+    usize::try_from(page.offset).expect("within a block that is mapped here")
+}

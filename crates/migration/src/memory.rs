@@ -1,0 +1,274 @@
+//! A guest's memory that is ours, or mapped from whose it is: either end of a migration.
+//!
+//! ```text
+//!   vCPUs, writers ──► write() + mark_dirty() ──► Memory ──► Outgoing      extents · zero pages · dirty runs
+//!                                                 Memory ◄── Incoming      straight into place, populated ahead
+//! ```
+//!
+//! Each block is anonymous memory or a shared mapping of a file or memfd, which others write through mappings of their
+//! own. Of anonymous memory it is known which pages were never touched, so these are neither looked at nor sent, and not
+//! touched where zero pages arrive. What is written during a migration has to be marked ([`Memory::mark_dirty`];
+//! [`Memory::write`] does it), since nothing watches the memory itself.
+//!
+//! What it is not: it runs no guest, and its device state is opaque bytes. Limits: pages of 4 KiB; a block's file must
+//! not be cut while it is mapped.
+
+mod error;
+mod guest;
+mod populate;
+mod sink;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{PageRef, RamBlock, limits};
+
+pub use error::MemoryError;
+pub use populate::Populated;
+
+use crate::dirty::DirtyMap;
+use crate::guest::RAM_SECTION_ID;
+use crate::sys::{Region, Span};
+
+/// A block to be mapped.
+#[derive(Debug, Clone, Copy)]
+pub struct Block<'a> {
+    /// QEMU's idstr, e.g. `pc.ram`.
+    pub name: &'a str,
+    /// Bytes, a multiple of 4096.
+    pub length: u64,
+    /// Where its memory is.
+    pub backing: Backing<'a>,
+}
+
+/// Where a block's memory is.
+#[derive(Debug, Clone, Copy)]
+pub enum Backing<'a> {
+    /// Nowhere else: private memory of this process, zero at first.
+    Anonymous,
+    /// In a file or memfd, shared. The descriptor may be closed afterwards.
+    Shared {
+        /// The file, open for reading and writing.
+        file: BorrowedFd<'a>,
+        /// Where the block begins in it, in bytes, a multiple of 4096.
+        offset: u64,
+    },
+}
+
+/// See the module's picture.
+pub struct Memory {
+    configuration: OnceLock<Configuration>,
+    ram: OnceLock<Ram>,
+    /// If built to adopt: the most bytes that may be allocated.
+    limit: Option<u64>,
+    section_id: AtomicU32,
+    given_state: Mutex<Option<Vec<u8>>>,
+    received_state: Mutex<Option<DeviceState>>,
+    is_committed: AtomicBool,
+    on_stop: Option<Hook>,
+    on_start: Option<Hook>,
+}
+
+/// Work of the embedder's.
+type Hook = Box<dyn Fn() -> crate::Result<()> + Send + Sync>;
+
+/// The blocks, once they are known.
+struct Ram {
+    blocks: Vec<RamBlock>,
+    places: Vec<Place>,
+    dirty: DirtyMap,
+    /// Pages that may hold something; those of shared blocks all may, whatever stands here.
+    touched: DirtyMap,
+}
+
+struct Place {
+    region: Region,
+    /// Nobody but us writes here, so `touched` says the truth.
+    is_ours: bool,
+}
+
+impl Memory {
+    /// A guest with these blocks, in this order. As a sink it takes only a guest with the same machine type and blocks.
+    ///
+    /// # Errors
+    /// A block has a length, a name or a file that cannot be; the kernel gives no memory.
+    pub fn new(configuration: Configuration, blocks: &[Block<'_>]) -> Result<Self, MemoryError> {
+        let memory = Self::empty(None);
+        memory.configuration.get_or_init(|| configuration);
+        let ram = Ram::map(blocks)?;
+        memory.ram.get_or_init(|| ram);
+        Ok(memory)
+    }
+
+    /// A sink that takes any guest of at most `limit` bytes and allocates anonymous memory for it when it comes.
+    pub fn adopting(limit: u64) -> Self {
+        Self::empty(Some(limit))
+    }
+
+    /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails then. When
+    /// `stop` has returned, nothing is written any more.
+    #[must_use]
+    pub fn with_hooks(
+        mut self,
+        stop: impl Fn() -> crate::Result<()> + Send + Sync + 'static,
+        start: impl Fn() -> crate::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        self.on_stop = Some(Box::new(stop));
+        self.on_start = Some(Box::new(start));
+        self
+    }
+
+    /// Sets the device state that goes with the memory ([`DeviceState::bytes`]); at the latest when `stop` returns.
+    pub fn set_device_state(&self, bytes: Vec<u8>) {
+        *lock(&self.given_state) = Some(bytes);
+    }
+
+    /// The device state that came; `None` before it did, and once it was taken.
+    pub fn take_device_state(&self) -> Option<DeviceState> {
+        lock(&self.received_state).take()
+    }
+
+    /// Whether a guest came completely. Whether its source knows is the result of [`crate::Incoming::run`].
+    pub fn is_committed(&self) -> bool {
+        self.is_committed.load(Ordering::Acquire)
+    }
+
+    /// The blocks; none before a guest was adopted.
+    pub fn blocks(&self) -> &[RamBlock] {
+        self.ram.get().map_or(&[], |ram| &ram.blocks)
+    }
+
+    /// Copies memory of one block in and marks it dirty.
+    ///
+    /// # Panics
+    /// If it is not within the block.
+    pub fn write(&self, at: PageRef, bytes: &[u8]) {
+        let ram = self.ram();
+        ram.touched.mark(at, bytes.len() as u64);
+        ram.span(at).write(address(at), bytes);
+        ram.dirty.mark(at, bytes.len() as u64);
+    }
+
+    /// Copies memory of one block out. What is written meanwhile may be there in part.
+    ///
+    /// # Panics
+    /// If it is not within the block.
+    pub fn read(&self, at: PageRef, bytes: &mut [u8]) {
+        self.ram().span(at).read(address(at), bytes);
+    }
+
+    /// Says that somebody wrote `length` bytes from `at` on, by other means than [`Self::write`]: it is sent (again). To
+    /// be called after the write.
+    ///
+    /// # Panics
+    /// If it is not within the block.
+    pub fn mark_dirty(&self, at: PageRef, length: u64) {
+        let ram = self.ram();
+        ram.touched.mark(at, length);
+        ram.dirty.mark(at, length);
+    }
+
+    fn empty(limit: Option<u64>) -> Self {
+        Self {
+            configuration: OnceLock::new(),
+            ram: OnceLock::new(),
+            limit,
+            section_id: AtomicU32::new(RAM_SECTION_ID),
+            given_state: Mutex::default(),
+            received_state: Mutex::default(),
+            is_committed: AtomicBool::new(false),
+            on_stop: None,
+            on_start: None,
+        }
+    }
+
+    /// # Panics
+    /// If no guest was adopted: no method that names pages makes sense before.
+    fn ram(&self) -> &Ram {
+        self.ram.get().expect("pages are named only when there are blocks")
+    }
+}
+
+impl Ram {
+    fn map(blocks: &[Block<'_>]) -> Result<Self, MemoryError> {
+        let mut names = BTreeSet::new();
+        let mut places = Vec::new();
+        for block in blocks {
+            let is_new = names.insert(block.name) && names.len() <= limits::BLOCKS_MAX;
+            if !is_new || block.name.len() > limits::NAME_BYTES_MAX {
+                return Err(MemoryError::Name { block: block.name.into() });
+            }
+            places.push(block.map()?);
+        }
+        let ram_block =
+            |block: &Block<'_>| RamBlock { name: block.name.into(), length: block.length, mapped: None };
+        let blocks: Vec<_> = blocks.iter().map(ram_block).collect();
+        let (dirty, touched) = (DirtyMap::new(&blocks), DirtyMap::new(&blocks));
+        Ok(Self { blocks, places, dirty, touched })
+    }
+
+    fn span(&self, page: PageRef) -> Span<'_> {
+        self.places[page.block.index()].region.span()
+    }
+
+    /// Whether a page is known to be zero without looking.
+    fn is_untouched(&self, page: PageRef) -> bool {
+        self.places[page.block.index()].is_ours && !self.touched.is_marked(page)
+    }
+}
+
+impl Block<'_> {
+    fn map(&self) -> Result<Place, MemoryError> {
+        let (block, found) = (self.name.to_owned(), self.length);
+        if found == 0 || !found.is_multiple_of(PAGE_SIZE) || found > limits::RAM_BYTES_MAX {
+            return Err(MemoryError::Length { block, found });
+        }
+        let Ok(length) = usize::try_from(found) else { return Err(MemoryError::Length { block, found }) };
+        let (region, is_ours) = match self.backing {
+            Backing::Anonymous => (Region::anonymous(length), true),
+            Backing::Shared { file, offset } => {
+                self.check_file(file, offset)?;
+                (Region::shared(file, offset, length), false)
+            }
+        };
+        let region = region.map_err(|source| MemoryError::Map { block, length: found, source })?;
+        Ok(Place { region, is_ours })
+    }
+
+    fn check_file(&self, file: BorrowedFd<'_>, offset: u64) -> Result<(), MemoryError> {
+        let block = self.name.to_owned();
+        let failed = |source| MemoryError::Map { block: block.clone(), length: self.length, source };
+        let file = file.as_fd().try_clone_to_owned().map_err(&failed)?;
+        let found = std::fs::File::from(file).metadata().map_err(&failed)?.len();
+        let expected = offset.saturating_add(self.length);
+        if found < expected {
+            return Err(MemoryError::FileTooShort { block, found, expected });
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Memory")
+            .field("blocks", &self.blocks())
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An offset that was checked against a block, whose length fits.
+fn address(page: PageRef) -> usize {
+    usize::try_from(page.offset).expect("within a block that is mapped here")
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Values are replaced whole, so a panic elsewhere leaves nothing half-done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,138 @@
+//! What a [`super::Memory`] refuses, and why.
+
+use std::io;
+
+use towline_protocol::limits;
+
+/// Memory that cannot be had, or a guest that does not fit into it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The caller's block has no size that a guest's block can have.
+    #[error(
+        "block {block:?} has {found} bytes, expected a multiple of 4096 that is not 0 and fits into this process"
+    )]
+    Length {
+        /// Its name.
+        block: String,
+        /// Its length.
+        found: u64,
+    },
+    /// The caller's block is not made of whole pages.
+    #[error("block {block:?} begins at {found:#x}, expected a multiple of 4096")]
+    Alignment {
+        /// Its name.
+        block: String,
+        /// Where it begins in this process.
+        found: usize,
+    },
+    /// The caller has more blocks than a stream may name, or one with a name that is too long or there twice.
+    #[error(
+        "block {block:?} is one too many, has a name of more than {} bytes or one that is there twice",
+        limits::NAME_BYTES_MAX
+    )]
+    Name {
+        /// Its name.
+        block: String,
+    },
+    /// The file of a block ends before the block does.
+    #[error(
+        "the file of block {block:?} has {found} bytes, expected at least {expected}: enlarge it or correct the offset"
+    )]
+    FileTooShort {
+        /// Its name.
+        block: String,
+        /// The file's length.
+        found: u64,
+        /// Where the block ends in it.
+        expected: u64,
+    },
+    /// The kernel gives no memory.
+    #[error("{length} bytes for block {block:?} cannot be had: {source}")]
+    Map {
+        /// Its name.
+        block: String,
+        /// Its length in bytes.
+        length: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The kernel could not make pages ahead: there is not so much memory.
+    #[error("block {block:?} cannot be populated at {offset:#x}: {source}")]
+    Populate {
+        /// Its name.
+        block: String,
+        /// From where on, in bytes.
+        offset: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The guest that comes is larger than what may be allocated for it.
+    #[error(
+        "the guest has {found} bytes of memory with block {block:?}, at most {expected} are allowed here"
+    )]
+    TooLarge {
+        /// The block that exceeds it.
+        block: String,
+        /// Bytes up to its end.
+        found: u64,
+        /// The limit.
+        expected: u64,
+    },
+    /// A block of the guest that comes has another size here.
+    #[error(
+        "block {block:?} has {found} bytes at the source, expected {expected}: give both sides the same memory"
+    )]
+    BlockLength {
+        /// Its name.
+        block: String,
+        /// Its length in bytes at the source.
+        found: u64,
+        /// Its length in bytes here.
+        expected: u64,
+    },
+    /// The guest that comes has another block at this place.
+    #[error("the source's block number {number} is {block:?} of {found} bytes, expected {expected}")]
+    Block {
+        /// Its place in the list.
+        number: usize,
+        /// Its name.
+        block: String,
+        /// Its length in bytes.
+        found: u64,
+        /// What stands there here.
+        expected: String,
+    },
+    /// The guest that comes has too few blocks.
+    #[error("the source has {found} blocks, expected also {block:?} of {expected} bytes")]
+    BlockMissing {
+        /// The first that is missing.
+        block: String,
+        /// How many blocks the source has.
+        found: usize,
+        /// Its length in bytes here.
+        expected: u64,
+    },
+    /// The guest that comes is of another machine.
+    #[error("the source's machine type is {found:?}, expected {expected:?}: start both sides with the same")]
+    MachineType {
+        /// The source's.
+        found: String,
+        /// This one.
+        expected: String,
+    },
+    /// Pages came before the block list, or a guest is asked for that has not come.
+    #[error("there is no memory yet: the block list has not come")]
+    NoBlocks,
+    /// It has no device state.
+    #[error(
+        "the guest's device state is not there: set it before the migration or when the guest is stopped"
+    )]
+    NoDeviceState,
+}
+
+impl From<MemoryError> for crate::Error {
+    fn from(error: MemoryError) -> Self {
+        Self::guest(error)
+    }
+}

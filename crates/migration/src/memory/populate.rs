@@ -1,0 +1,107 @@
+//! Making memory ahead: the first touch of a page, not the network, is the cost on many machines.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Memory, MemoryError, Ram};
+use crate::sys::{HUGE_PAGE_BYTES, Span};
+
+/// What one thread has made by one call: large enough for the call not to matter, small enough to share the work well.
+const CHUNK_BYTES: usize = 16 * HUGE_PAGE_BYTES;
+
+/// What was made, and how long it took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Populated {
+    /// Bytes of memory, all of it.
+    pub bytes: u64,
+    /// The time it took.
+    pub elapsed: Duration,
+    /// Huge pages were asked for and not refused for every block. Whether there were any is for the kernel to know.
+    pub is_huge_advised: bool,
+    /// The kernel does not know the call (before Linux 5.14, or for this kind of file): pages were touched one by one.
+    pub is_touched: bool,
+}
+
+/// A piece of a block.
+struct Chunk<'a> {
+    block: &'a str,
+    span: Span<'a>,
+    offset: usize,
+    length: usize,
+}
+
+impl Memory {
+    /// Makes all pages now, with `threads` threads, and huge ones where they can be had. For a destination, before the
+    /// migration; never before postcopy, which discards what is there. Content stays as it is.
+    ///
+    /// # Errors
+    /// There are no blocks, or not so much memory.
+    pub fn populate(&self, threads: NonZeroUsize) -> Result<Populated, MemoryError> {
+        let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
+        let begun = Instant::now();
+        let is_huge_advised = ram
+            .places
+            .iter()
+            .map(|place| place.region.span().advise_huge())
+            .fold(true, |all, one| all & one.is_ok());
+        let chunks = chunks(ram);
+        let (next, is_touched, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
+        thread::scope(|scope| {
+            for _ in 0..threads.get().min(chunks.len()) {
+                scope.spawn(|| {
+                    while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(error) = chunk.populate(&is_touched) {
+                            next.store(chunks.len(), Ordering::Relaxed);
+                            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                        }
+                    }
+                });
+            }
+        });
+        if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
+        let bytes = ram.blocks.iter().map(|block| block.length).sum();
+        let is_touched = is_touched.into_inner();
+        Ok(Populated { bytes, elapsed: begun.elapsed(), is_huge_advised, is_touched })
+    }
+}
+
+fn chunks(ram: &Ram) -> Vec<Chunk<'_>> {
+    let of = |(block, place)| {
+        let (block, span): (&str, Span<'_>) = (block, place);
+        let length = span.length();
+        (0..length).step_by(CHUNK_BYTES).map(move |offset| {
+            let length = CHUNK_BYTES.min(length - offset);
+            Chunk { block, span, offset, length }
+        })
+    };
+    let names = ram.blocks.iter().map(|block| block.name.as_str());
+    names.zip(ram.places.iter().map(|place| place.region.span())).flat_map(of).collect()
+}
+
+impl Chunk<'_> {
+    fn populate(&self, is_touched: &AtomicBool) -> Result<(), MemoryError> {
+        if !is_touched.load(Ordering::Relaxed) {
+            match self.span.populate(self.offset, self.length) {
+                Ok(()) => return Ok(()),
+                // Not known, or not allowed (a sandbox): not a lack of memory, which touching would only find the hard way.
+                Err(error) if is_refused(&error) => is_touched.store(true, Ordering::Relaxed),
+                Err(source) => {
+                    let (block, offset) = (self.block.to_owned(), self.offset as u64);
+                    return Err(MemoryError::Populate { block, offset, source });
+                }
+            }
+        }
+        self.span.touch(self.offset, self.length);
+        Ok(())
+    }
+}
+
+fn is_refused(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EPERM | libc::ENOSYS))
+}

@@ -1,0 +1,162 @@
+//! Writing one lane: pages are named, then a packet with them goes out in one vectored call, or compressed in one call.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags, total_len};
+use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::compression::Compressor;
+use crate::statistics::Statistics;
+use crate::{Compression, Guest, Result};
+
+/// The sending side of a lane.
+#[derive(Debug)]
+pub(crate) struct LaneWriter {
+    out: PacketWriter,
+    compressor: Option<Compressor>,
+}
+
+#[derive(Debug)]
+struct PacketWriter {
+    channel: Arc<dyn Channel>,
+    /// Numbers the packets of all lanes.
+    packets: Arc<AtomicU64>,
+    statistics: Arc<Statistics>,
+    /// How packets with pages say that these are compressed.
+    method: Method,
+    packet: Packet,
+    header: Box<[u8; HEADER_BYTES]>,
+}
+
+impl LaneWriter {
+    pub(crate) fn new(
+        channel: Arc<dyn Channel>,
+        packets: Arc<AtomicU64>,
+        statistics: Arc<Statistics>,
+        compression: Compression,
+    ) -> Result<Self> {
+        let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
+        let method = compression.method();
+        let out = PacketWriter { channel, packets, statistics, method, packet, header };
+        Ok(Self { out, compressor: Compressor::new(compression)? })
+    }
+
+    /// Sends the lane's first bytes.
+    pub(crate) fn init(&mut self, index: usize, uuid: [u8; 16]) -> Result<()> {
+        let id = u8::try_from(index).expect("bounded by LANES_MAX");
+        let bytes = Init { uuid, id }.encode();
+        self.out.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
+        self.out.statistics.count_lane(bytes.len());
+        Ok(())
+    }
+
+    /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the block.
+    pub(crate) fn page(&mut self, block: BlockIndex, offset: u64) {
+        self.out.packet.block = Some(block);
+        self.out.packet.normal.push(offset);
+    }
+
+    /// Names a page to go as zero.
+    pub(crate) fn zero(&mut self, block: BlockIndex, offset: u64) {
+        self.out.packet.block = Some(block);
+        self.out.packet.zero.push(offset);
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.out.packet.normal.len() + self.out.packet.zero.len() == PACKET_PAGES
+    }
+
+    /// Sends the named pages, if any, with their contents out of the guest's memory. Returns how many bytes these took.
+    pub(crate) fn send(&mut self, guest: &dyn Guest, blocks: &[RamBlock]) -> Result<u64> {
+        let packet = &self.out.packet;
+        let Some(block) = packet.block else { return Ok(0) };
+        let run = |run: &[u64]| (PageRef { block, offset: run[0] }, run.len() as u64 * PAGE_SIZE);
+        let runs = packet.normal.chunk_by(|first, second| first + PAGE_SIZE == *second).map(run);
+        let runs: Vec<_> = runs.collect();
+        match &mut self.compressor {
+            Some(compressor) if !runs.is_empty() => {
+                let contents = compressor.compress_memory(guest, &runs)?;
+                self.out.send(&[IoBuf::from(contents)], blocks)
+            }
+            _ => {
+                let contents = runs.iter().map(|&(page, length)| guest.memory(page, length));
+                self.out.send(&contents.collect::<Vec<_>>(), blocks)
+            }
+        }
+    }
+
+    /// Sends these pages, at least one, whose contents lie in `contents` in the same order.
+    pub(crate) fn forward(
+        &mut self,
+        block: BlockIndex,
+        offsets: &[u64],
+        contents: &[&[u8]],
+        blocks: &[RamBlock],
+    ) -> Result<()> {
+        self.out.packet.block = Some(block);
+        self.out.packet.normal.extend_from_slice(offsets);
+        match &mut self.compressor {
+            Some(compressor) => {
+                let contents = compressor.compress(contents)?;
+                self.out.send(&[IoBuf::from(contents)], blocks)?;
+            }
+            None => {
+                let contents = contents.iter().map(|&slice| IoBuf::from(slice));
+                self.out.send(&contents.collect::<Vec<_>>(), blocks)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends these pages as zero.
+    pub(crate) fn forward_zero(
+        &mut self,
+        block: BlockIndex,
+        offsets: &[u64],
+        blocks: &[RamBlock],
+    ) -> Result<()> {
+        self.out.packet.block = Some(block);
+        self.out.packet.zero.extend_from_slice(offsets);
+        self.out.send(&[], blocks)?;
+        Ok(())
+    }
+
+    /// Ends this lane's part of a pass.
+    pub(crate) fn sync(&mut self, blocks: &[RamBlock]) -> Result<()> {
+        self.out.packet.sync = true;
+        self.out.send(&[], blocks)?;
+        Ok(())
+    }
+}
+
+impl PacketWriter {
+    /// Sends the packet; returns the length of its contents in bytes.
+    fn send(&mut self, contents: &[IoBuf<'_>], blocks: &[RamBlock]) -> Result<u64> {
+        let packet = &mut self.packet;
+        let (normal, zero) = (packet.normal.len() as u64, packet.zero.len() as u64);
+        let data_bytes = total_len(contents) as u64;
+        packet.data_bytes = u32::try_from(data_bytes).expect("bounded by PACKET_COMPRESSED_BYTES_MAX");
+        // QEMU asks for the method wherever there are pages, zero ones too.
+        packet.method = if packet.block.is_some() { self.method } else { Method::None };
+        packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
+        packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };
+        packet.encode(blocks, &mut self.header);
+        let mut buffers = Vec::with_capacity(1 + contents.len());
+        buffers.push(IoBuf::from(&self.header[..]));
+        buffers.extend_from_slice(contents);
+        self.channel.send_all(&buffers, SendFlags::empty())?;
+        if normal > 0 {
+            self.statistics.count_pages(normal, data_bytes, buffers.len());
+        }
+        Statistics::add(&self.statistics.duplicate, zero);
+        self.statistics.count_lane(HEADER_BYTES);
+        Statistics::add(&self.statistics.multifd_bytes, data_bytes);
+        packet.normal.clear();
+        packet.zero.clear();
+        (packet.block, packet.sync) = (None, false);
+        Ok(data_bytes)
+    }
+}

@@ -1,0 +1,320 @@
+//! The sending end: a [`Guest`] goes over channels to a destination.
+//!
+//! ```text
+//!   caller's thread   header · START │ PART: pass 1 │ PART: what was written meanwhile … │ stop │ END │ device state │ SHUT?
+//!   lane i                           │ units of 2 MiB from one cursor · SYNC            │
+//!   return path       PONG ◄─────────┴──────────────────────────────────────────────────────────── SHUT 0 ◄
+//! ```
+//!
+//! A unit is taken by whichever lane is free, announced to the guest ([`Guest::prepare`]) and sent as packets straight
+//! from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for the last pass only,
+//! and started again if anything fails before the destination said that it has it.
+
+mod connect;
+mod lane;
+mod main_channel;
+mod pass;
+mod return_path;
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use towline_protocol::machine::{self, BarrierForm};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::source::RamOptions;
+use towline_protocol::{PageRef, RamBlock};
+
+pub use connect::{Connections, connect};
+pub(crate) use lane::LaneWriter;
+pub(crate) use main_channel::MainWriter;
+pub(crate) use return_path::{Audience, ReturnPath};
+
+use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
+use pass::{Limiter, Pass};
+
+/// How to send.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Open a return path and succeed only on the destination's word. Off for what cannot answer: a pipe, a file.
+    pub return_path: bool,
+    /// How long the destination may take to answer the stream's head.
+    pub answer_timeout: Duration,
+    /// Bytes per second in all; `None`: as fast as it goes.
+    pub max_bandwidth: Option<u64>,
+    /// How long the guest may be stopped for its last pass.
+    pub downtime_limit: Duration,
+    /// Most passes before the guest is stopped whatever is left.
+    pub passes_max: u32,
+    /// How the pages on lanes are compressed. To be compressed they are copied, so it excludes zero-copy sends.
+    pub compression: Compression,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            return_path: true,
+            answer_timeout: Duration::from_secs(10),
+            max_bandwidth: None,
+            downtime_limit: Duration::from_millis(300),
+            passes_max: 30,
+            compression: Compression::None,
+        }
+    }
+}
+
+/// A migration that goes out.
+#[derive(Debug)]
+pub struct Outgoing {
+    session: Arc<Session>,
+    statistics: Arc<Statistics>,
+    options: Options,
+}
+
+/// What the threads of one outgoing migration share.
+struct Shared<'a> {
+    session: &'a Session,
+    guest: &'a dyn Guest,
+    main: Mutex<MainWriter>,
+    limiter: Limiter,
+    /// Zero pages go on lanes; otherwise they are records of the main channel.
+    lanes_carry_zero: bool,
+}
+
+impl Shared<'_> {
+    fn main(&self) -> MutexGuard<'_, MainWriter> {
+        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Outgoing {
+    /// A migration whose threads are tied together by `session` and counted in `statistics`.
+    pub fn new(session: Arc<Session>, statistics: Arc<Statistics>, options: Options) -> Self {
+        Self { session, statistics, options }
+    }
+
+    /// Sends `guest`; returns when the destination said that it has it.
+    ///
+    /// # Errors
+    /// The first error of any thread; the guest was started again if it had been stopped, or it is
+    /// [`Error::NotStarted`].
+    pub fn run(&self, connections: &Connections, guest: &dyn Guest) -> Result<()> {
+        let _guard = self.session.guard();
+        self.session.watch(&connections.main);
+        for lane in &connections.lanes {
+            self.session.watch(lane);
+        }
+        let mut stopped = false;
+        let result = guest.start_tracking().and_then(|()| self.phases(connections, guest, &mut stopped));
+        let result = match result {
+            Ok(()) => {
+                self.session.succeed();
+                Ok(())
+            }
+            // The destination learns it before the guest runs again.
+            Err(error) => Err(self.session.end(error)),
+        };
+        if let Err(error) = guest.stop_tracking() {
+            tracing::warn!(%error, "the guest's memory may still be tracked");
+        }
+        let Err(error) = result else { return Ok(()) };
+        match stopped.then(|| guest.start()) {
+            Some(Err(start)) => Err(Error::NotStarted { source: Box::new(error), start: Box::new(start) }),
+            _ => Err(error),
+        }
+    }
+
+    fn phases(&self, connections: &Connections, guest: &dyn Guest, stopped: &mut bool) -> Result<()> {
+        let machine_type = &guest.configuration().machine_type;
+        let form = BarrierForm::of(machine_type);
+        let shared = Shared {
+            session: &self.session,
+            guest,
+            main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&self.statistics))),
+            limiter: Limiter::new(self.options.max_bandwidth),
+            lanes_carry_zero: machine::lanes_carry_zero_pages(machine_type),
+        };
+        let packets = Arc::new(AtomicU64::new(0));
+        let statistics = &self.statistics;
+        let mut lanes: Vec<LaneWriter> = connections
+            .lanes
+            .iter()
+            .map(|lane| {
+                let (packets, statistics) = (Arc::clone(&packets), Arc::clone(statistics));
+                LaneWriter::new(Arc::clone(lane), packets, statistics, self.options.compression)
+            })
+            .collect::<Result<_>>()?;
+        let answers = self.begin(connections, &shared)?;
+        self.setup(connections, &shared, &mut lanes, form)?;
+        if let Some(answers) = &answers {
+            answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
+        }
+        let left = self.iterate(&shared, &mut lanes)?;
+        guest.stop()?;
+        *stopped = true;
+        let state = self.complete(&shared, &mut lanes, left)?;
+        if let Some(answers) = &answers {
+            answers.expect_shut();
+        }
+        shared.main().finish(&state)?;
+        match answers {
+            Some(answers) => answers.wait_shut(&self.session),
+            None => shared.main().end_stream(),
+        }
+    }
+
+    /// Header and configuration; opens the return path.
+    fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
+        self.statistics.set_total(shared.guest.blocks().iter().map(|block| block.length).sum());
+        shared.main().begin(shared.guest.configuration(), self.options.return_path)?;
+        Ok(match self.options.return_path {
+            true => Some(ReturnPath::start(
+                Arc::clone(&connections.main),
+                Arc::clone(&self.session),
+                Audience::Nobody,
+            )),
+            false => None,
+        })
+    }
+
+    /// The lanes' init packets and START.
+    fn setup(
+        &self,
+        connections: &Connections,
+        shared: &Shared<'_>,
+        lanes: &mut [LaneWriter],
+        form: BarrierForm,
+    ) -> Result<()> {
+        for (index, lane) in lanes.iter_mut().enumerate() {
+            lane.init(index, connections.uuid).map_err(Error::lane(index))?;
+        }
+        // A destination reads nothing more of any lane before it knows all of them.
+        for (index, lane) in lanes.iter_mut().enumerate() {
+            lane.sync(shared.guest.blocks()).map_err(Error::lane(index))?;
+        }
+        let barrier = (!lanes.is_empty()).then_some(form);
+        let options = RamOptions { section_id: shared.guest.ram_section_id(), barrier };
+        shared.main().blocks(options, shared.guest.blocks())
+    }
+
+    /// Passes until what is left fits into the downtime; returns that.
+    fn iterate(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter]) -> Result<Pass> {
+        let mut pass = Pass::full(shared.guest.blocks());
+        for number in 0..self.options.passes_max {
+            let begun = std::time::Instant::now();
+            let bytes = pass.bytes();
+            shared.main().open_part();
+            self.pass(shared, lanes, &pass)?;
+            shared.main().close_section()?;
+            pass = Pass::harvested(shared.guest)?;
+            let rate = bytes as f64 / begun.elapsed().as_secs_f64().max(1e-6);
+            let left = pass.bytes() as f64;
+            tracing::debug!(number, bytes, left, rate, "pass");
+            if left <= rate * self.options.downtime_limit.as_secs_f64() {
+                break;
+            }
+        }
+        Ok(pass)
+    }
+
+    /// Sends what is `left` and what was written until the guest stopped; returns its device state.
+    fn complete(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter], left: Pass) -> Result<Vec<u8>> {
+        let mut pass = left;
+        pass.merge(Pass::harvested(shared.guest)?);
+        shared.main().open_end();
+        self.pass(shared, lanes, &pass)?;
+        shared.guest.device_state()
+    }
+
+    /// Sends every unit of a pass, and the barrier behind it.
+    fn pass(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter], pass: &Pass) -> Result<()> {
+        Statistics::add(&self.statistics.dirty_sync_count, 1);
+        if lanes.is_empty() {
+            while let Some((page, length)) = pass.next() {
+                shared.limiter.take(length, shared.session)?;
+                shared.guest.prepare(page, length)?;
+                let sent = shared.main().unit(shared.guest, page, length)?;
+                shared.limiter.give_back(length - sent);
+            }
+            return shared.main().flush();
+        }
+        thread::scope(|scope| {
+            for (index, lane) in lanes.iter_mut().enumerate() {
+                scope.spawn(move || {
+                    let _guard = shared.session.guard();
+                    if let Err(error) = send_units(shared, lane, pass) {
+                        shared.session.fail(Error::lane(index)(error));
+                    }
+                });
+            }
+        });
+        shared.session.check()?;
+        shared.main().barrier()
+    }
+}
+
+/// One lane's part of a pass.
+fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result<()> {
+    let blocks = shared.guest.blocks();
+    while let Some((page, length)) = pass.next() {
+        shared.session.check()?;
+        shared.limiter.take(length, shared.session)?;
+        shared.guest.prepare(page, length)?;
+        let sent = send_unit(shared, lane, blocks, page, length)?;
+        // Compressed, what does not compress is a little longer.
+        shared.limiter.give_back(length.saturating_sub(sent));
+    }
+    lane.sync(blocks)
+}
+
+/// Returns how many bytes the contents of its pages took.
+fn send_unit(
+    shared: &Shared<'_>,
+    lane: &mut LaneWriter,
+    blocks: &[RamBlock],
+    page: PageRef,
+    length: u64,
+) -> Result<u64> {
+    let (mut zeros, mut sent) = (Vec::new(), 0);
+    for (offset, zero) in classify(shared.guest, page, length) {
+        match zero {
+            true if !shared.lanes_carry_zero => zeros.push(offset),
+            true => lane.zero(page.block, offset),
+            false => lane.page(page.block, offset),
+        }
+        if lane.is_full() {
+            sent += lane.send(shared.guest, blocks)?;
+        }
+    }
+    sent += lane.send(shared.guest, blocks)?;
+    if !zeros.is_empty() {
+        shared.main().zero(page.block, &zeros)?;
+    }
+    Ok(sent)
+}
+
+/// Each page of a unit, and whether it is zero.
+pub(crate) fn classify(
+    guest: &dyn Guest,
+    page: PageRef,
+    length: u64,
+) -> impl Iterator<Item = (u64, bool)> + '_ {
+    let end = page.offset + length;
+    let mut extent_end = page.offset;
+    let mut kind = ExtentKind::Unknown;
+    (page.offset..end).step_by(PAGE_SIZE as usize).map(move |offset| {
+        let page = PageRef { block: page.block, offset };
+        if offset >= extent_end {
+            let extent = guest.extent(page);
+            extent_end = offset + extent.pages * PAGE_SIZE;
+            kind = extent.kind;
+        }
+        let zero = match kind {
+            ExtentKind::Data => false,
+            ExtentKind::Zero => true,
+            ExtentKind::Unknown => guest.is_zero(page),
+        };
+        (offset, zero)
+    })
+}

@@ -1,0 +1,161 @@
+//! What one pass over the memory has to send, in units that lanes take one by one.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::{Guest, Result, Session};
+
+/// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
+const UNIT_BYTES: u64 = 2 << 20;
+/// How often who waits for its turn looks whether the migration failed.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Runs of memory to be sent.
+#[derive(Debug, Default)]
+pub(crate) struct Pass {
+    runs: Vec<(PageRef, u64)>,
+    next: Mutex<Position>,
+}
+
+#[derive(Debug, Default)]
+struct Position {
+    run: usize,
+    done: u64,
+}
+
+impl Pass {
+    /// All memory.
+    pub(crate) fn full(blocks: &[RamBlock]) -> Self {
+        let block = |index: usize| BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
+        let whole =
+            |(index, ram): (usize, &RamBlock)| (PageRef { block: block(index), offset: 0 }, ram.length);
+        Self { runs: blocks.iter().enumerate().map(whole).collect(), next: Mutex::default() }
+    }
+
+    /// What the guest wrote since it was last asked.
+    pub(crate) fn harvested(guest: &dyn Guest) -> Result<Self> {
+        let mut runs = Vec::new();
+        guest.harvest_dirty(&mut |page, length| runs.push((page, length)))?;
+        Ok(Self { runs, next: Mutex::default() })
+    }
+
+    /// Adds another pass's runs; what stands in both is sent once.
+    pub(crate) fn merge(&mut self, other: Self) {
+        self.runs.extend(other.runs);
+        self.runs.sort_unstable();
+        self.runs.dedup_by(|next, run| {
+            let ((page, length), (next, next_length)) = (*run, *next);
+            let touches = page.block == next.block && next.offset <= page.offset + length;
+            if touches {
+                run.1 = length.max(next.offset + next_length - page.offset);
+            }
+            touches
+        });
+    }
+
+    /// Bytes in all.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.runs.iter().map(|(_, length)| length).sum()
+    }
+
+    /// The next unit: at most 2 MiB, not across a multiple of that.
+    pub(crate) fn next(&self) -> Option<(PageRef, u64)> {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let &(page, length) = self.runs.get(next.run)?;
+        let offset = page.offset + next.done;
+        let unit = (UNIT_BYTES - offset % UNIT_BYTES).min(length - next.done);
+        next.done += unit;
+        if next.done == length {
+            *next = Position { run: next.run + 1, done: 0 };
+        }
+        Some((PageRef { offset, ..page }, unit))
+    }
+}
+
+/// Holds all lanes together to a rate.
+#[derive(Debug)]
+pub(crate) struct Limiter {
+    bytes_per_second: Option<u64>,
+    /// When what was taken so far has passed.
+    free: Mutex<Instant>,
+}
+
+impl Limiter {
+    pub(crate) fn new(bytes_per_second: Option<u64>) -> Self {
+        Self { bytes_per_second, free: Mutex::new(Instant::now()) }
+    }
+
+    /// Waits until `bytes` more may be sent.
+    pub(crate) fn take(&self, bytes: u64, session: &Session) -> Result<()> {
+        let Some(rate) = self.bytes_per_second else { return Ok(()) };
+        let due = {
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            // Time that passed unused is not made up for.
+            let due = (*free).max(Instant::now());
+            *free = due + time_of(bytes, rate);
+            due
+        };
+        while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            session.check()?;
+            std::thread::sleep(left.min(LOOK_INTERVAL));
+        }
+        Ok(())
+    }
+
+    /// Of what was taken, `bytes` were not sent: those of zero pages, and what compression saved.
+    pub(crate) fn give_back(&self, bytes: u64) {
+        let Some(rate) = self.bytes_per_second else { return };
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        *free = free.checked_sub(time_of(bytes, rate)).unwrap_or(*free);
+    }
+}
+
+fn time_of(bytes: u64, rate: u64) -> Duration {
+    Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_cover_every_run_and_respect_their_alignment() {
+        let page = |offset| PageRef { block: BlockIndex(0), offset };
+        let pass = Pass {
+            runs: vec![(page(0x1000), UNIT_BYTES), (page(8 * UNIT_BYTES), 0x2000)],
+            next: Mutex::default(),
+        };
+        let units: Vec<_> = std::iter::from_fn(|| pass.next()).collect();
+        let expected =
+            [(page(0x1000), UNIT_BYTES - 0x1000), (page(UNIT_BYTES), 0x1000), (page(8 * UNIT_BYTES), 0x2000)];
+        assert_eq!(units, expected);
+    }
+
+    #[test]
+    fn what_stands_in_two_passes_is_sent_once() {
+        let page = |block, offset| PageRef { block: BlockIndex(block), offset };
+        let pass = |runs| Pass { runs, next: Mutex::default() };
+        let mut left = pass(vec![(page(0, 0x1000), 0x3000), (page(1, 0), 0x1000)]);
+        left.merge(pass(vec![
+            (page(0, 0x2000), 0x1000),
+            (page(0, 0x3000), 0x3000),
+            (page(1, 0x2000), 0x1000),
+        ]));
+        let expected = [(page(0, 0x1000), 0x5000), (page(1, 0), 0x1000), (page(1, 0x2000), 0x1000)];
+        assert_eq!(left.runs, expected);
+    }
+
+    #[test]
+    fn zero_pages_do_not_count_against_the_rate() {
+        let (limiter, session) = (Limiter::new(Some(1)), Session::default());
+        for _ in 0..1000 {
+            limiter.take(3600, &session).unwrap();
+            limiter.give_back(3600);
+        }
+        session.fail(crate::Error::LaneEnded);
+        limiter.take(3600, &session).unwrap();
+        assert!(matches!(limiter.take(1, &session), Err(crate::Error::Cancelled)));
+    }
+}

@@ -1,0 +1,194 @@
+//! Listening to the destination while everything is sent.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_protocol::return_path::Message;
+use towline_protocol::source;
+use towline_protocol::{PeerMisbehaved, Reader};
+
+use crate::guest::ReturnPathWriter;
+use crate::{Error, Result, Session};
+
+/// Room for one message, the largest of which is 516 bytes.
+const INPUT_BYTES: usize = 1024;
+/// How often a waiter looks whether the migration failed.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a waiter lets the listener read what came before the migration failed.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Messages that are kept until there is somebody to pass them on to. A destination has one to say, SWITCHOVER_ACK.
+const WAITING_MAX: usize = 16;
+
+/// What the destination has said so far; a thread of its own listens.
+#[derive(Debug, Clone)]
+pub(crate) struct ReturnPath {
+    peer: String,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Heard {
+    pong: bool,
+    /// The stream is complete but for what is sent next, so that SHUT may come.
+    awaits_shut: bool,
+    shut: bool,
+    /// The listener has ended; if by an error, the session has it.
+    ended: bool,
+    audience: Audience,
+}
+
+/// Who else hears what the destination says.
+#[derive(Debug, Default)]
+pub(crate) enum Audience {
+    /// Nobody: what is of no use here is dropped.
+    #[default]
+    Nobody,
+    /// A relay's source, which has not opened its return path; these messages are kept for it.
+    Awaited(Vec<Message>),
+    /// A relay's source.
+    Source(ReturnPathWriter),
+}
+
+impl ReturnPath {
+    /// Starts listening. The thread ends with the connection, which `session` shuts down on failure.
+    pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, audience: Audience) -> Self {
+        let heard = Mutex::new(Heard { audience, ..Heard::default() });
+        let shared = Arc::new(Shared { heard, changed: Condvar::new() });
+        let path = Self { peer: channel.peer().to_owned(), shared };
+        let listener = path.clone();
+        thread::spawn(move || {
+            let _guard = session.guard();
+            if let Err(error) = listener.listen(channel.as_ref()) {
+                session.fail(error);
+            }
+            listener.heard().ended = true;
+            listener.shared.changed.notify_all();
+        });
+        path
+    }
+
+    /// Passes on to the source what is its business.
+    pub(crate) fn forward_to(&self, source: ReturnPathWriter) -> Result<()> {
+        let mut heard = self.heard();
+        if let Audience::Awaited(messages) = &heard.audience {
+            for message in messages {
+                source.send(message)?;
+            }
+        }
+        heard.audience = Audience::Source(source);
+        Ok(())
+    }
+
+    /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
+    pub(crate) fn expect_shut(&self) {
+        self.heard().awaits_shut = true;
+    }
+
+    /// Waits for the answer to the first PING.
+    pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        match self.wait(session, Some(deadline), |heard| heard.pong)? {
+            true => Ok(()),
+            false => Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes }),
+        }
+    }
+
+    /// Waits until the destination says that it has the guest. If it does, it has it, even if the migration was cancelled
+    /// meanwhile.
+    pub(crate) fn wait_shut(&self, session: &Session) -> Result<()> {
+        self.wait(session, None, |heard| heard.shut).map(drop)
+    }
+
+    fn wait(
+        &self,
+        session: &Session,
+        deadline: Option<Instant>,
+        done: impl Fn(&Heard) -> bool,
+    ) -> Result<bool> {
+        let mut last_words_until = None;
+        let mut heard = self.heard();
+        while !done(&heard) {
+            if heard.ended {
+                return Err(Error::Cancelled);
+            }
+            let now = Instant::now();
+            // The failure has shut the channel down, so the listener ends, behind what had come by then.
+            if session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS) {
+                return Err(Error::Cancelled);
+            }
+            if deadline.is_some_and(|deadline| now >= deadline) {
+                return Ok(false);
+            }
+            let waited = self.shared.changed.wait_timeout(heard, LOOK_INTERVAL);
+            heard = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(true)
+    }
+
+    fn listen(&self, channel: &dyn Channel) -> Result<()> {
+        let (mut input, mut end) = ([0; INPUT_BYTES], 0);
+        loop {
+            let received = channel.recv(&mut [IoBufMut::from(&mut input[end..])], RecvFlags::empty())?;
+            if received == 0 {
+                return Err(Error::NotAcknowledged { peer: self.peer.clone() });
+            }
+            end += received;
+            let mut reader = Reader::new(&input[..end]);
+            while let Some(message) = Message::decode(&mut reader).map_err(Error::protocol(&self.peer))? {
+                if self.take(message)? {
+                    return Ok(());
+                }
+            }
+            let taken = reader.position();
+            input.copy_within(taken..end, 0);
+            end -= taken;
+        }
+    }
+
+    /// Takes a message in; true after the last one.
+    fn take(&self, message: Message) -> Result<bool> {
+        if message != Message::Shut(0) {
+            source::check_return_path(&message).map_err(Error::protocol(&self.peer))?;
+        }
+        let mut heard = self.heard();
+        match message {
+            Message::Shut(_) if !heard.awaits_shut => {
+                return Err(self.unexpected("SHUT before the stream's end"));
+            }
+            Message::Shut(_) => heard.shut = true,
+            Message::Pong(_) => heard.pong = true,
+            message => match &mut heard.audience {
+                Audience::Nobody => {}
+                Audience::Awaited(messages) if messages.len() < WAITING_MAX => messages.push(message),
+                Audience::Awaited(_) => return Err(self.unexpected("one message after the other")),
+                Audience::Source(source) => {
+                    // Not under the lock: a source that does not read would hold up who waits here.
+                    let source = source.clone();
+                    drop(heard);
+                    source.send(&message)?;
+                    return Ok(false);
+                }
+            },
+        }
+        self.shared.changed.notify_all();
+        Ok(heard.shut)
+    }
+
+    fn unexpected(&self, found: &str) -> Error {
+        let (found, expected) = (found.to_owned(), "PONG");
+        Error::protocol(&self.peer)(PeerMisbehaved::Unexpected { found, expected }.into())
+    }
+
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        // A panicking thread leaves flags, all consistent at each step.
+        self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,221 @@
+//! A sink that sends on: two QEMUs meet, with towline between them.
+//!
+//! ```text
+//!   source ─► Incoming ─► Relay ─► destination       each page goes out of the buffer it was received into
+//!          ◄─ SHUT 0 ◄──  commit() ◄─ SHUT 0         the source hears only what the destination has said
+//! ```
+//!
+//! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their bounds, so
+//! the destination reads the source's order. The relay holds no guest memory; a destination that is slow makes the source
+//! wait by its socket. Both sides have the same number of lanes and the same compression, and the machine type says the same of
+//! both. What is compressed is decompressed and compressed again: a lane's stream depends on all its packets before, and the
+//! relay makes two of one that has both zero pages and others.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use towline_channel::{Channel, IoBuf};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::machine::BarrierForm;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::source::RamOptions;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::guest::ReturnPathWriter;
+use crate::outgoing::{Audience, Connections, LaneWriter, MainWriter, ReturnPath};
+use crate::{Compression, Error, Pages, Result, Session, Sink, Statistics, Stream};
+
+/// How long the destination may take to answer the stream's head.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// See the module's picture.
+#[derive(Debug)]
+pub struct Relay {
+    session: Arc<Session>,
+    main: Mutex<MainWriter>,
+    lanes: Vec<Mutex<LaneWriter>>,
+    connections: Connections,
+    blocks: OnceLock<Vec<RamBlock>>,
+    section: OnceLock<u32>,
+    form: OnceLock<BarrierForm>,
+    ran: OnceLock<bool>,
+    answers: ReturnPath,
+    statistics: Arc<Statistics>,
+}
+
+impl Relay {
+    /// A relay to a destination that is connected, of lanes that are not compressed. `session` is that of the incoming
+    /// migration.
+    pub fn new(session: Arc<Session>, connections: Connections) -> Self {
+        Self::compressed(session, connections, Compression::None).expect("nothing but a compressor can fail")
+    }
+
+    /// As [`Self::new`], with lanes that are compressed.
+    ///
+    /// # Errors
+    /// [`Error::Compressor`]: there is no memory for one.
+    pub fn compressed(
+        session: Arc<Session>,
+        connections: Connections,
+        compression: Compression,
+    ) -> Result<Self> {
+        session.watch(&connections.main);
+        for lane in &connections.lanes {
+            session.watch(lane);
+        }
+        let statistics = Arc::new(Statistics::default());
+        let packets = Arc::new(AtomicU64::new(0));
+        let writer = |lane: &Arc<dyn Channel>| {
+            let (packets, statistics) = (Arc::clone(&packets), Arc::clone(&statistics));
+            LaneWriter::new(Arc::clone(lane), packets, statistics, compression).map(Mutex::new)
+        };
+        let lanes = connections.lanes.iter().map(writer).collect::<Result<_>>()?;
+        let audience = Audience::Awaited(Vec::new());
+        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), audience);
+        Ok(Self {
+            main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&statistics))),
+            lanes,
+            blocks: OnceLock::new(),
+            section: OnceLock::new(),
+            form: OnceLock::new(),
+            ran: OnceLock::new(),
+            answers,
+            session,
+            connections,
+            statistics,
+        })
+    }
+
+    /// What went out; the incoming migration counts what came in.
+    pub fn statistics(&self) -> &Statistics {
+        &self.statistics
+    }
+
+    /// Whether the guest ran at its source, once its device state came and if that says so.
+    pub fn guest_ran(&self) -> Option<bool> {
+        self.ran.get().copied()
+    }
+
+    fn main(&self) -> MutexGuard<'_, MainWriter> {
+        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lane(&self, lane: usize) -> Result<MutexGuard<'_, LaneWriter>> {
+        let expected = self.lanes.len();
+        let Some(writer) = self.lanes.get(lane) else {
+            return Err(Error::LaneTooMany { id: u8::try_from(lane).unwrap_or(u8::MAX), expected });
+        };
+        Ok(writer.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn known(&self) -> &[RamBlock] {
+        self.blocks.get().map_or(&[], Vec::as_slice)
+    }
+
+    fn sync_lanes(&self) -> Result<()> {
+        for lane in 0..self.lanes.len() {
+            self.lane(lane)?.sync(self.known()).map_err(Error::lane(lane))?;
+        }
+        Ok(())
+    }
+}
+
+impl Sink for Relay {
+    fn configuration(&self, configuration: &Configuration) -> Result<()> {
+        self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
+        self.main().begin(configuration, true)?;
+        for lane in 0..self.lanes.len() {
+            self.lane(lane)?.init(lane, self.connections.uuid).map_err(Error::lane(lane))?;
+        }
+        Ok(())
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
+        self.blocks.get_or_init(|| blocks.to_vec());
+        self.sync_lanes()?;
+        let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
+        let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
+        self.main().blocks(RamOptions { section_id, barrier }, blocks)?;
+        self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())
+    }
+
+    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+        match stream {
+            Stream::Lane(lane) => {
+                self.lane(lane)?.forward(pages.block, pages.offsets, pages.contents, self.known())
+            }
+            Stream::Main => {
+                let page = PAGE_SIZE as usize;
+                let contents = pages.contents.iter().flat_map(|slice| slice.chunks(page));
+                let contents: Vec<_> = contents.map(IoBuf::from).collect();
+                self.main().pages(pages.block, pages.offsets, &contents)
+            }
+        }
+    }
+
+    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        match stream {
+            Stream::Lane(lane) => self.lane(lane)?.forward_zero(block, offsets, self.known()),
+            Stream::Main => self.main().zero(block, offsets),
+        }
+    }
+
+    fn current(&self, _page: PageRef, _content: &mut [u8]) -> Result<()> {
+        Err(Error::guest(XbzrleRelayed))
+    }
+
+    fn barrier(&self) -> Result<()> {
+        if self.main().is_setting_up() {
+            // START's own barrier, which `blocks` has sent.
+            return Ok(());
+        }
+        self.sync_lanes()?;
+        self.main().barrier()
+    }
+
+    fn section_start(&self, section: RamSection) -> Result<()> {
+        match section.kind {
+            SectionKind::Start => {
+                self.section.get_or_init(|| section.id);
+            }
+            SectionKind::Part => self.main().open_part(),
+            SectionKind::End => self.main().open_end(),
+        }
+        Ok(())
+    }
+
+    fn section_end(&self, kind: SectionKind) -> Result<()> {
+        match kind {
+            SectionKind::Part => self.main().close_section(),
+            SectionKind::Start | SectionKind::End => Ok(()),
+        }
+    }
+
+    fn device_state(&self, state: DeviceState) -> Result<()> {
+        if let Some(state) = state.run_state() {
+            self.ran.get_or_init(|| state == "running");
+        }
+        self.answers.expect_shut();
+        self.main().finish(state.bytes())
+    }
+
+    fn commit(&self) -> Result<()> {
+        self.answers.wait_shut(&self.session)
+    }
+
+    fn return_path(&self, writer: ReturnPathWriter) {
+        if let Err(error) = self.answers.forward_to(writer) {
+            self.session.fail(error);
+        }
+    }
+}
+
+/// XBZRLE needs the page's old content, which a relay does not have.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the source sends XBZRLE, which only a destination with memory can read: set the capability xbzrle off at the source"
+)]
+struct XbzrleRelayed;

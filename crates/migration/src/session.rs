@@ -1,0 +1,232 @@
+//! One migration's threads, tied together: the lanes' barrier, and the first error.
+//!
+//! ```text
+//!   lane threads   arrive() ──┐ wait …              ┌── go on
+//!   main thread               lead(f): all here? f() ┘
+//!   any thread                fail(error): stored if first, every channel shut down, everybody woken
+//! ```
+//!
+//! A thread that blocks in a system call is woken by its channel's shutdown, one at the barrier by the condition
+//! variable, so that an error anywhere ends the migration at once; but for the lanes of a source, which are seen out
+//! ([`Connections::refuse`](crate::incoming::Connections::refuse) has the reason). Not here: what the error means for the guest.
+
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use towline_channel::Channel;
+
+use crate::{Error, Result};
+
+/// See the module's picture.
+#[derive(Debug, Default)]
+pub struct Session {
+    state: Mutex<State>,
+    changed: Condvar,
+    failed: AtomicBool,
+    finished: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    error: Option<Error>,
+    channels: Vec<Arc<dyn Channel>>,
+    arrived: usize,
+    /// Lanes whose connection ended; a barrier cannot be reached with one of them.
+    gone: Vec<usize>,
+    /// An incoming migration's lanes, which a failure does not shut down at once: their threads see them out.
+    lanes: Vec<Arc<dyn Channel>>,
+    generation: u64,
+    /// No further barrier comes.
+    closed: bool,
+}
+
+/// How a lane leaves its barrier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Released {
+    /// All were there: go on.
+    GoOn,
+    /// The stream is complete, so nobody will lead: stop.
+    Closed,
+}
+
+impl Session {
+    /// Has `channel` shut down when the migration fails.
+    pub fn watch(&self, channel: &Arc<dyn Channel>) {
+        let mut state = self.lock();
+        if self.is_failed() {
+            shut(channel.as_ref());
+        }
+        state.channels.push(Arc::clone(channel));
+    }
+
+    /// Ends the migration with `error`, unless it failed before or is finished. Returns whether this was the first. What
+    /// came of it is the result of the migration's `run`: the destination's word may have been on its way.
+    pub fn fail(&self, error: Error) -> bool {
+        let mut state = self.lock();
+        if self.is_finished() || self.is_failed() {
+            return false;
+        }
+        tracing::debug!(%error, "migration fails");
+        state.error = Some(error);
+        self.shut_all(&state);
+        true
+    }
+
+    /// The guest is safe at the destination: from here on connections end because they are done with.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] if the migration failed before; it stays failed.
+    pub fn finish(&self) -> Result<()> {
+        let _state = self.lock();
+        self.check()?;
+        self.finished.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// True from [`Self::finish`] on.
+    pub fn is_finished(&self) -> bool {
+        self.finished.load(Ordering::Acquire)
+    }
+
+    /// True from the first [`Self::fail`] on.
+    pub fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    /// [`Error::Cancelled`] if the migration failed; the reason is kept for the end of the run.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.is_failed() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// The run succeeded, whatever else was said meanwhile: forgets the channels.
+    pub(crate) fn succeed(&self) {
+        let mut state = self.lock();
+        self.finished.store(true, Ordering::Release);
+        state.channels.clear();
+        state.lanes.clear();
+    }
+
+    /// The run failed: shuts every channel down and forgets it. Returns the first error, which is `error` if no thread had
+    /// one before.
+    pub(crate) fn end(&self, error: Error) -> Error {
+        let mut state = self.lock();
+        self.shut_all(&state);
+        state.channels.clear();
+        state.lanes.clear();
+        state.error.take().unwrap_or(error)
+    }
+
+    /// Fails the migration if the thread that holds the result panics, so that the others do not wait for it.
+    pub(crate) fn guard(&self) -> Guard<'_> {
+        Guard(self)
+    }
+
+    /// A lane is at its barrier: waits until the main thread lets all go on.
+    pub(crate) fn arrive(&self) -> Result<Released> {
+        let mut state = self.lock();
+        let generation = state.generation;
+        state.arrived += 1;
+        self.changed.notify_all();
+        while state.generation == generation {
+            self.check()?;
+            if state.closed {
+                return Ok(Released::Closed);
+            }
+            state = self.wait(state);
+        }
+        Ok(Released::GoOn)
+    }
+
+    /// The main thread: waits until `lanes` lanes have arrived, does `work`, and lets them go on.
+    pub(crate) fn lead(&self, lanes: usize, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        let mut state = self.lock();
+        while state.arrived < lanes {
+            self.check()?;
+            if let Some(&lane) = state.gone.first() {
+                return Err(Error::lane(lane)(Error::LaneEnded));
+            }
+            state = self.wait(state);
+        }
+        drop(state);
+        work()?;
+        let mut state = self.lock();
+        state.arrived = 0;
+        state.generation += 1;
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// The main thread: no further barrier comes.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    /// True from [`Self::close`] on.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
+    /// A lane's connection ended where no data was outstanding: no further barrier can be reached.
+    pub(crate) fn leave(&self, lane: usize) {
+        self.lock().gone.push(lane);
+        self.changed.notify_all();
+    }
+
+    /// An incoming migration's lane.
+    pub(crate) fn watch_lane(&self, lane: &Arc<dyn Channel>) {
+        self.lock().lanes.push(Arc::clone(lane));
+    }
+
+    /// After a failure: waits until every lane has left, at most this long, and shuts down what did not.
+    pub(crate) fn see_out(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.lock();
+        while state.gone.len() < state.lanes.len() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.lanes.iter().for_each(|lane| shut(lane.as_ref()));
+    }
+
+    fn shut_all(&self, state: &State) {
+        self.failed.store(true, Ordering::Release);
+        for channel in &state.channels {
+            shut(channel.as_ref());
+        }
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panicking thread leaves counters and a list, all consistent at each step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// See [`Session::guard`].
+#[derive(Debug)]
+pub(crate) struct Guard<'a>(&'a Session);
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(Error::Panicked);
+            self.0.lock().lanes.iter().for_each(|lane| shut(lane.as_ref()));
+        }
+    }
+}
+
+fn shut(channel: &dyn Channel) {
+    if let Err(error) = channel.shutdown(Shutdown::Both) {
+        tracing::debug!(peer = channel.peer(), %error, "shutdown");
+    }
+}

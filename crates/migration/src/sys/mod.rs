@@ -1,0 +1,16 @@
+//! What the engine needs of Linux beside channels: memory of its own, and a guest's. All `unsafe` of this crate is below
+//! here.
+
+mod mapping;
+mod pagemap;
+mod region;
+mod span;
+mod userfault;
+mod zero;
+
+pub(crate) use mapping::Mapping;
+pub(crate) use pagemap::{Pagemap, STEP_BYTES, Which};
+pub(crate) use region::HUGE_PAGE_BYTES;
+pub use region::Region;
+pub use span::Span;
+pub(crate) use userfault::Userfault;

@@ -1,0 +1,168 @@
+//! A mapping of guest memory, which others may write at any time.
+//!
+//! It is reached as a [`Span`] only, so no reference to its bytes is ever made.
+//!
+//! Limits: a descriptor's file must not be cut while it is mapped; access behind its end would end the process.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+
+use super::Span;
+
+/// A huge page of x86 and most others, to whose multiple a region is aligned.
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
+pub(super) const PAGE_BYTES: usize = 4096;
+
+/// Memory for a guest, unmapped on drop. An embedder that maps its guest's memory itself has no need of it.
+#[derive(Debug)]
+pub struct Region {
+    start: NonNull<u8>,
+    length: usize,
+}
+
+// SAFETY: an address and a length; all access is by system calls, volatile or atomic.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Private memory, zero at first; `length` is a multiple of the page size and not 0.
+    ///
+    /// # Errors
+    /// The length is none, or the kernel gives no memory.
+    pub fn anonymous(length: usize) -> io::Result<Self> {
+        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
+    }
+
+    /// Private memory in huge pages of 2 MiB, zero at first; `length` is a multiple of that and not 0.
+    ///
+    /// # Errors
+    /// The length is none, or so many huge pages are not free (`vm.nr_hugepages`).
+    pub fn huge(length: usize) -> io::Result<Self> {
+        if !length.is_multiple_of(HUGE_PAGE_BYTES) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let huge = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | huge, None)
+    }
+
+    /// `length` bytes of a file or memfd from `offset` on, both multiples of the page size, shared with whoever else maps
+    /// it.
+    ///
+    /// # Errors
+    /// The file is shorter than that, or cannot be mapped.
+    pub fn shared(file: BorrowedFd<'_>, offset: u64, length: usize) -> io::Result<Self> {
+        let end = u64::try_from(length).ok().and_then(|length| offset.checked_add(length));
+        let file_length = std::fs::File::from(file.try_clone_to_owned()?).metadata()?.len();
+        if end.is_none_or(|end| end > file_length) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Self::map(length, libc::MAP_SHARED, Some((file, offset)))
+    }
+
+    fn map(length: usize, flags: i32, file: Option<(BorrowedFd<'_>, u64)>) -> io::Result<Self> {
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        if length == 0 || !length.is_multiple_of(PAGE_BYTES) {
+            return Err(invalid());
+        }
+        let (fd, offset) = file.map_or((-1, 0), |(file, offset)| (file.as_raw_fd(), offset));
+        let offset = libc::off_t::try_from(offset).map_err(|_| invalid())?;
+        let room = length.checked_add(HUGE_PAGE_BYTES).ok_or_else(invalid)?;
+        let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let base = unsafe { libc::mmap(ptr::null_mut(), room, libc::PROT_NONE, reserve, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let before = base.addr().wrapping_neg() % HUGE_PAGE_BYTES;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: `before + length` is within the reservation made above, which is ours alone, so that what MAP_FIXED
+        // replaces is our own; what remains of the reservation on either side is given back.
+        unsafe {
+            let start = base.byte_add(before);
+            if libc::mmap(start, length, access, flags | libc::MAP_FIXED, fd, offset) == libc::MAP_FAILED {
+                let error = io::Error::last_os_error();
+                libc::munmap(base, room);
+                return Err(error);
+            }
+            if before > 0 {
+                libc::munmap(base, before);
+            }
+            let after = room - before - length;
+            if after > 0 {
+                libc::munmap(start.byte_add(length), after);
+            }
+            let start = NonNull::new(start.cast()).expect("behind a reservation, which is not at 0");
+            Ok(Self { start, length })
+        }
+    }
+
+    /// The memory, while it is mapped.
+    pub fn span(&self) -> Span<'_> {
+        // SAFETY: what `map` mapped stays so until `self` is dropped, and nobody makes references to it.
+        unsafe { Span::from_raw_parts(self.start, self.length) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: this is what `map` mapped, and every buffer over it borrows `self`.
+        let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+        debug_assert_eq!(result, 0, "munmap of our own mapping");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn copies_of_any_length_and_place_are_exact() {
+        let region = Region::anonymous(2 * PAGE_BYTES).unwrap();
+        let region = region.span();
+        let bytes: Vec<u8> = (1..=255).collect();
+        for offset in 0..17 {
+            for length in [0, 1, 7, 8, 9, 15, 16, 17, 255] {
+                region.write(offset, &[0; 300]);
+                region.write(offset, &bytes[..length]);
+                let mut copy = vec![0; length + 1];
+                region.read(offset, &mut copy);
+                assert_eq!((&copy[..length], copy[length]), (&bytes[..length], 0));
+                region.write(0, &[0; 300]);
+            }
+        }
+        assert!(region.is_zero(0, 2 * PAGE_BYTES));
+    }
+
+    #[test]
+    fn a_region_is_aligned_for_huge_pages() {
+        for length in [PAGE_BYTES, 3 * HUGE_PAGE_BYTES + PAGE_BYTES] {
+            let region = Region::anonymous(length).unwrap();
+            assert!(region.span().address().is_multiple_of(HUGE_PAGE_BYTES));
+            region.span().touch(0, length);
+            region.span().populate(0, length).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_shared_region_is_the_files_content() {
+        let file = rustix::fs::memfd_create("region", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 3 * PAGE_BYTES as u64).unwrap();
+        let whole = Region::shared(file.as_fd(), 0, 3 * PAGE_BYTES).unwrap();
+        let second = Region::shared(file.as_fd(), PAGE_BYTES as u64, PAGE_BYTES).unwrap();
+        second.span().write(3, b"here");
+        let mut copy = [0; 4];
+        whole.span().read(PAGE_BYTES + 3, &mut copy);
+        assert_eq!(&copy, b"here");
+        let error = Region::shared(file.as_fd(), PAGE_BYTES as u64, 3 * PAGE_BYTES).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    #[should_panic(expected = "1 bytes at 0x1000 of 0x1000")]
+    fn nothing_is_reached_behind_the_end() {
+        Region::anonymous(PAGE_BYTES).unwrap().span().write(PAGE_BYTES, &[1]);
+    }
+}

@@ -1,0 +1,66 @@
+//! Who knows what a running guest writes.
+//!
+//! ```text
+//!   start ─► guest writes … ─► harvest ─► guest writes … ─► harvest ─► guest stopped ─► harvest ─► stop
+//! ```
+//!
+//! - [`WriteProtect`]: the kernel does, for memory that this process writes (vCPU threads, KVM, system calls).
+//! - [`Bitmap`]: somebody else does, who keeps a bit a page: KVM's dirty log, a device's.
+//!
+//! What both miss is written by devices into pinned pages (VFIO) and by other processes through mappings of their own:
+//! whoever does that says so, [`crate::LiveMemory::mark_dirty`].
+
+mod bitmap;
+mod error;
+mod mappings;
+mod write_protect;
+
+use towline_protocol::PageRef;
+
+pub use bitmap::{Bitmap, DirtyLog};
+pub use error::TrackerError;
+pub use write_protect::WriteProtect;
+
+use crate::sys::Span;
+
+/// Tells which pages of a guest's memory were written. Every call names the same memory, a span for each block.
+pub trait DirtyTracker: Send + Sync {
+    /// Begins, or begins anew: every write from its return on is in a later harvest. Tells `untouched` what nobody ever
+    /// touched, as far as it knows: runs that are zero until they are reported.
+    ///
+    /// # Errors
+    /// It cannot track this memory; nothing is tracked.
+    fn start(&self, memory: &[Span<'_>], untouched: &mut dyn FnMut(PageRef, u64))
+    -> Result<(), TrackerError>;
+
+    /// Takes the pages written since the last call (since the start) and reports each run of them, its first page and its
+    /// length in bytes. A page may be reported that was not written.
+    ///
+    /// # Errors
+    /// Writes may be lost from now on.
+    fn harvest(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError>;
+
+    /// Ends; the guest is as fast again as before. Also called when nothing was started.
+    ///
+    /// # Errors
+    /// The guest may go on being slowed down.
+    fn stop(&self, memory: &[Span<'_>]) -> Result<(), TrackerError>;
+}
+
+impl<T: DirtyTracker + ?Sized> DirtyTracker for &T {
+    fn start(
+        &self,
+        memory: &[Span<'_>],
+        untouched: &mut dyn FnMut(PageRef, u64),
+    ) -> Result<(), TrackerError> {
+        T::start(self, memory, untouched)
+    }
+
+    fn harvest(&self, memory: &[Span<'_>], report: &mut dyn FnMut(PageRef, u64)) -> Result<(), TrackerError> {
+        T::harvest(self, memory, report)
+    }
+
+    fn stop(&self, memory: &[Span<'_>]) -> Result<(), TrackerError> {
+        T::stop(self, memory)
+    }
+}

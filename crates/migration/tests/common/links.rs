@@ -1,0 +1,114 @@
+//! Connections between two ends, with faults in them.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_channel::fault::{Cut, Delay, Direction, ShortIo};
+use towline_channel::{Cancel, Channel, Listener, UnixChannel, connect, pair};
+use towline_migration::{Stream, outgoing};
+
+use super::UUID;
+
+/// What the channels are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// In memory, holding so many bytes each way.
+    Memory(usize),
+    /// Unix stream sockets.
+    Unix,
+    /// TCP on the loopback.
+    Tcp,
+}
+
+/// Which end of a channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Source,
+    Destination,
+}
+
+/// What is done to one end of one channel.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fault {
+    pub(crate) side: Side,
+    pub(crate) stream: Stream,
+    pub(crate) layer: Layer,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Layer {
+    Cut(u64, Direction),
+    Short(usize, u64),
+    Delay(Duration, u64),
+}
+
+/// Both ends of a main channel and its lanes.
+pub(crate) struct Link {
+    pub(crate) source: outgoing::Connections,
+    pub(crate) destination: DestinationEnd,
+}
+
+pub(crate) struct DestinationEnd {
+    pub(crate) main: Arc<dyn Channel>,
+    pub(crate) lanes: Vec<Arc<dyn Channel>>,
+}
+
+pub(crate) fn link(kind: Kind, lanes: usize) -> Link {
+    link_with(kind, lanes, &[])
+}
+
+pub(crate) fn link_with(kind: Kind, lanes: usize, faults: &[Fault]) -> Link {
+    let maker = Maker::new(kind);
+    let end = |stream| {
+        let (source, destination) = maker.pair();
+        let source = wrap(source, Side::Source, stream, faults);
+        (Arc::from(source), Arc::from(wrap(destination, Side::Destination, stream, faults)))
+    };
+    let (main, arriving) = end(Stream::Main);
+    let (leaving, lanes) = (0..lanes).map(|lane| end(Stream::Lane(lane))).unzip();
+    Link {
+        source: outgoing::Connections { main, lanes: leaving, uuid: UUID },
+        destination: DestinationEnd { main: arriving, lanes },
+    }
+}
+
+fn wrap(channel: Box<dyn Channel>, side: Side, stream: Stream, faults: &[Fault]) -> Box<dyn Channel> {
+    let ours = faults.iter().filter(|fault| fault.side == side && fault.stream == stream);
+    ours.fold(channel, |channel, fault| match fault.layer {
+        Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),
+        Layer::Short(most, seed) => Box::new(ShortIo::new(channel, NonZeroUsize::new(most).unwrap(), seed)),
+        Layer::Delay(longest, seed) => Box::new(Delay::new(channel, Duration::ZERO..=longest, seed)),
+    })
+}
+
+struct Maker {
+    kind: Kind,
+    listener: Option<Listener>,
+}
+
+impl Maker {
+    fn new(kind: Kind) -> Self {
+        let listener =
+            (kind == Kind::Tcp).then(|| Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap());
+        Self { kind, listener }
+    }
+
+    fn pair(&self) -> (Box<dyn Channel>, Box<dyn Channel>) {
+        match (self.kind, &self.listener) {
+            (Kind::Memory(capacity), _) => {
+                let (one, other) = pair(capacity);
+                (Box::new(one), Box::new(other))
+            }
+            (Kind::Tcp, Some(listener)) => {
+                let (deadline, cancel) = (Instant::now() + super::WATCHDOG, Cancel::new().unwrap());
+                let one = connect(listener.local_address(), deadline, &cancel).unwrap();
+                (one, listener.accept(deadline, &cancel).unwrap())
+            }
+            _ => {
+                let (one, other) = UnixChannel::pair().unwrap();
+                (Box::new(one), Box::new(other))
+            }
+        }
+    }
+}

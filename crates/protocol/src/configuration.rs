@@ -1,0 +1,148 @@
+//! The file header and the configuration section (QEMU `migration/savevm.c`, `vmstate_configuration`).
+//!
+//! ```text
+//!   be32 "QEVM"  be32 3  u8 0x07  be32 n  n bytes of machine type   { u8 0x05  counted name  be32 1  fields }*
+//! ```
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::limits;
+use crate::section::SectionType;
+use crate::wire::{Incomplete, Reader, lossy, put_counted, put32};
+use crate::{InvalidMessage, Result};
+
+/// "QEVM".
+pub const MAGIC: u32 = 0x5145_564d;
+/// The only stream version since 2007.
+pub const VERSION: u32 = 3;
+/// The capability that a mapped-ram file lists, and no other stream.
+pub const MAPPED_RAM: &str = "mapped-ram";
+
+const CAPABILITIES: &[u8] = b"configuration/capabilities";
+const UUID: &[u8] = b"configuration/uuid";
+const PAGE_BITS: &[u8] = b"configuration/target-page-bits";
+const SUBSECTION_VERSION: u32 = 1;
+
+/// What a stream says of its guest before anything else.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Configuration {
+    /// The versioned machine type, e.g. `pc-q35-10.0`.
+    pub machine_type: String,
+    /// The guest's page size as a power of two, where a target has several.
+    pub target_page_bits: Option<u32>,
+    /// Capabilities that both ends must have alike; QEMU lists only `x-ignore-shared` and `mapped-ram`.
+    pub capabilities: Vec<String>,
+    /// The VM's uuid, with the capability `validate-uuid`.
+    pub uuid: Option<[u8; 16]>,
+}
+
+impl Configuration {
+    /// True where the stream is a mapped-ram file's.
+    pub fn is_mapped_ram(&self) -> bool {
+        self.capabilities.iter().any(|name| name == MAPPED_RAM)
+    }
+
+    /// Appends the header and the section.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        put32(out, MAGIC);
+        put32(out, VERSION);
+        out.push(SectionType::Configuration as u8);
+        put32(out, u32::try_from(self.machine_type.len()).expect("a machine name is short"));
+        out.extend_from_slice(self.machine_type.as_bytes());
+        if let Some(bits) = self.target_page_bits {
+            subsection(out, PAGE_BITS);
+            put32(out, bits);
+        }
+        if !self.capabilities.is_empty() {
+            subsection(out, CAPABILITIES);
+            put32(out, u32::try_from(self.capabilities.len()).expect("bounded when it was read"));
+            for name in &self.capabilities {
+                put_counted(out, name.as_bytes());
+            }
+        }
+        if let Some(uuid) = &self.uuid {
+            subsection(out, UUID);
+            out.extend_from_slice(uuid);
+        }
+    }
+}
+
+fn subsection(out: &mut Vec<u8>, name: &[u8]) {
+    out.push(SectionType::Subsection as u8);
+    put_counted(out, name);
+    put32(out, SUBSECTION_VERSION);
+}
+
+/// Reads the file header. `Ok(None)`: more bytes are needed.
+pub fn decode_header(input: &mut Reader<'_>) -> Result<Option<()>> {
+    let start = input.position();
+    let Ok(magic) = input.be32() else { return Ok(None) };
+    if magic != MAGIC {
+        return Err(InvalidMessage::Magic { found: magic }.into());
+    }
+    let Ok(version) = input.be32() else {
+        input.rewind(start);
+        return Ok(None);
+    };
+    if version != VERSION {
+        return Err(InvalidMessage::Version { found: version }.into());
+    }
+    Ok(Some(()))
+}
+
+/// Reads the section behind its type byte up to the machine name's end.
+pub(crate) fn decode_machine(input: &mut Reader<'_>) -> Result<Result<String, Incomplete>> {
+    let Ok(length) = input.be32() else { return Ok(Err(Incomplete)) };
+    let limit = limits::MACHINE_NAME_BYTES_MAX;
+    if length as usize > limit {
+        let (found, limit) = (u64::from(length), limit as u64);
+        return Err(InvalidMessage::TooLong { what: "machine type name", found, limit }.into());
+    }
+    let Ok(name) = input.take(length as usize) else { return Ok(Err(Incomplete)) };
+    match core::str::from_utf8(name) {
+        Ok(name) => Ok(Ok(name.into())),
+        Err(_) => Err(InvalidMessage::Text { what: "machine type name", shown: lossy(name) }.into()),
+    }
+}
+
+/// Reads one subsection behind its type byte into `configuration`.
+pub(crate) fn decode_subsection(
+    input: &mut Reader<'_>,
+    configuration: &mut Configuration,
+) -> Result<Result<(), Incomplete>> {
+    let head = input.counted().and_then(|name| Ok((name, input.be32()?)));
+    let Ok((name, version)) = head else { return Ok(Err(Incomplete)) };
+    if version != SUBSECTION_VERSION {
+        return Err(unknown(name));
+    }
+    match name {
+        CAPABILITIES => decode_capabilities(input, configuration),
+        UUID => Ok(input.array().map(|uuid| configuration.uuid = Some(uuid))),
+        PAGE_BITS => Ok(input.be32().map(|bits| configuration.target_page_bits = Some(bits))),
+        _ => Err(unknown(name)),
+    }
+}
+
+fn unknown(name: &[u8]) -> crate::Error {
+    InvalidMessage::Text { what: "configuration subsection (unknown)", shown: lossy(name) }.into()
+}
+
+fn decode_capabilities(
+    input: &mut Reader<'_>,
+    configuration: &mut Configuration,
+) -> Result<Result<(), Incomplete>> {
+    let Ok(count) = input.be32() else { return Ok(Err(Incomplete)) };
+    let limit = limits::CAPABILITIES_MAX as u64;
+    if u64::from(count) > limit {
+        let found = u64::from(count);
+        return Err(InvalidMessage::TooLong { what: "capability list", found, limit }.into());
+    }
+    let mut names = Vec::new();
+    for _ in 0..count {
+        let Ok(name) = input.counted() else { return Ok(Err(Incomplete)) };
+        names.push(lossy(name));
+    }
+    configuration.capabilities = names;
+    Ok(Ok(()))
+}

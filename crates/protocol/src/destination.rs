@@ -1,0 +1,328 @@
+//! The reading end of a main channel.
+//!
+//! Not here: lanes ([`crate::multifd`]), and what becomes of pages. The machine consumes itself at each step, so a state
+//! that was left cannot be used again:
+//!
+//! ```text
+//!   Header → Configuration → Sections ⇄ Commands
+//!                               │ ram START          ram PART, END
+//!                               ▼                    │
+//!                             Blocks → Records → Footer → Sections → … → DeviceState
+//! ```
+//!
+//! [`Destination::handle`] takes one item from the input. After [`Event::Page`] the page's bytes follow: the driver takes
+//! them itself (from what it has buffered, or straight from the channel) and goes on behind them. After
+//! [`Event::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`].
+//! In a mapped-ram file the driver goes to [`crate::mapped_ram::MappedRamHeader::end`] after each [`Event::Block`].
+
+use alloc::boxed::Box;
+use alloc::format;
+
+use crate::configuration::{self, Configuration};
+use crate::limits;
+use crate::ram::{self, PAGE_SIZE, PageRef, RamBlock};
+use crate::section::{Command, CommandKind, SectionHeader, SectionType};
+use crate::wire::{Incomplete, Reader};
+use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
+
+mod memory;
+
+use memory::Ram;
+pub use memory::{AwaitBlock, AwaitFooter, AwaitRecord, Complete};
+
+/// The most input bytes that one item needs to be decoded whole: a command with its data.
+pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
+
+/// What one item of the stream says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// The stream's beginning, complete.
+    Configuration(Configuration),
+    /// A command between sections.
+    Command(Command),
+    /// A `ram` section begins.
+    SectionStart(RamSection),
+    /// The guest's RAM in all; its blocks follow.
+    Total(u64),
+    /// The next entry of the block list.
+    Block(RamBlock),
+    /// A page, whose [`PAGE_SIZE`] bytes follow and are not for this machine.
+    Page(PageRef),
+    /// A page of zeros.
+    ZeroPage(PageRef),
+    /// A page as what changed in it ([`crate::xbzrle`]).
+    Xbzrle {
+        /// Which page.
+        page: PageRef,
+        /// The changes.
+        data: &'a [u8],
+    },
+    /// A `MULTIFD_FLUSH` record: wait for the SYNC of every lane.
+    Flush,
+    /// The payload of a `ram` section ends; its footer is checked next.
+    SectionEnd(RamSection),
+    /// All memory is named; device state follows up to the end.
+    DeviceState,
+}
+
+/// A `ram` section of the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RamSection {
+    /// START, PART or END.
+    pub kind: SectionKind,
+    /// The source's number for `ram`.
+    pub id: u32,
+}
+
+/// The three kinds of section that `ram` consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs, reason = "QEMU's own names")]
+pub enum SectionKind {
+    Start,
+    Part,
+    End,
+}
+
+/// The machine; see the module's picture.
+#[derive(Debug)]
+pub enum Destination {
+    /// Nothing was read.
+    Header(AwaitHeader),
+    /// The header was.
+    Machine(AwaitMachine),
+    /// The machine type was; subsections may follow.
+    Subsections(AwaitSubsection),
+    /// Between sections.
+    Sections(AwaitSection),
+    /// In the block list.
+    Blocks(AwaitBlock),
+    /// In a `ram` section.
+    Records(AwaitRecord),
+    /// Behind a `ram` section's payload.
+    Footer(AwaitFooter),
+    /// Behind `ram` END: nothing more for this machine.
+    DeviceState(Complete),
+}
+
+/// Waits for magic and version.
+#[derive(Debug, Default)]
+pub struct AwaitHeader(());
+
+/// Waits for the configuration section.
+#[derive(Debug)]
+pub struct AwaitMachine(());
+
+/// Waits for a configuration subsection, or for whatever ends them.
+#[derive(Debug)]
+pub struct AwaitSubsection {
+    configuration: Configuration,
+    /// How many there were.
+    count: usize,
+}
+
+/// Waits for a section or command.
+#[derive(Debug)]
+pub struct AwaitSection {
+    ram: Option<Box<Ram>>,
+    mapped_ram: bool,
+}
+
+/// A step's result: the next state, and what happened unless more bytes are needed.
+pub type Step<'a> = Result<(Destination, Option<Event<'a>>)>;
+
+impl Default for Destination {
+    fn default() -> Self {
+        Self::Header(AwaitHeader::default())
+    }
+}
+
+impl Destination {
+    /// Takes one item. `None` in the result: `input` ends inside it, nothing of it was consumed.
+    pub fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+        match self {
+            Self::Header(state) => state.handle(input),
+            Self::Machine(state) => state.handle(input),
+            Self::Subsections(state) => state.handle(input),
+            Self::Sections(state) => state.handle(input),
+            Self::Blocks(state) => state.handle(input),
+            Self::Records(state) => state.handle(input),
+            Self::Footer(state) => state.handle(input),
+            state @ Self::DeviceState(_) => Ok((state, None)),
+        }
+    }
+
+    /// The blocks read so far.
+    pub fn blocks(&self) -> &[RamBlock] {
+        match self {
+            Self::Sections(AwaitSection { ram: Some(ram), .. })
+            | Self::Blocks(AwaitBlock { ram, .. })
+            | Self::Records(AwaitRecord { ram, .. })
+            | Self::Footer(AwaitFooter { ram, .. })
+            | Self::DeviceState(Complete { ram }) => &ram.blocks,
+            _ => &[],
+        }
+    }
+
+    /// For mapped-ram: says where in the file the next item begins, which the driver alone knows.
+    pub fn at_file_offset(&mut self, offset: u64) {
+        if let Self::Blocks(state) = self {
+            state.file_offset = offset;
+        }
+    }
+
+    /// What is waited for, for messages about a stream that ends too early.
+    pub fn awaits(&self) -> &'static str {
+        match self {
+            Self::Header(_) => "the stream's header",
+            Self::Machine(_) | Self::Subsections(_) => "the configuration section",
+            Self::Sections(_) => "the memory (between its sections)",
+            Self::Blocks(_) => "the list of RAM blocks",
+            Self::Records(_) | Self::Footer(_) => "a section of the memory",
+            Self::DeviceState(_) => "the device state",
+        }
+    }
+}
+
+impl AwaitHeader {
+    fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+        match configuration::decode_header(input)? {
+            None => Ok((Destination::Header(self), None)),
+            Some(()) => AwaitMachine(()).handle(input),
+        }
+    }
+}
+
+impl AwaitMachine {
+    fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+        let start = input.position();
+        let Ok(kind) = input.u8() else { return Ok((Destination::Machine(self), None)) };
+        const EXPECTED: &str = "the configuration section";
+        if SectionType::decode(kind, EXPECTED)? != SectionType::Configuration {
+            return Err(InvalidMessage::SectionType { found: kind, expected: EXPECTED }.into());
+        }
+        let Ok(machine_type) = configuration::decode_machine(input)? else {
+            input.rewind(start);
+            return Ok((Destination::Machine(self), None));
+        };
+        let configuration = Configuration { machine_type, ..Configuration::default() };
+        AwaitSubsection { configuration, count: 0 }.handle(input)
+    }
+}
+
+impl AwaitSubsection {
+    fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+        loop {
+            let start = input.position();
+            let Ok(kind) = input.u8() else { return Ok((Destination::Subsections(self), None)) };
+            if kind != SectionType::Subsection as u8 {
+                input.rewind(start);
+                return self.complete();
+            }
+            if self.count == limits::SUBSECTIONS_MAX {
+                let found = format!("configuration subsection {}", self.count + 1);
+                return Err(PeerMisbehaved::Unexpected { found, expected: "`ram` or a command" }.into());
+            }
+            if configuration::decode_subsection(input, &mut self.configuration)?.is_err() {
+                input.rewind(start);
+                return Ok((Destination::Subsections(self), None));
+            }
+            self.count += 1;
+        }
+    }
+
+    fn complete<'a>(self) -> Step<'a> {
+        let configuration = self.configuration;
+        if configuration.target_page_bits.is_some_and(|bits| bits != PAGE_SIZE.trailing_zeros()) {
+            let what = "a target page size other than 4096 bytes";
+            return Err(PeerIncompatible::Feature { what, switch: "the machine's larger pages" }.into());
+        }
+        if configuration.capabilities.iter().any(|name| name == "x-ignore-shared") {
+            let what = "memory that is left out of the stream because it is shared";
+            return Err(PeerIncompatible::Feature { what, switch: "x-ignore-shared" }.into());
+        }
+        let mapped_ram = configuration.is_mapped_ram();
+        let next = AwaitSection { ram: None, mapped_ram };
+        Ok((Destination::Sections(next), Some(Event::Configuration(configuration))))
+    }
+}
+
+impl AwaitSection {
+    fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+        let start = input.position();
+        let Ok(kind) = input.u8() else { return Ok((Destination::Sections(self), None)) };
+        let expected = if self.ram.is_some() { "a `ram` section or a command" } else { "`ram` or a command" };
+        let next = match SectionType::decode(kind, expected)? {
+            SectionType::Command => match Command::decode(input)? {
+                Ok(command) => {
+                    refuse_foreign(&command)?;
+                    return Ok((Destination::Sections(self), Some(Event::Command(command))));
+                }
+                Err(Incomplete) => None,
+            },
+            SectionType::Start if self.ram.is_none() => match SectionHeader::decode(input) {
+                Ok(header) => Some(self.start(header)?),
+                Err(Incomplete) => None,
+            },
+            SectionType::Start | SectionType::Full => match SectionHeader::decode(input) {
+                Ok(header) => return Err(foreign_section(header, kind).into()),
+                Err(Incomplete) => None,
+            },
+            SectionType::Part | SectionType::End if self.ram.is_some() => match input.be32() {
+                Ok(id) => Some(resume(self.ram.take().expect("just seen"), kind, id)?),
+                Err(Incomplete) => None,
+            },
+            _ => return Err(InvalidMessage::SectionType { found: kind, expected }.into()),
+        };
+        let Some((section, state)) = next else {
+            input.rewind(start);
+            return Ok((Destination::Sections(self), None));
+        };
+        Ok((state, Some(Event::SectionStart(section))))
+    }
+
+    fn start(&self, header: SectionHeader) -> Result<(RamSection, Destination)> {
+        if header.name != ram::SECTION_NAME {
+            return Err(foreign_section(header, SectionType::Start as u8).into());
+        }
+        if header.version > ram::SECTION_VERSION {
+            let (name, found) = (header.name, header.version);
+            return Err(PeerIncompatible::SectionVersion { name, found, known: ram::SECTION_VERSION }.into());
+        }
+        let ram = Box::new(Ram::new(header.id, self.mapped_ram));
+        let section = RamSection { kind: SectionKind::Start, id: header.id };
+        let next = AwaitBlock { ram, mapped_ram: self.mapped_ram, left: None, file_offset: 0 };
+        Ok((section, Destination::Blocks(next)))
+    }
+}
+
+fn foreign_section(header: SectionHeader, kind: u8) -> PeerIncompatible {
+    let SectionHeader { name, instance, .. } = header;
+    match kind == SectionType::Full as u8 {
+        true => PeerIncompatible::EarlyDevice { name, instance },
+        false => PeerIncompatible::IterableSection { name, instance },
+    }
+}
+
+fn resume(ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destination)> {
+    if id != ram.id {
+        return Err(PeerMisbehaved::UnknownSection { id, expected: ram.id }.into());
+    }
+    let kind = if kind == SectionType::Part as u8 { SectionKind::Part } else { SectionKind::End };
+    let section = RamSection { kind, id };
+    Ok((section, Destination::Records(AwaitRecord { ram, section })))
+}
+
+fn refuse_foreign(command: &Command) -> Result<()> {
+    let Command::Other { kind, .. } = command else { return Ok(()) };
+    let feature = |what, switch| Err(PeerIncompatible::Feature { what, switch }.into());
+    match *kind {
+        CommandKind::POSTCOPY_ADVISE => {
+            feature("postcopy, which needs a destination that runs the guest", "postcopy-ram")
+        }
+        CommandKind::ENABLE_COLO => feature("COLO", "x-colo"),
+        CommandKind(number) => {
+            let found = format!("command {number}");
+            Err(PeerMisbehaved::Unexpected { found, expected: "a command that belongs to precopy" }.into())
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The `ram` section's states: block list, records, footer.
+
+use alloc::boxed::Box;
+use alloc::collections::BTreeMap;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use super::{AwaitSection, Destination, Event, RamSection, SectionKind, Step};
+use crate::limits;
+use crate::mapped_ram::MappedRamHeader;
+use crate::multifd::check_offset;
+use crate::ram::{BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
+use crate::section::SectionType;
+use crate::wire::{Incomplete, Reader, lossy};
+use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
+
+/// Waits for an entry of the block list, or for its total.
+#[derive(Debug)]
+pub struct AwaitBlock {
+    pub(super) ram: Box<Ram>,
+    pub(super) mapped_ram: bool,
+    /// `None` until the total came.
+    pub(super) left: Option<u64>,
+    /// Where the next item begins in the stream, counted from the file's first byte; only mapped-ram needs it.
+    pub(super) file_offset: u64,
+}
+
+/// Waits for a record.
+#[derive(Debug)]
+pub struct AwaitRecord {
+    pub(super) ram: Box<Ram>,
+    pub(super) section: RamSection,
+}
+
+/// Waits for a section's footer.
+#[derive(Debug)]
+pub struct AwaitFooter {
+    pub(super) ram: Box<Ram>,
+    pub(super) section: RamSection,
+}
+
+/// Device state follows.
+#[derive(Debug)]
+pub struct Complete {
+    pub(super) ram: Box<Ram>,
+}
+
+/// What is known of the `ram` section.
+#[derive(Debug)]
+pub(super) struct Ram {
+    pub(super) id: u32,
+    /// Its pages lie elsewhere in the file, so that no record names one.
+    mapped: bool,
+    pub(super) blocks: Vec<RamBlock>,
+    by_name: BTreeMap<String, BlockIndex>,
+    last: Option<BlockIndex>,
+}
+
+impl AwaitBlock {
+    pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+        let start = input.position();
+        let event = match self.left {
+            None => match input.be64() {
+                Ok(word) => self.total(word)?,
+                Err(Incomplete) => return Ok((Destination::Blocks(self), None)),
+            },
+            Some(0) => {
+                let section = RamSection { kind: SectionKind::Start, id: self.ram.id };
+                return AwaitRecord { ram: self.ram, section }.handle(input);
+            }
+            Some(left) => match self.block(input, left)? {
+                Ok(block) => Event::Block(block),
+                Err(Incomplete) => {
+                    input.rewind(start);
+                    return Ok((Destination::Blocks(self), None));
+                }
+            },
+        };
+        Ok((Destination::Blocks(self), Some(event)))
+    }
+
+    fn total<'a>(&mut self, word: u64) -> Result<Event<'a>> {
+        let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
+        let total = word & !(PAGE_SIZE - 1);
+        if flags != RamFlags::MEM_SIZE {
+            return Err(InvalidMessage::RecordFlags { flags: flags.bits(), offset: total }.into());
+        }
+        if total > limits::RAM_BYTES_MAX {
+            return Err(InvalidMessage::RamTotal { total }.into());
+        }
+        self.left = Some(total);
+        Ok(Event::Total(total))
+    }
+
+    fn block(&mut self, input: &mut Reader<'_>, left: u64) -> Result<Result<RamBlock, Incomplete>> {
+        let start = input.position();
+        let head = input.counted().and_then(|name| Ok((name, input.be64()?)));
+        let Ok((name, length)) = head else { return Ok(Err(Incomplete)) };
+        let header_offset = self.file_offset + (input.position() - start) as u64;
+        let header = match self.mapped_ram {
+            true => match MappedRamHeader::decode(input) {
+                Ok(header) => Some(header),
+                Err(Incomplete) => return Ok(Err(Incomplete)),
+            },
+            false => None,
+        };
+        let Ok(name) = core::str::from_utf8(name) else {
+            return Err(InvalidMessage::Text { what: "block name", shown: lossy(name) }.into());
+        };
+        check_block(name, length, left)?;
+        if let Some((version, header)) = &header {
+            header.check(*version, name, length, header_offset)?;
+        }
+        let block = RamBlock { name: name.into(), length, mapped: header.map(|(_, header)| header) };
+        self.ram.add(block.clone())?;
+        self.left = Some(left - length);
+        Ok(Ok(block))
+    }
+}
+
+fn check_block(name: &str, length: u64, left: u64) -> Result<()> {
+    if length > left || length == 0 {
+        return Err(InvalidMessage::BlockLength { name: name.into(), length, left }.into());
+    }
+    if !length.is_multiple_of(PAGE_SIZE) {
+        let page_size = PAGE_SIZE;
+        return Err(InvalidMessage::BlockAlignment { name: name.into(), length, page_size }.into());
+    }
+    Ok(())
+}
+
+impl Ram {
+    pub(super) fn new(id: u32, mapped: bool) -> Self {
+        Self { id, mapped, blocks: Vec::new(), by_name: BTreeMap::new(), last: None }
+    }
+
+    fn add(&mut self, block: RamBlock) -> Result<()> {
+        if self.blocks.len() == limits::BLOCKS_MAX {
+            return Err(InvalidMessage::TooManyBlocks.into());
+        }
+        let index = BlockIndex(u32::try_from(self.blocks.len()).expect("bounded by BLOCKS_MAX"));
+        if self.by_name.insert(block.name.clone(), index).is_some() {
+            return Err(InvalidMessage::DuplicateBlock { name: block.name }.into());
+        }
+        self.blocks.push(block);
+        Ok(())
+    }
+
+    /// The page that a record names; consumes the block name unless it continues.
+    fn page(
+        &mut self,
+        flags: RamFlags,
+        offset: u64,
+        input: &mut Reader<'_>,
+    ) -> Result<Result<PageRef, Incomplete>> {
+        let block = if flags.contains(RamFlags::CONTINUE) {
+            self.last.ok_or(InvalidMessage::NothingToContinue)?
+        } else {
+            let Ok(name) = input.counted() else { return Ok(Err(Incomplete)) };
+            let known = core::str::from_utf8(name).ok().and_then(|name| self.by_name.get(name));
+            *known.ok_or_else(|| PeerMisbehaved::UnknownBlock { name: lossy(name) })?
+        };
+        check_offset(offset, &self.blocks[block.index()])?;
+        Ok(Ok(PageRef { block, offset }))
+    }
+}
+
+impl AwaitRecord {
+    pub(super) fn handle<'a>(mut self, input: &mut Reader<'a>) -> Step<'a> {
+        let start = input.position();
+        match self.record(input)? {
+            Ok(Event::SectionEnd(section)) => {
+                let next = AwaitFooter { ram: self.ram, section };
+                Ok((Destination::Footer(next), Some(Event::SectionEnd(section))))
+            }
+            Ok(event) => Ok((Destination::Records(self), Some(event))),
+            Err(Incomplete) => {
+                input.rewind(start);
+                Ok((Destination::Records(self), None))
+            }
+        }
+    }
+
+    fn record<'a>(&mut self, input: &mut Reader<'a>) -> Result<Result<Event<'a>, Incomplete>> {
+        let Ok(word) = input.be64() else { return Ok(Err(Incomplete)) };
+        let flags = RamFlags::from_bits_retain(word & (PAGE_SIZE - 1));
+        let offset = word & !(PAGE_SIZE - 1);
+        let kind = flags.difference(RamFlags::CONTINUE);
+        match kind {
+            RamFlags::EOS if offset == 0 && flags == kind => return Ok(Ok(Event::SectionEnd(self.section))),
+            RamFlags::MULTIFD_FLUSH if offset == 0 && flags == kind && !self.ram.mapped => {
+                return Ok(Ok(Event::Flush));
+            }
+            RamFlags::PAGE | RamFlags::ZERO | RamFlags::XBZRLE if !self.ram.mapped => {}
+            RamFlags::HOOK => {
+                return Err(PeerIncompatible::Feature { what: "RDMA", switch: "rdma-pin-all" }.into());
+            }
+            RamFlags::COMPRESS_PAGE => {
+                return Err(PeerIncompatible::Feature { what: "compress threads", switch: "compress" }.into());
+            }
+            _ => return Err(InvalidMessage::RecordFlags { flags: flags.bits(), offset }.into()),
+        }
+        let Ok(page) = self.ram.page(flags, offset, input)? else { return Ok(Err(Incomplete)) };
+        let event = match kind {
+            RamFlags::PAGE => Ok(Event::Page(page)),
+            RamFlags::ZERO => self.zero(page, input)?,
+            _ => xbzrle(page, input)?,
+        };
+        if event.is_ok() {
+            self.ram.last = Some(page.block);
+        }
+        Ok(event)
+    }
+
+    fn zero<'a>(&self, page: PageRef, input: &mut Reader<'_>) -> Result<Result<Event<'a>, Incomplete>> {
+        match input.u8() {
+            Err(Incomplete) => Ok(Err(Incomplete)),
+            Ok(0) => Ok(Ok(Event::ZeroPage(page))),
+            Ok(found) => {
+                let block = self.ram.blocks[page.block.index()].name.clone();
+                Err(InvalidMessage::FillByte { block, found }.into())
+            }
+        }
+    }
+}
+
+fn xbzrle<'a>(page: PageRef, input: &mut Reader<'a>) -> Result<Result<Event<'a>, Incomplete>> {
+    let head = input.u8().and_then(|kind| Ok((kind, input.be16()?)));
+    let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
+    if kind != 1 {
+        return Err(InvalidMessage::Xbzrle("an encoding other than 1").into());
+    }
+    if u64::from(length) > PAGE_SIZE {
+        let (found, limit) = (length.into(), PAGE_SIZE);
+        return Err(InvalidMessage::TooLong { what: "XBZRLE page", found, limit }.into());
+    }
+    Ok(input.take(length.into()).map(|data| Event::Xbzrle { page, data }))
+}
+
+impl AwaitFooter {
+    pub(super) fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
+        let start = input.position();
+        let footer = input.u8().and_then(|kind| Ok((kind, input.be32()?)));
+        let Ok((kind, found)) = footer else {
+            input.rewind(start);
+            return Ok((Destination::Footer(self), None));
+        };
+        if kind != SectionType::Footer as u8 {
+            return Err(InvalidMessage::SectionType { found: kind, expected: "the section's footer" }.into());
+        }
+        if found != self.section.id {
+            return Err(InvalidMessage::Footer { found, expected: self.section.id }.into());
+        }
+        match self.section.kind {
+            SectionKind::End => {
+                Ok((Destination::DeviceState(Complete { ram: self.ram }), Some(Event::DeviceState)))
+            }
+            _ => AwaitSection { ram: Some(self.ram), mapped_ram: false }.handle(input),
+        }
+    }
+}

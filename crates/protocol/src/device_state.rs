@@ -1,0 +1,300 @@
+//! What follows the memory: device sections, EOF and the VM description, kept as one opaque run of bytes.
+//!
+//! ```text
+//!   { u8 4  be32 id  counted name  be32 instance  be32 version  fields…  u8 0x7e  be32 id }*   u8 0   u8 6  be32 n  JSON
+//! ```
+//!
+//! A device section's length is nowhere in it, so the end is found from behind: the stream ends with a description whose
+//! length leads exactly to the last byte that came, that is JSON, and that lists just the sections which are there, each
+//! begun where the one before it has its footer. A source waits for SHUT after it, so nothing follows. QEMU leaves the
+//! description out with `suppress-vmdesc=on` and after postcopy; such a stream never completes here.
+//!
+//! Limits: a guest that writes a description of all sections so far, and a footer before it, into a device's state can
+//! make its tail look complete where the bytes so far end with it. It harms itself only.
+
+use alloc::borrow::Cow;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use core::fmt;
+
+use serde::de::{self, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+use crate::limits;
+use crate::section::SectionType;
+use crate::wire::{Reader, put_counted, put32};
+use crate::{Error, InvalidMessage, Result};
+
+/// EOF and the description's type byte.
+const TAIL_HEAD: [u8; 2] = [SectionType::Eof as u8, SectionType::VmDescription as u8];
+/// These and the description's length.
+const TAIL_HEAD_BYTES: usize = TAIL_HEAD.len() + 4;
+/// FULL and the section's id.
+const SECTION_HEAD_BYTES: usize = 5;
+/// FOOTER and the section's id.
+const FOOTER_BYTES: usize = 5;
+
+/// A device of the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// The idstr, e.g. `0000:00:01.0/virtio-net`.
+    pub name: String,
+    /// Tells devices of one name apart.
+    pub instance: u32,
+    /// The version of its state.
+    pub version: u32,
+    /// Where its section begins in [`DeviceState::bytes`].
+    pub offset: usize,
+}
+
+/// A guest's complete device state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceState {
+    bytes: Vec<u8>,
+    devices: Vec<Device>,
+    sections_end: usize,
+}
+
+impl DeviceState {
+    /// Checks a whole tail, e.g. of a stored guest.
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let mut collector = Collector::default();
+        collector.push(bytes)?;
+        collector.complete()?.ok_or_else(|| collector.truncated())
+    }
+
+    /// The sections, EOF and the description, as they came.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The devices, in the stream's order.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// The guest's run state when it was stopped, in QEMU's words (`running`, `paused`), as the section `globalstate`
+    /// has it: be32 size, then 100 bytes of text. `None` where there is no such section.
+    pub fn run_state(&self) -> Option<&str> {
+        let device = self.devices.iter().find(|device| device.name == "globalstate")?;
+        let text = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4;
+        let text = self.bytes.get(text..text + 100)?;
+        let end = text.iter().position(|&byte| byte == 0)?;
+        core::str::from_utf8(&text[..end]).ok()
+    }
+
+    /// The device whose section holds byte `offset`; `None` behind the sections.
+    pub fn device_at(&self, offset: usize) -> Option<&Device> {
+        let within = offset < self.sections_end;
+        self.devices.iter().rev().find(|device| within && device.offset <= offset)
+    }
+}
+
+/// Gathers the tail as it comes.
+///
+/// Only the last thing that looks like a description's beginning can be the one: JSON has no NUL byte, so nothing in the
+/// description looks like another. Hence nothing is kept of those before it.
+#[derive(Debug, Default)]
+pub struct Collector {
+    bytes: Vec<u8>,
+    /// How far was searched for descriptions.
+    searched: usize,
+    /// The last possible description: where it begins, and how long the tail is if it is the one.
+    candidate: Option<(usize, usize)>,
+    /// How many descriptions were none of these sections', and what was wrong with the last one.
+    refusals: usize,
+    refused: Option<InvalidMessage>,
+}
+
+impl Collector {
+    /// Takes more bytes.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<()> {
+        let (found, limit) = ((self.bytes.len() + bytes.len()) as u64, limits::DEVICE_STATE_BYTES_MAX as u64);
+        if found > limit {
+            return Err(InvalidMessage::TooLong { what: "device state", found, limit }.into());
+        }
+        self.bytes.extend_from_slice(bytes);
+        self.search();
+        Ok(())
+    }
+
+    /// How many bytes came.
+    pub fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// True before the first byte.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// The device state, if it is complete with the bytes so far.
+    ///
+    /// A description that does not fit the sections is no error yet: a guest can write one into a device, and how the
+    /// bytes come in pieces must not decide about it. [`Self::truncated`] reports it if nothing else follows.
+    ///
+    /// # Errors
+    /// Too many descriptions that do not fit.
+    pub fn complete(&mut self) -> Result<Option<DeviceState>> {
+        let total = self.bytes.len();
+        let Some((start, _)) = self.candidate.take_if(|(_, end)| *end == total) else { return Ok(None) };
+        match devices(&self.bytes, start) {
+            Ok(devices) => {
+                let bytes = core::mem::take(self).bytes;
+                Ok(Some(DeviceState { bytes, devices, sections_end: start }))
+            }
+            Err(error) => {
+                self.refusals += usize::from(matches!(error, InvalidMessage::DeviceMissing { .. }));
+                self.refused = Some(error.clone());
+                match self.refusals <= limits::DESCRIPTIONS_MAX {
+                    true => Ok(None),
+                    false => Err(error.into()),
+                }
+            }
+        }
+    }
+
+    /// The error if nothing follows: what was wrong with the last description, or that there was none.
+    pub fn truncated(&self) -> Error {
+        let nothing = InvalidMessage::Truncated { what: "the device state" };
+        self.refused.clone().unwrap_or(nothing).into()
+    }
+
+    fn search(&mut self) {
+        // The last place from which a head and the byte behind it fit.
+        let Some(last) = self.bytes.len().checked_sub(TAIL_HEAD_BYTES) else { return };
+        let mut at = self.searched;
+        self.searched = last;
+        while let Some(skipped) = find(&self.bytes[..last + 1], at, &TAIL_HEAD) {
+            at = skipped + 1;
+            let mut length = Reader::new(&self.bytes[skipped + TAIL_HEAD.len()..]);
+            let length = length.be32().expect("six bytes are there") as usize;
+            let end = skipped + TAIL_HEAD_BYTES + length;
+            if end <= limits::DEVICE_STATE_BYTES_MAX && self.bytes[skipped + TAIL_HEAD_BYTES] == b'{' {
+                self.candidate = Some((skipped, end));
+            }
+        }
+    }
+}
+
+/// What is wanted of the description. The rest of it is checked to be JSON and not kept.
+#[derive(Deserialize)]
+struct Description<'a> {
+    #[serde(borrow)]
+    devices: Listed<'a>,
+}
+
+#[derive(Deserialize)]
+struct ListedDevice<'a> {
+    #[serde(borrow)]
+    name: Cow<'a, str>,
+    instance_id: u32,
+}
+
+/// The devices, of which there are no more than the limit at any time while they are read.
+struct Listed<'a>(Vec<ListedDevice<'a>>);
+
+impl<'de: 'a, 'a> Deserialize<'de> for Listed<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_seq(ListedVisitor)
+    }
+}
+
+struct ListedVisitor;
+
+impl<'de> Visitor<'de> for ListedVisitor {
+    type Value = Listed<'de>;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "a list of at most {} devices", limits::DEVICES_MAX)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+        let mut listed = Vec::new();
+        while let Some(device) = entries.next_element()? {
+            if listed.len() == limits::DEVICES_MAX {
+                return Err(de::Error::invalid_length(listed.len() + 1, &self));
+            }
+            listed.push(device);
+        }
+        Ok(Listed(listed))
+    }
+}
+
+/// Reads the description behind `sections_end` and finds each device that it lists.
+fn devices(bytes: &[u8], sections_end: usize) -> Result<Vec<Device>, InvalidMessage> {
+    let text = &bytes[sections_end + TAIL_HEAD_BYTES..];
+    let description: Description<'_> =
+        serde_json::from_slice(text).map_err(|error| InvalidMessage::Description(error.to_string()))?;
+    let Listed(listed) = description.devices;
+    let sections = &bytes[..sections_end];
+    let mut devices: Vec<Device> = Vec::with_capacity(listed.len());
+    for entry in listed {
+        let device = locate(sections, devices.last(), &entry)?;
+        devices.push(device);
+    }
+    let whole = match devices.last() {
+        Some(last) => footer_before(sections, sections_end, section_id(sections, last.offset)),
+        None => sections.is_empty(),
+    };
+    match (whole, devices.last()) {
+        (true, _) => Ok(devices),
+        (false, last) => Err(last.map_or_else(|| missing("", 0), |last| missing(&last.name, last.instance))),
+    }
+}
+
+/// Finds the section of a listed device: the first at the beginning, others behind the footer of the one `before`.
+fn locate(
+    sections: &[u8],
+    before: Option<&Device>,
+    entry: &ListedDevice<'_>,
+) -> Result<Device, InvalidMessage> {
+    let (name, instance) = (&*entry.name, entry.instance_id);
+    if name.len() > limits::NAME_BYTES_MAX {
+        return Err(InvalidMessage::Description("a device name of more than 255 bytes".into()));
+    }
+    let mut wanted = Vec::new();
+    put_counted(&mut wanted, name.as_bytes());
+    put32(&mut wanted, instance);
+    let at = |offset: usize| {
+        let header = sections.get(offset + SECTION_HEAD_BYTES..)?.strip_prefix(&wanted[..])?;
+        let version = Reader::new(header).be32().ok()?;
+        let full = sections[offset] == SectionType::Full as u8;
+        full.then(|| Device { name: name.into(), instance, version, offset })
+    };
+    let found = match before {
+        None => at(0),
+        Some(before) => {
+            let mut separator = [SectionType::Footer as u8, 0, 0, 0, 0, SectionType::Full as u8];
+            separator[1..FOOTER_BYTES].copy_from_slice(&section_id(sections, before.offset).to_be_bytes());
+            let mut from = before.offset + SECTION_HEAD_BYTES;
+            core::iter::from_fn(|| {
+                let footer = find(sections, from, &separator)?;
+                from = footer + 1;
+                Some(footer + FOOTER_BYTES)
+            })
+            .find_map(at)
+        }
+    };
+    found.ok_or_else(|| missing(name, instance))
+}
+
+fn missing(name: &str, instance: u32) -> InvalidMessage {
+    InvalidMessage::DeviceMissing { name: name.into(), instance }
+}
+
+fn find(bytes: &[u8], from: usize, wanted: &[u8]) -> Option<usize> {
+    bytes.get(from..)?.windows(wanted.len()).position(|window| window == wanted).map(|at| from + at)
+}
+
+/// The id of the section that begins at `offset`.
+fn section_id(bytes: &[u8], offset: usize) -> u32 {
+    Reader::new(bytes.get(offset + 1..).unwrap_or_default()).be32().unwrap_or_default()
+}
+
+fn footer_before(bytes: &[u8], end: usize, id: u32) -> bool {
+    let Some(footer) = end.checked_sub(FOOTER_BYTES).and_then(|start| bytes.get(start..end)) else {
+        return false;
+    };
+    footer[0] == SectionType::Footer as u8 && footer[1..] == id.to_be_bytes()
+}

@@ -1,0 +1,46 @@
+//! QEMU's migration stream (7.2 to 10.x): its wire formats and both ends' state machines.
+//!
+//! What it is not: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through a
+//! [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): whoever drives the machine
+//! borrows the page itself and hands it to the kernel, so that no page is copied in userspace.
+//!
+//! ```text
+//!   main channel    header · configuration · commands · ram START · ram PART × n · ram END · device state · EOF · VMDESC
+//!   lane 0..N-1     init · (packet header · pages) × n                                          (multifd)
+//!   return path     PONG · … · SHUT                                     (destination → source, on the main channel)
+//! ```
+//!
+//! - [`destination::Destination`] reads a main channel, [`source::Setup`] and its successors write one.
+//! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a stored
+//!   guest, [`device_state`] the opaque tail behind the memory, [`machine`] what a machine type implies for the wire.
+//!
+//! Integers are big-endian. A *counted* string is one length byte and as many bytes, without a NUL. Every length that
+//! a peer sends is compared with a constant of [`limits`] before it is used. Limits: target pages of one size per
+//! stream (4 KiB unless said otherwise), `ram` as the only iterable section, no postcopy as the destination.
+
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+pub mod configuration;
+pub mod destination;
+pub mod device_state;
+mod error;
+pub mod limits;
+pub mod machine;
+pub mod mapped_ram;
+pub mod multifd;
+pub mod ram;
+pub mod return_path;
+pub mod section;
+pub mod source;
+pub mod wire;
+pub mod xbzrle;
+
+pub use error::{Error, InvalidMessage, PeerIncompatible, PeerMisbehaved};
+pub use ram::{BlockIndex, PageRef, RamBlock};
+pub use wire::Reader;
+
+/// The result of every fallible operation here.
+pub type Result<T, E = Error> = core::result::Result<T, E>;

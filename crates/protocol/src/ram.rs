@@ -1,0 +1,143 @@
+//! The `ram` section: block list and records (QEMU `migration/ram.c`, version 4).
+//!
+//! Each record begins with a be64 whose bits below the page size are flags and whose other bits are an offset:
+//!
+//! ```text
+//!   MEM_SIZE   total RAM          then per block: counted name, be64 length, [mapped-ram header]        START only
+//!   PAGE       offset [name]      then one page                     name only without CONTINUE
+//!   ZERO       offset [name] u8   the fill byte, 0
+//!   XBZRLE     offset [name] u8 1 be16 length, data
+//!   MULTIFD_FLUSH                 the lanes' barrier                8.1 and later
+//!   EOS                           the section's payload ends
+//! ```
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::mapped_ram::MappedRamHeader;
+use crate::wire::{put_counted, put64};
+
+/// The section's idstr.
+pub const SECTION_NAME: &str = "ram";
+/// The section's version in all QEMU releases since 0.11.
+pub const SECTION_VERSION: u32 = 4;
+/// The target page size of x86 and of most other machines.
+pub const PAGE_SIZE: u64 = 4096;
+
+bitflags::bitflags! {
+    /// The low bits of a record's first word, with QEMU's names (`RAM_SAVE_FLAG_*`).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct RamFlags: u64 {
+        /// Obsolete.
+        const FULL = 0x001;
+        /// A page of zeros.
+        const ZERO = 0x002;
+        /// The block list.
+        const MEM_SIZE = 0x004;
+        /// A whole page.
+        const PAGE = 0x008;
+        /// The end of a section's payload.
+        const EOS = 0x010;
+        /// Modifier: of the same block as the record before.
+        const CONTINUE = 0x020;
+        /// A page as its changes.
+        const XBZRLE = 0x040;
+        /// RDMA.
+        const HOOK = 0x080;
+        /// A page of the old compress threads (until 9.0).
+        const COMPRESS_PAGE = 0x100;
+        /// The barrier of the lanes.
+        const MULTIFD_FLUSH = 0x200;
+    }
+}
+
+/// A block's place in its guest's block list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockIndex(pub u32);
+
+impl BlockIndex {
+    /// As an index into the block list.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// The name of a page (or of the first of several): its block, and its offset there in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageRef {
+    /// Which block.
+    pub block: BlockIndex,
+    /// Bytes from the block's beginning, a multiple of the page size.
+    pub offset: u64,
+}
+
+/// One piece of a guest's memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RamBlock {
+    /// QEMU's idstr, e.g. `pc.ram` or `0000:00:02.0/vga.vram`.
+    pub name: String,
+    /// The bytes that the guest uses (`used_length`), a multiple of the page size.
+    pub length: u64,
+    /// Where a mapped-ram file keeps it.
+    pub mapped: Option<MappedRamHeader>,
+}
+
+impl RamBlock {
+    /// The number of target pages.
+    pub fn pages(&self) -> u64 {
+        self.length / PAGE_SIZE
+    }
+}
+
+/// Writes records of one channel: it knows which block the last record named.
+#[derive(Debug, Default)]
+pub struct RecordWriter {
+    last: Option<BlockIndex>,
+}
+
+impl RecordWriter {
+    /// Appends the record of a page; the page's bytes follow it.
+    pub fn page(&mut self, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
+        self.named(RamFlags::PAGE, page, blocks, out);
+    }
+
+    /// Appends the record of a zero page.
+    pub fn zero(&mut self, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
+        self.named(RamFlags::ZERO, page, blocks, out);
+        out.push(0);
+    }
+
+    /// Appends a page in XBZRLE form.
+    pub fn xbzrle(&mut self, page: PageRef, data: &[u8], blocks: &[RamBlock], out: &mut Vec<u8>) {
+        self.named(RamFlags::XBZRLE, page, blocks, out);
+        out.push(1);
+        crate::wire::put16(out, u16::try_from(data.len()).expect("no longer than a page"));
+        out.extend_from_slice(data);
+    }
+
+    fn named(&mut self, flags: RamFlags, page: PageRef, blocks: &[RamBlock], out: &mut Vec<u8>) {
+        if self.last == Some(page.block) {
+            put64(out, page.offset | (flags | RamFlags::CONTINUE).bits());
+        } else {
+            put64(out, page.offset | flags.bits());
+            put_counted(out, blocks[page.block.index()].name.as_bytes());
+            self.last = Some(page.block);
+        }
+    }
+}
+
+/// Appends the block list's beginning: the sum of all lengths.
+pub fn put_total(total: u64, out: &mut Vec<u8>) {
+    put64(out, total | RamFlags::MEM_SIZE.bits());
+}
+
+/// Appends one entry of the block list, without a mapped-ram header.
+pub fn put_block(block: &RamBlock, out: &mut Vec<u8>) {
+    put_counted(out, block.name.as_bytes());
+    put64(out, block.length);
+}
+
+/// Appends a record that consists of its flag only: [`RamFlags::EOS`] or [`RamFlags::MULTIFD_FLUSH`].
+pub fn put_flag(flag: RamFlags, out: &mut Vec<u8>) {
+    put64(out, flag.bits());
+}

@@ -1,0 +1,157 @@
+//! Section framing and commands (QEMU `migration/savevm.c`).
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::wire::{Incomplete, Reader, lossy, put_counted, put16, put32};
+use crate::{InvalidMessage, Result};
+
+/// The byte that begins everything on the main channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs, reason = "QEMU's own names")]
+pub enum SectionType {
+    Eof = 0x00,
+    Start = 0x01,
+    Part = 0x02,
+    End = 0x03,
+    Full = 0x04,
+    Subsection = 0x05,
+    VmDescription = 0x06,
+    Configuration = 0x07,
+    Command = 0x08,
+    Footer = 0x7e,
+}
+
+impl SectionType {
+    /// The type of this byte; an unknown one is an error that says what was `expected`.
+    pub fn decode(byte: u8, expected: &'static str) -> Result<Self> {
+        Ok(match byte {
+            0x00 => Self::Eof,
+            0x01 => Self::Start,
+            0x02 => Self::Part,
+            0x03 => Self::End,
+            0x04 => Self::Full,
+            0x05 => Self::Subsection,
+            0x06 => Self::VmDescription,
+            0x07 => Self::Configuration,
+            0x08 => Self::Command,
+            0x7e => Self::Footer,
+            found => return Err(InvalidMessage::SectionType { found, expected }.into()),
+        })
+    }
+}
+
+/// What follows the type byte of START and FULL.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SectionHeader {
+    /// The source's choice; PART, END and the footer repeat it.
+    pub id: u32,
+    /// The vmstate's name, e.g. `ram` or `0000:00:01.0/virtio-net`.
+    pub name: String,
+    /// Tells devices of one name apart.
+    pub instance: u32,
+    /// The vmstate's version.
+    pub version: u32,
+}
+
+impl SectionHeader {
+    /// Appends the header behind its type byte.
+    pub fn encode(&self, kind: SectionType, out: &mut Vec<u8>) {
+        out.push(kind as u8);
+        put32(out, self.id);
+        put_counted(out, self.name.as_bytes());
+        put32(out, self.instance);
+        put32(out, self.version);
+    }
+
+    /// Reads a header behind its type byte.
+    pub fn decode(input: &mut Reader<'_>) -> Result<Self, Incomplete> {
+        let id = input.be32()?;
+        let name = lossy(input.counted()?);
+        Ok(Self { id, name, instance: input.be32()?, version: input.be32()? })
+    }
+}
+
+/// Appends the footer of section `id`.
+pub fn put_footer(out: &mut Vec<u8>, id: u32) {
+    out.push(SectionType::Footer as u8);
+    put32(out, id);
+}
+
+/// A command's number. Unknown ones are kept, so that an error can name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CommandKind(pub u16);
+
+#[allow(missing_docs, reason = "QEMU's own names (`enum qemu_vm_cmd`)")]
+impl CommandKind {
+    pub const OPEN_RETURN_PATH: Self = Self(1);
+    pub const PING: Self = Self(2);
+    pub const POSTCOPY_ADVISE: Self = Self(3);
+    pub const POSTCOPY_LISTEN: Self = Self(4);
+    pub const POSTCOPY_RUN: Self = Self(5);
+    pub const POSTCOPY_RAM_DISCARD: Self = Self(6);
+    pub const PACKAGED: Self = Self(7);
+    pub const ENABLE_COLO: Self = Self(8);
+    pub const POSTCOPY_RESUME: Self = Self(9);
+    pub const RECV_BITMAP: Self = Self(10);
+    pub const SWITCHOVER_START: Self = Self(11);
+}
+
+/// A command with its data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Command {
+    /// The source wants answers on the same socket.
+    OpenReturnPath,
+    /// To be answered by PONG with the same value.
+    Ping(u32),
+    /// The guest is stopped now (machine types ≥ 10.0).
+    SwitchoverStart,
+    /// Any other.
+    Other {
+        /// Its number.
+        kind: CommandKind,
+        /// Its data.
+        data: Vec<u8>,
+    },
+}
+
+impl Command {
+    /// Appends the command with its section type byte.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        let ping;
+        let (kind, data): (CommandKind, &[u8]) = match self {
+            Self::OpenReturnPath => (CommandKind::OPEN_RETURN_PATH, &[]),
+            Self::Ping(value) => {
+                ping = value.to_be_bytes();
+                (CommandKind::PING, &ping)
+            }
+            Self::SwitchoverStart => (CommandKind::SWITCHOVER_START, &[]),
+            Self::Other { kind, data } => (*kind, data),
+        };
+        out.push(SectionType::Command as u8);
+        put16(out, kind.0);
+        put16(out, u16::try_from(data.len()).expect("a command's data has 64 KiB at most"));
+        out.extend_from_slice(data);
+    }
+
+    /// Reads a command behind its type byte.
+    pub(crate) fn decode(input: &mut Reader<'_>) -> Result<Result<Self, Incomplete>> {
+        let head = input.be16().and_then(|kind| Ok((CommandKind(kind), input.be16()?)));
+        let Ok((kind, length)) = head else { return Ok(Err(Incomplete)) };
+        let Ok(data) = input.take(usize::from(length)) else { return Ok(Err(Incomplete)) };
+        let fixed = |expected: usize| match data.len() == expected {
+            true => Ok(()),
+            false => Err(InvalidMessage::CommandLength { command: kind.0, found: data.len(), expected }),
+        };
+        Ok(Ok(match kind {
+            CommandKind::OPEN_RETURN_PATH => fixed(0).map(|()| Self::OpenReturnPath)?,
+            CommandKind::SWITCHOVER_START => fixed(0).map(|()| Self::SwitchoverStart)?,
+            CommandKind::PING => {
+                fixed(4)?;
+                Self::Ping(u32::from_be_bytes([data[0], data[1], data[2], data[3]]))
+            }
+            _ => Self::Other { kind, data: data.into() },
+        }))
+    }
+}

@@ -1,0 +1,193 @@
+//! The writing end of a main channel.
+//!
+//! Each state appends its bytes to a buffer of the caller's and gives way to the next, so that a stream can only be written
+//! in its order: [`Setup`] → [`Iterating`] ⇄ [`Part`] → [`End`] → [`AwaitShut`]. A page's bytes are not written here:
+//! the caller sends them behind the record that names them.
+//!
+//! The lanes' barriers: at a barrier the caller has every lane send SYNC and then calls [`RamWriter::barrier`], which
+//! writes a FLUSH record or, for the older form, nothing, because there the section's end is the barrier.
+
+use alloc::vec::Vec;
+
+use crate::configuration::Configuration;
+use crate::machine::BarrierForm;
+use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
+use crate::return_path::Message;
+use crate::section::{Command, SectionHeader, SectionType, put_footer};
+use crate::wire::put32;
+use crate::{PeerMisbehaved, Result};
+
+/// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
+pub const PING_SETUP: u32 = 1;
+
+/// Header and configuration are written.
+#[derive(Debug)]
+pub struct Setup(());
+
+/// How the memory is sent.
+#[derive(Debug, Clone, Copy)]
+pub struct RamOptions {
+    /// The number that the `ram` sections carry.
+    pub section_id: u32,
+    /// How lanes are held at a barrier; `None` without lanes.
+    pub barrier: Option<BarrierForm>,
+}
+
+impl Setup {
+    /// Writes the header and the configuration, and opens a return path if `return_path`.
+    pub fn begin(configuration: &Configuration, return_path: bool, out: &mut Vec<u8>) -> Self {
+        configuration.encode(out);
+        if return_path {
+            Command::OpenReturnPath.encode(out);
+            Command::Ping(PING_SETUP).encode(out);
+        }
+        Self(())
+    }
+
+    /// Writes the `ram` START section with the block list. With lanes, it holds the first barrier.
+    pub fn blocks(self, options: RamOptions, blocks: &[RamBlock], out: &mut Vec<u8>) -> Iterating {
+        let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
+        SectionHeader { id: options.section_id, name, instance: 0, version }.encode(SectionType::Start, out);
+        ram::put_total(blocks.iter().map(|block| block.length).sum(), out);
+        for block in blocks {
+            ram::put_block(block, out);
+            if let Some(mapped) = &block.mapped {
+                mapped.encode(out);
+            }
+        }
+        let mut writer = RamWriter { options, blocks: blocks.into(), records: RecordWriter::default() };
+        writer.barrier(out);
+        writer.close(out);
+        Iterating(writer)
+    }
+}
+
+/// Between sections, with the guest running.
+#[derive(Debug)]
+pub struct Iterating(RamWriter);
+
+impl Iterating {
+    /// Opens a PART.
+    pub fn part(self, out: &mut Vec<u8>) -> Part {
+        self.0.open(SectionType::Part, out);
+        Part(self.0)
+    }
+
+    /// The guest is stopped: opens END.
+    pub fn end(self, out: &mut Vec<u8>) -> End {
+        self.0.open(SectionType::End, out);
+        End(self.0)
+    }
+}
+
+/// In a PART.
+#[derive(Debug)]
+pub struct Part(RamWriter);
+
+impl Part {
+    /// Records go here.
+    pub fn records(&mut self) -> &mut RamWriter {
+        &mut self.0
+    }
+
+    /// Closes the section.
+    pub fn close(mut self, out: &mut Vec<u8>) -> Iterating {
+        self.0.close(out);
+        Iterating(self.0)
+    }
+}
+
+/// In END, with the guest stopped.
+#[derive(Debug)]
+pub struct End(RamWriter);
+
+impl End {
+    /// Records go here.
+    pub fn records(&mut self) -> &mut RamWriter {
+        &mut self.0
+    }
+
+    /// Closes the section; behind it the caller writes the device state ([`crate::device_state::DeviceState::bytes`]).
+    pub fn close(mut self, out: &mut Vec<u8>) -> AwaitShut {
+        self.0.close(out);
+        AwaitShut(())
+    }
+}
+
+/// Writes records of an open section.
+#[derive(Debug)]
+pub struct RamWriter {
+    options: RamOptions,
+    blocks: Vec<RamBlock>,
+    records: RecordWriter,
+}
+
+impl RamWriter {
+    /// Appends the record of a page, whose bytes the caller sends next.
+    pub fn page(&mut self, page: PageRef, out: &mut Vec<u8>) {
+        self.records.page(page, &self.blocks, out);
+    }
+
+    /// Appends the record of a zero page.
+    pub fn zero(&mut self, page: PageRef, out: &mut Vec<u8>) {
+        self.records.zero(page, &self.blocks, out);
+    }
+
+    /// Appends a page in XBZRLE form.
+    pub fn xbzrle(&mut self, page: PageRef, data: &[u8], out: &mut Vec<u8>) {
+        self.records.xbzrle(page, data, &self.blocks, out);
+    }
+
+    /// Every lane has sent SYNC: writes what makes the destination wait for them.
+    pub fn barrier(&mut self, out: &mut Vec<u8>) {
+        if self.options.barrier == Some(BarrierForm::FlushRecord) {
+            ram::put_flag(RamFlags::MULTIFD_FLUSH, out);
+        }
+    }
+
+    fn open(&self, kind: SectionType, out: &mut Vec<u8>) {
+        out.push(kind as u8);
+        put32(out, self.options.section_id);
+    }
+
+    fn close(&mut self, out: &mut Vec<u8>) {
+        ram::put_flag(RamFlags::EOS, out);
+        put_footer(out, self.options.section_id);
+    }
+}
+
+/// Everything is written; the destination's word is awaited.
+#[derive(Debug)]
+pub struct AwaitShut(());
+
+/// The destination has the guest.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Finished(());
+
+impl AwaitShut {
+    /// Takes a message of the return path; `Err(self)` inside while more are needed.
+    pub fn handle(self, message: &Message) -> Result<core::result::Result<Finished, Self>> {
+        match message {
+            Message::Shut(0) => Ok(Ok(Finished(()))),
+            message => {
+                check_return_path(message)?;
+                Ok(Err(self))
+            }
+        }
+    }
+}
+
+/// Checks a message that may come at any time before SHUT.
+pub fn check_return_path(message: &Message) -> Result<()> {
+    match message {
+        Message::Pong(PING_SETUP) | Message::SwitchoverAck => Ok(()),
+        Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
+        Message::Shut(status) if *status != 0 => {
+            Err(PeerMisbehaved::ShutWithError { status: *status }.into())
+        }
+        other => {
+            let (found, expected) = (alloc::format!("{other:?}"), "PONG or SHUT on the return path");
+            Err(PeerMisbehaved::Unexpected { found, expected }.into())
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Reading and writing the stream's primitives.
+//!
+//! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. Whoever decodes an item
+//! remembers the position before it and goes back there, so that an item is either consumed whole or not at all.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+/// The input ends inside an item.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Incomplete;
+
+/// A cursor over received bytes.
+#[derive(Debug, Clone)]
+pub struct Reader<'a> {
+    bytes: &'a [u8],
+    position: usize,
+}
+
+impl<'a> Reader<'a> {
+    /// Starts at the first of `bytes`.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, position: 0 }
+    }
+
+    /// How many bytes were consumed.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Goes back (or forth) to a position that [`Self::position`] gave.
+    pub fn rewind(&mut self, position: usize) {
+        self.position = position.min(self.bytes.len());
+    }
+
+    /// What is left.
+    pub fn rest(&self) -> &'a [u8] {
+        &self.bytes[self.position..]
+    }
+
+    /// The next `n` bytes.
+    pub fn take(&mut self, n: usize) -> Result<&'a [u8], Incomplete> {
+        let taken = self.rest().get(..n).ok_or(Incomplete)?;
+        self.position += n;
+        Ok(taken)
+    }
+
+    /// The next `N` bytes as an array.
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], Incomplete> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    /// One byte.
+    pub fn u8(&mut self) -> Result<u8, Incomplete> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    /// A big-endian 16-bit integer.
+    pub fn be16(&mut self) -> Result<u16, Incomplete> {
+        Ok(u16::from_be_bytes(self.array()?))
+    }
+
+    /// A big-endian 32-bit integer.
+    pub fn be32(&mut self) -> Result<u32, Incomplete> {
+        Ok(u32::from_be_bytes(self.array()?))
+    }
+
+    /// A big-endian 64-bit integer.
+    pub fn be64(&mut self) -> Result<u64, Incomplete> {
+        Ok(u64::from_be_bytes(self.array()?))
+    }
+
+    /// A counted string's bytes.
+    pub fn counted(&mut self) -> Result<&'a [u8], Incomplete> {
+        let length = self.u8()?;
+        self.take(usize::from(length))
+    }
+}
+
+/// Appends a counted string.
+///
+/// # Panics
+/// If it is longer than 255 bytes: names come from a block list or a machine, which were held to that when they were read.
+pub fn put_counted(out: &mut Vec<u8>, text: &[u8]) {
+    out.push(u8::try_from(text.len()).expect("a counted string has 255 bytes at most"));
+    out.extend_from_slice(text);
+}
+
+/// Appends a big-endian integer.
+pub(crate) fn put16(out: &mut Vec<u8>, value: u16) {
+    out.extend_from_slice(&value.to_be_bytes());
+}
+
+/// Appends a big-endian integer.
+pub(crate) fn put32(out: &mut Vec<u8>, value: u32) {
+    out.extend_from_slice(&value.to_be_bytes());
+}
+
+/// Appends a big-endian integer.
+pub(crate) fn put64(out: &mut Vec<u8>, value: u64) {
+    out.extend_from_slice(&value.to_be_bytes());
+}
+
+/// Names are ASCII in practice; what is not is shown, not refused, because it only ever goes into a message.
+pub(crate) fn lossy(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

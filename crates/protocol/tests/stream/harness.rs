@@ -1,0 +1,246 @@
+//! What each fuzz target does with its input: decode it, and check what holds of whatever was decoded. The tests run the
+//! same over the seeds and over changed seeds. A body that returns has found nothing.
+#![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
+
+use towline_protocol::destination::{Destination, Event};
+use towline_protocol::device_state::{Collector, DeviceState};
+use towline_protocol::limits;
+use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::return_path::Message;
+use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
+
+/// A target's name and body.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All targets.
+pub const TARGETS: [Target; 6] = [
+    ("main_channel", main_channel),
+    ("lane", lane),
+    ("return_path", return_path),
+    ("device_state", device_state),
+    ("mapped_ram", mapped_ram),
+    ("xbzrle", xbzrle),
+];
+
+/// The sizes of pieces that the input's first byte stands for.
+fn pieces(seed: u8) -> impl FnMut() -> usize {
+    let mut state = u32::from(seed) + 1;
+    move || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        match seed {
+            0 => 1,
+            _ => 1 + (state >> 24) as usize % (1 + usize::from(seed)),
+        }
+    }
+}
+
+/// A main channel's outcome: its events as text (they borrow), the tail, and how it ended.
+#[derive(Debug, Default)]
+struct Outcome {
+    events: Vec<String>,
+    state: Option<DeviceState>,
+    error: Option<Error>,
+}
+
+/// Byte 0: how the rest comes in pieces. The rest: a main channel whose pages' contents are left out, as if the driver
+/// had taken them from the channel itself.
+pub fn main_channel(data: &[u8]) {
+    let Some((seed, stream)) = data.split_first() else { return };
+    let whole = read_pieces(stream, || stream.len().max(1));
+    let split = read_pieces(stream, pieces(*seed));
+    assert_eq!(whole.events, split.events, "pieces make a difference");
+    match (split.state, split.error) {
+        // A description before the end is seen only where a piece ends with it.
+        (Some(_), _) | (None, Some(Error::Invalid(InvalidMessage::DeviceMissing { .. }))) => {}
+        (None, error) => assert_eq!((whole.state, whole.error), (None, error), "pieces make a difference"),
+    }
+}
+
+fn read_pieces(stream: &[u8], mut piece: impl FnMut() -> usize) -> Outcome {
+    let (mut outcome, mut machine, mut collector) =
+        (Outcome::default(), Destination::default(), Collector::default());
+    let (mut consumed, mut come) = (0, 0);
+    while come < stream.len() && outcome.error.is_none() && outcome.state.is_none() {
+        come = stream.len().min(come + piece());
+        let mut input = Reader::new(&stream[consumed..come]);
+        while !matches!(machine, Destination::DeviceState(_)) {
+            match machine.handle(&mut input) {
+                Err(error) => {
+                    outcome.error = Some(error);
+                    return outcome;
+                }
+                Ok((next, event)) => {
+                    machine = next;
+                    let Some(event) = event else { break };
+                    check_event(&event, &machine);
+                    outcome.events.push(format!("{event:?}"));
+                }
+            }
+        }
+        consumed += input.position();
+        assert!(!machine.awaits().is_empty());
+        if matches!(machine, Destination::DeviceState(_)) {
+            let tail = collector.push(&stream[consumed..come]).and_then(|()| collector.complete());
+            consumed = come;
+            match tail {
+                Ok(state) => outcome.state = state,
+                Err(error) => outcome.error = Some(error),
+            }
+        } else {
+            assert!(
+                come - consumed <= towline_protocol::destination::ITEM_BYTES_MAX,
+                "too much is held back"
+            );
+        }
+    }
+    outcome
+}
+
+fn check_event(event: &Event<'_>, machine: &Destination) {
+    let (page, data) = match event {
+        Event::Page(page) | Event::ZeroPage(page) => (page, 0),
+        Event::Xbzrle { page, data } => (page, data.len() as u64),
+        Event::Block(block) => {
+            assert!(machine.blocks().len() <= limits::BLOCKS_MAX);
+            assert_eq!(machine.blocks().last(), Some(block));
+            return;
+        }
+        _ => return,
+    };
+    let block = &machine.blocks()[page.block.index()];
+    assert!(page.offset.is_multiple_of(PAGE_SIZE) && page.offset < block.length && data <= PAGE_SIZE);
+}
+
+/// The guest that the lanes' packets are about.
+pub fn lane_blocks() -> Vec<RamBlock> {
+    let block = |name: &str, pages| RamBlock { name: name.into(), length: pages * PAGE_SIZE, mapped: None };
+    vec![block("pc.ram", 512), block("/rom@etc/acpi/tables", 32), block("pc.bios", 16), block("x", 1 << 36)]
+}
+
+/// An init packet, then headers whose contents are left out.
+pub fn lane(data: &[u8]) {
+    let mut input = Reader::new(data);
+    let Ok(init) = input.array::<INIT_BYTES>() else { return };
+    if let Ok(init) = Init::decode(&init) {
+        assert_eq!(Init::decode(&init.encode()), Ok(init));
+    }
+    let blocks = lane_blocks();
+    while !input.rest().is_empty() {
+        // A header that is cut off counts as filled up with zeros, so that small inputs reach the offsets.
+        let mut header = [0; HEADER_BYTES];
+        let n = input.rest().len().min(HEADER_BYTES);
+        header[..n].copy_from_slice(input.take(n).expect("no more than there is"));
+        let Ok(packet) = Packet::decode(&header, &blocks) else { continue };
+        let pages = packet.normal.len() + packet.zero.len();
+        assert!(pages <= PACKET_PAGES && (pages > 0) == packet.block.is_some());
+        assert!(packet.data_bytes as usize <= limits::PACKET_COMPRESSED_BYTES_MAX);
+        if packet.method == Method::None {
+            assert_eq!(u64::from(packet.data_bytes), packet.normal.len() as u64 * PAGE_SIZE);
+        }
+        for offset in packet.normal.iter().chain(&packet.zero) {
+            let block = &blocks[packet.block.expect("it has pages").index()];
+            assert!(offset.is_multiple_of(PAGE_SIZE) && *offset < block.length);
+        }
+        packet.encode(&blocks, &mut header);
+        assert_eq!(Packet::decode(&header, &blocks), Ok(packet));
+    }
+}
+
+/// Messages one after the other.
+pub fn return_path(data: &[u8]) {
+    let mut input = Reader::new(data);
+    loop {
+        let start = input.position();
+        let Ok(Some(message)) = Message::decode(&mut input) else { break };
+        let used = &data[start..input.position()];
+        let mut out = Vec::new();
+        // Names that are not UTF-8 are shown with replacement characters, which may not fit any more.
+        let (Message::ReceivedBitmap(name) | Message::RequestPages { block: Some(name), .. }) = &message
+        else {
+            message.encode(&mut out);
+            assert_eq!(out, used);
+            continue;
+        };
+        if !name.contains('\u{fffd}') {
+            message.encode(&mut out);
+            assert_eq!(out, used);
+        }
+    }
+}
+
+/// Byte 0: how the rest comes in pieces. The rest: device sections, EOF, description.
+pub fn device_state(data: &[u8]) {
+    let Some((seed, tail)) = data.split_first() else { return };
+    let whole = DeviceState::parse(tail);
+    let (mut collector, mut piece, mut come) = (Collector::default(), pieces(*seed), 0);
+    let mut found = None;
+    while come < tail.len() && found.is_none() {
+        let next = tail.len().min(come + piece());
+        collector.push(&tail[come..next]).expect("fuzz inputs are small");
+        come = next;
+        match collector.complete() {
+            Ok(state) => found = state,
+            Err(_) => return,
+        }
+    }
+    match (&whole, found) {
+        (Err(error), None) => assert!(tail.is_empty() || collector.len() == tail.len(), "{error}"),
+        (_, Some(state)) => {
+            assert_eq!(state.bytes(), &tail[..come]);
+            check_devices(&state);
+        }
+        (Ok(_), None) => panic!("whole it is complete, in pieces it is not"),
+    }
+}
+
+fn check_devices(state: &DeviceState) {
+    let mut least = 0;
+    for (index, device) in state.devices().iter().enumerate() {
+        assert!(device.offset >= least && (index > 0 || device.offset == 0));
+        assert_eq!(state.bytes()[device.offset], 4, "a device begins with FULL");
+        least = device.offset + 5;
+    }
+}
+
+/// A stored guest's head without its bitmaps and pages: behind each block, the file goes on at the block's end.
+pub fn mapped_ram(data: &[u8]) {
+    let mut input = Reader::new(data);
+    let (mut machine, mut file, mut before) = (Destination::default(), 0_u64, 0_u64);
+    loop {
+        let start = input.position();
+        machine.at_file_offset(file);
+        let Ok((next, event)) = machine.handle(&mut input) else { return };
+        machine = next;
+        file += (input.position() - start) as u64;
+        let Some(event) = event else { return };
+        check_event(&event, &machine);
+        assert!(!event_names_page(&event, &machine), "{event:?}");
+        if let Event::Block(RamBlock { length, mapped: Some(header), .. }) = event {
+            let bitmap_end = header.bitmap_offset + mapped_ram::bitmap_bytes(length, PAGE_SIZE);
+            assert!(before < header.bitmap_offset && bitmap_end <= header.pages_offset);
+            file = header.end(length);
+            before = file;
+            assert!(file <= limits::FILE_BYTES_MAX);
+        }
+    }
+}
+
+fn event_names_page(event: &Event<'_>, machine: &Destination) -> bool {
+    let mapped = machine.blocks().first().is_some_and(|block| block.mapped.is_some());
+    let named = matches!(event, Event::Page(_) | Event::ZeroPage(_) | Event::Xbzrle { .. } | Event::Flush);
+    mapped && named
+}
+
+/// Bytes 0 and 1: the page's length. The rest: what changed.
+pub fn xbzrle(data: &[u8]) {
+    let Some((length, changes)) = data.split_first_chunk() else { return };
+    let length = usize::from(u16::from_be_bytes(*length)) % (PAGE_SIZE as usize + 1);
+    let mut page = vec![0x5a; length];
+    if xbzrle::decode(changes, &mut page).is_err() {
+        return;
+    }
+    let once = page.clone();
+    assert_eq!(xbzrle::decode(changes, &mut page), Ok(()));
+    assert_eq!(page, once, "the changes are bytes, not differences");
+}

@@ -1,0 +1,14 @@
+//! The protocol against streams that stock QEMU wrote (`tests/golden`), and against what nobody would write.
+#![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
+
+mod device_state;
+mod errors;
+mod goldens;
+mod harness;
+mod hostile;
+mod lane_errors;
+mod mapped;
+mod pieces;
+mod properties;
+mod seeds;
+mod support;

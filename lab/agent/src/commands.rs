@@ -1,0 +1,139 @@
+//! The commands, one function each.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::dirty::Load;
+use crate::pattern::Memory;
+use crate::tick::Tick;
+
+/// Bytes that `dirty` writes when it is not told.
+const DIRTY_LENGTH: usize = 64 << 20;
+/// Pages of each kind that `check` names.
+const PAGES_NAMED_MAX: usize = 8;
+
+/// What the guest has been asked to do so far.
+pub(crate) struct Agent {
+    tick: Tick,
+    memory: Option<Memory>,
+    load: Option<Load>,
+}
+
+impl Agent {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self { tick: Tick::start()?, memory: None, load: None })
+    }
+
+    /// Obeys one line.
+    pub(crate) fn answer(&mut self, line: &str) -> Result<String> {
+        let (command, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let words: Vec<&str> = rest.split_whitespace().collect();
+        match (command, &words[..]) {
+            ("sync", _) => Ok(rest.to_owned()),
+            ("tick", []) => Ok(self.tick.value().to_string()),
+            ("fill", [length, seed]) => {
+                let (length, seed) = (number(length)?, number(seed)?);
+                self.replace(|| Memory::filled(usize::try_from(length)?, seed))
+            }
+            ("zero", [length]) => {
+                let length = number(length)?;
+                self.replace(|| Memory::zeroed(usize::try_from(length)?))
+            }
+            ("hash", []) => Ok(self.filled()?.hash().to_hex().to_string()),
+            ("hash", ["parts"]) => {
+                let parts = self.filled()?.part_hashes();
+                Ok(parts.iter().map(|hash| hash.to_hex().to_string()).collect::<Vec<_>>().join(" "))
+            }
+            ("dirty", [rate]) => self.dirty(number(rate)?, DIRTY_LENGTH),
+            ("dirty", [rate, length]) => self.dirty(number(rate)?, usize::try_from(number(length)?)?),
+            ("dirtied", []) => Ok(self.loaded()?.pages_written().to_string()),
+            ("check", []) => self.check(),
+            ("info", []) => self.info(),
+            ("sh", [_, ..]) => shell(rest),
+            _ => bail!("unknown command or wrong arguments: `{line}`"),
+        }
+    }
+
+    /// Frees the memory first: there may not be room for both.
+    fn replace(&mut self, make: impl FnOnce() -> Result<Memory>) -> Result<String> {
+        self.memory = None;
+        let started = Instant::now();
+        self.memory = Some(make()?);
+        Ok(started.elapsed().as_micros().to_string())
+    }
+
+    fn filled(&self) -> Result<&Memory> {
+        self.memory.as_ref().context("nothing is filled; ask for `fill` or `zero` first")
+    }
+
+    fn loaded(&self) -> Result<&Load> {
+        self.load.as_ref().context("nothing was dirtied; ask for `dirty` first")
+    }
+
+    /// A rate of 0 ends the load and keeps its range for `check`.
+    fn dirty(&mut self, rate: u64, length: usize) -> Result<String> {
+        if rate == 0 {
+            let load = self.load.as_mut().context("no load to end")?;
+            load.stop();
+            return Ok(load.pages_written().to_string());
+        }
+        self.load = None;
+        self.load = Some(Load::start(length, rate)?);
+        Ok(length.to_string())
+    }
+
+    fn check(&self) -> Result<String> {
+        let verdict = self.loaded()?.check();
+        if verdict.torn.is_empty() && verdict.stale.is_empty() {
+            return Ok(verdict.pages.to_string());
+        }
+        let named = |pages: &[usize]| format!("{:?}", &pages[..pages.len().min(PAGES_NAMED_MAX)]);
+        bail!(
+            "of {} pages {} are torn (first {}) and {} stale (first {})",
+            verdict.pages,
+            verdict.torn.len(),
+            named(&verdict.torn),
+            verdict.stale.len(),
+            named(&verdict.stale)
+        )
+    }
+
+    /// `KEY=VALUE` pairs, units in the keys.
+    fn info(&self) -> Result<String> {
+        let uptime = fs::read_to_string("/proc/uptime")?;
+        let memory = fs::read_to_string("/proc/meminfo")?;
+        let kib = |name: &str| {
+            let line = memory.lines().find_map(|line| line.strip_prefix(name));
+            line.and_then(|rest| rest.split_whitespace().nth(1)).unwrap_or("0").to_owned()
+        };
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+        Ok(format!(
+            "uptime_s={} memory_kib={} free_kib={} kernel={} processors={} tick_address={}",
+            uptime.split_whitespace().next().unwrap_or("0"),
+            kib("MemTotal"),
+            kib("MemFree"),
+            kernel.trim(),
+            std::thread::available_parallelism()?,
+            self.tick.physical_address()?
+        ))
+    }
+}
+
+/// Runs a line of shell; the value is the exit status, a newline, and what it wrote.
+fn shell(line: &str) -> Result<String> {
+    let output = Command::new("/bin/busybox")
+        .args(["sh", "-c", &format!("exec 2>&1; {line}")])
+        .env("PATH", "/bin:/sbin:/usr/bin:/usr/sbin")
+        .stdin(Stdio::null())
+        .output()
+        .context("no shell in this guest")?;
+    let status = output.status.code().unwrap_or(-1);
+    Ok(format!("{status}\n{}", String::from_utf8_lossy(&output.stdout)))
+}
+
+fn number(word: &str) -> Result<u64> {
+    word.parse().with_context(|| format!("`{word}` is not a number"))
+}

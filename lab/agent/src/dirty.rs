@@ -1,0 +1,147 @@
+//! A load that writes memory at a given rate, and can tell a torn or stale page afterwards.
+//!
+//! Each page of the range carries its index, its generation, and words that follow from both. A ledger elsewhere in
+//! memory holds the generation that each page must have. A page whose words disagree is torn; one that agrees with
+//! itself but not with the ledger is stale.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use memmap2::MmapMut;
+
+use crate::pattern::{PAGE_SIZE, mixed};
+
+/// Time between two bursts of writes.
+const BURST_INTERVAL: Duration = Duration::from_millis(10);
+
+/// The range with its ledger, and the thread that writes it.
+pub(crate) struct Load {
+    range: Arc<Mutex<Range>>,
+    pages_written: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    writer: Option<JoinHandle<()>>,
+}
+
+/// What a look at every page found.
+pub(crate) struct Verdict {
+    pub(crate) pages: usize,
+    pub(crate) torn: Vec<usize>,
+    pub(crate) stale: Vec<usize>,
+}
+
+struct Range {
+    bytes: MmapMut,
+    generations: Vec<u64>,
+    next: usize,
+}
+
+impl Load {
+    /// Writes `length` bytes once, then goes on at `rate` bytes per second, round and round.
+    pub(crate) fn start(length: usize, rate: u64) -> Result<Self> {
+        ensure!(
+            length > 0 && length.is_multiple_of(PAGE_SIZE),
+            "{length} bytes, expected a multiple of {PAGE_SIZE}"
+        );
+        let pages = length / PAGE_SIZE;
+        let bytes = MmapMut::map_anon(length).with_context(|| format!("no {length} bytes to be had"))?;
+        let mut range = Range { bytes, generations: vec![0; pages], next: 0 };
+        for _ in 0..pages {
+            range.write_next();
+        }
+        let range = Arc::new(Mutex::new(range));
+        let (pages_written, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+        let writer = {
+            let (range, written, stop) = (range.clone(), pages_written.clone(), stop.clone());
+            std::thread::Builder::new()
+                .name("dirty".into())
+                .spawn(move || write(&range, rate, &written, &stop))?
+        };
+        Ok(Self { range, pages_written, stop, writer: Some(writer) })
+    }
+
+    /// Pages written since the start, without the first round.
+    pub(crate) fn pages_written(&self) -> u64 {
+        self.pages_written.load(Relaxed)
+    }
+
+    /// Ends the writing; the range stays and can be checked.
+    pub(crate) fn stop(&mut self) {
+        self.stop.store(true, Relaxed);
+        if let Some(writer) = self.writer.take() {
+            writer.join().expect("the writer does not panic");
+        }
+    }
+
+    /// Looks at every page. The writer waits meanwhile.
+    pub(crate) fn check(&self) -> Verdict {
+        self.range.lock().unwrap_or_else(PoisonError::into_inner).check()
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Range {
+    fn write_next(&mut self) {
+        let index = self.next;
+        self.next = (index + 1) % self.generations.len();
+        self.generations[index] += 1;
+        let generation = self.generations[index];
+        let page = &mut self.bytes[index * PAGE_SIZE..][..PAGE_SIZE];
+        for (word, value) in page.chunks_exact_mut(8).zip(words(index, generation)) {
+            word.copy_from_slice(&value.to_ne_bytes());
+        }
+    }
+
+    fn check(&self) -> Verdict {
+        let mut verdict = Verdict { pages: self.generations.len(), torn: Vec::new(), stale: Vec::new() };
+        for (index, page) in self.bytes.chunks_exact(PAGE_SIZE).enumerate() {
+            let found = |at: usize| u64::from_ne_bytes(page[at * 8..][..8].try_into().expect("8 bytes"));
+            let generation = found(1);
+            let whole = words(index, generation).enumerate().all(|(at, value)| found(at) == value);
+            if !whole {
+                verdict.torn.push(index);
+            } else if generation != self.generations[index] {
+                verdict.stale.push(index);
+            }
+        }
+        verdict
+    }
+}
+
+/// The words of a page: its index, its generation, and a sequence that follows from both.
+fn words(index: usize, generation: u64) -> impl Iterator<Item = u64> {
+    let first = mixed((index as u64) << 32 ^ generation);
+    let step = mixed(first) | 1;
+    let rest = (2..PAGE_SIZE as u64 / 8).map(move |at| first.wrapping_add(step.wrapping_mul(at)));
+    [index as u64, generation].into_iter().chain(rest)
+}
+
+fn write(range: &Mutex<Range>, rate: u64, pages_written: &AtomicU64, stop: &AtomicBool) {
+    let mut due_bytes = 0;
+    let mut last = Instant::now();
+    while !stop.load(Relaxed) {
+        let now = Instant::now();
+        // After a pause of the whole guest the debt of that time is dropped, not paid in one burst.
+        let elapsed = now.duration_since(last).min(BURST_INTERVAL * 4);
+        last = now;
+        due_bytes += u64::try_from(elapsed.as_micros()).expect("at most 40 ms") * rate / 1_000_000;
+        while due_bytes >= PAGE_SIZE as u64 && !stop.load(Relaxed) {
+            // Locked for one page at a time, so that a check never waits long.
+            range.lock().unwrap_or_else(PoisonError::into_inner).write_next();
+            pages_written.fetch_add(1, Relaxed);
+            due_bytes -= PAGE_SIZE as u64;
+            // What cannot be reached is not saved up either.
+            if last.elapsed() > BURST_INTERVAL * 4 {
+                due_bytes = 0;
+            }
+        }
+        std::thread::sleep(BURST_INTERVAL);
+    }
+}

@@ -1,0 +1,75 @@
+//! Memory with contents that no compressor can shrink, made fast on an emulated processor.
+//!
+//! A page is a table of pseudo-random words, one table for a seed, XORed with a key that is the page's own. That is
+//! one load, one XOR and one store for each 16 bytes, where a generator would need a chain of dependent steps for
+//! each 8. No two pages are alike, and within a page nothing repeats.
+
+use anyhow::{Context, Result, ensure};
+use memmap2::MmapMut;
+
+pub(crate) const PAGE_SIZE: usize = 4096;
+/// Bytes that one partial hash covers.
+pub(crate) const PART_SIZE: usize = 64 << 20;
+
+/// A range of anonymous memory that the host asked for.
+pub(crate) struct Memory {
+    bytes: MmapMut,
+}
+
+impl Memory {
+    /// `length` bytes, every page touched and zero.
+    pub(crate) fn zeroed(length: usize) -> Result<Self> {
+        let mut memory = Self::mapped(length)?;
+        memory.bytes.fill(0);
+        Ok(memory)
+    }
+
+    /// `length` bytes of the pattern of `seed`.
+    pub(crate) fn filled(length: usize, seed: u64) -> Result<Self> {
+        let mut memory = Self::mapped(length)?;
+        let mut state = seed;
+        let mut table = [0_u8; PAGE_SIZE];
+        for word in table.chunks_exact_mut(8) {
+            word.copy_from_slice(&next(&mut state).to_ne_bytes());
+        }
+        for page in memory.bytes.chunks_mut(PAGE_SIZE) {
+            let key = u128::from(next(&mut state)) << 64 | u128::from(next(&mut state));
+            for (to, from) in page.chunks_exact_mut(16).zip(table.chunks_exact(16)) {
+                let from = u128::from_ne_bytes(from.try_into().expect("chunks of 16"));
+                to.copy_from_slice(&(from ^ key).to_ne_bytes());
+            }
+        }
+        Ok(memory)
+    }
+
+    /// BLAKE3 of all of it.
+    pub(crate) fn hash(&self) -> blake3::Hash {
+        blake3::Hasher::new().update_rayon(&self.bytes).finalize()
+    }
+
+    /// BLAKE3 of each [`PART_SIZE`] bytes.
+    pub(crate) fn part_hashes(&self) -> Vec<blake3::Hash> {
+        self.bytes.chunks(PART_SIZE).map(blake3::hash).collect()
+    }
+
+    fn mapped(length: usize) -> Result<Self> {
+        ensure!(
+            length > 0 && length.is_multiple_of(PAGE_SIZE),
+            "{length} bytes, expected a multiple of {PAGE_SIZE}"
+        );
+        Ok(Self { bytes: MmapMut::map_anon(length).with_context(|| format!("no {length} bytes to be had"))? })
+    }
+}
+
+/// The next number of a splitmix64 sequence.
+pub(crate) fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    mixed(*state)
+}
+
+/// Finaliser of splitmix64: all bits of the result depend on all bits of `value`.
+pub(crate) fn mixed(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}

@@ -1,0 +1,48 @@
+//! A counter that shows that the guest runs.
+
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+/// Time between two steps.
+pub(crate) const INTERVAL: Duration = Duration::from_millis(5);
+const PAGE_SIZE: u64 = 4096;
+/// Bits of a pagemap entry that are the frame's number (Documentation/admin-guide/mm/pagemap.rst).
+const FRAME_MASK: u64 = (1 << 55) - 1;
+
+/// The counter, stepped by a thread of its own.
+pub(crate) struct Tick {
+    counter: Arc<AtomicU64>,
+}
+
+impl Tick {
+    pub(crate) fn start() -> Result<Self> {
+        let counter = Arc::new(AtomicU64::new(1));
+        let stepped = counter.clone();
+        std::thread::Builder::new().name("tick".into()).spawn(move || {
+            loop {
+                std::thread::sleep(INTERVAL);
+                stepped.fetch_add(1, Relaxed);
+            }
+        })?;
+        Ok(Self { counter })
+    }
+
+    pub(crate) fn value(&self) -> u64 {
+        self.counter.load(Relaxed)
+    }
+
+    /// Where the counter lies in the guest's physical memory, so that the host can read it without us.
+    pub(crate) fn physical_address(&self) -> Result<u64> {
+        let address = &raw const *self.counter as u64;
+        let mut pagemap = File::open("/proc/self/pagemap")?;
+        pagemap.seek(SeekFrom::Start(address / PAGE_SIZE * 8))?;
+        let mut entry = [0; 8];
+        pagemap.read_exact(&mut entry).context("no entry in the pagemap")?;
+        Ok((u64::from_ne_bytes(entry) & FRAME_MASK) * PAGE_SIZE + address % PAGE_SIZE)
+    }
+}

@@ -1,0 +1,63 @@
+//! The lab: stock QEMU guests that towline's tests move about.
+//!
+//! ```text
+//! Qemu::builder(Version::V10_0).memory_mib(256).linux().start()?
+//!   ├─ qmp()        the lab's own QMP client, on a socket of its own
+//!   ├─ qmp_path()   a second QMP socket, for towline
+//!   ├─ linux()      the agent in the guest: tick, fill, hash, dirty, check
+//!   └─ memory_hash(), read_memory(), ram_blocks()   what QEMU says of the guest's memory
+//! ```
+//! The lab's QMP client and its reading of memory are independent of towline's crates on purpose: a test that measured
+//! towline with towline would agree with itself. Every wait has a deadline, and every process and file goes with the
+//! value that stands for it.
+//!
+//! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is asked for and works. `cargo xtask setup` brings
+//! what it needs; see [`require_lab`].
+
+mod accelerator;
+mod boot_sector;
+pub mod demo;
+mod linux;
+mod memory;
+pub mod paths;
+mod process;
+mod qemu;
+mod qmp;
+mod sys;
+mod towline;
+mod wait;
+
+pub use boot_sector::{BootSector, Sweep};
+pub use linux::LinuxGuest;
+pub use memory::RamBlock;
+pub use qemu::{Accelerator, Builder, Guest, Incoming, MemoryBackend, Qemu, Version};
+pub use qmp::{Qmp, QmpError};
+pub use towline::{Finished, Towline, towline, towline_binary};
+pub use wait::wait_until;
+
+use std::io::Write as _;
+
+/// Prints `SKIPPED name: reason`, past the test harness's capture, so that `cargo xtask test` counts it.
+pub fn skip(name: &str, reason: &str) {
+    let mut stdout = std::io::stdout().lock();
+    // A closed standard output leaves nobody to tell.
+    let _ = writeln!(stdout, "\nSKIPPED {name}: {reason}");
+}
+
+/// Whether the set-up has run; if not, the skip of `name` is printed with its reason.
+///
+/// ```no_run
+/// if !towline_lab::require_lab("restores_a_guest") {
+///     return;
+/// }
+/// ```
+#[must_use]
+pub fn require_lab(name: &str) -> bool {
+    match paths::missing() {
+        None => true,
+        Some(part) => {
+            skip(name, &format!("{part} is missing; run `cargo xtask setup`"));
+            false
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! The Linux guest: its agent, spoken to over the second serial port.
+//!
+//! The agent's protocol is in `lab/agent/src/main.rs`. A guest that was moved has another QEMU and with it another
+//! socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and an answer of its own.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::qemu::Qemu;
+use crate::qmp::{is_timeout, remaining};
+
+/// How long the agent may take for an answer that costs nothing.
+const ANSWER_WITHIN: Duration = Duration::from_secs(30);
+/// How long it may take for work on all of its memory: an emulated processor hashes some 60 MiB/s.
+const WORK_WITHIN: Duration = Duration::from_secs(300);
+/// Time after which a `sync` is asked again: the first may have gone to a port that was not open yet.
+const SYNC_INTERVAL: Duration = Duration::from_millis(100);
+
+/// A connection to the agent of one QEMU's guest.
+pub struct LinuxGuest {
+    stream: UnixStream,
+    received: Vec<u8>,
+    next_id: u64,
+}
+
+impl Qemu {
+    /// The agent of this QEMU's Linux, once it answers. Also right for a guest that has just been moved here.
+    pub fn linux(&self, within: Duration) -> Result<LinuxGuest> {
+        let mut guest = LinuxGuest::connect(self)?;
+        guest.wait_ready(within).with_context(|| format!("the console says: {}", self.console().trim()))?;
+        Ok(guest)
+    }
+}
+
+impl LinuxGuest {
+    /// Connects to the serial port; says nothing yet.
+    pub fn connect(qemu: &Qemu) -> Result<Self> {
+        let path = qemu.serial_path();
+        let stream = UnixStream::connect(&path);
+        let stream = stream.with_context(|| format!("no serial port at {}", path.display()))?;
+        // Answers to whoever was connected before must not be taken for ours.
+        let start = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH)?;
+        Ok(Self { stream, received: Vec::new(), next_id: u64::try_from(start.as_micros())? })
+    }
+
+    /// Waits until the agent answers, whatever was said on the line before.
+    pub fn wait_ready(&mut self, within: Duration) -> Result<()> {
+        let deadline = Instant::now() + within;
+        let first = self.next_id;
+        loop {
+            let id = self.send("\n", "sync", deadline)?;
+            let until = deadline.min(Instant::now() + SYNC_INTERVAL);
+            // Any of our own will do: an early one may be answered late.
+            while let Some(line) = self.line(until)? {
+                if let Some((found, _)) = answer(&line)
+                    && (first..=id).contains(&found)
+                {
+                    return Ok(());
+                }
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "no answer from the agent within {:.1} s",
+                within.as_secs_f64()
+            );
+        }
+    }
+
+    /// Asks anything of the agent; the value of its answer, or its words as an error.
+    pub fn request(&mut self, command: &str, within: Duration) -> Result<String> {
+        let deadline = Instant::now() + within;
+        let id = self.send("", command, deadline)?;
+        loop {
+            let Some(line) = self.line(deadline)? else {
+                bail!("no answer to `{command}` within {:.1} s", within.as_secs_f64());
+            };
+            match answer(&line) {
+                Some((found, Ok(value))) if found == id => return Ok(value),
+                Some((found, Err(text))) if found == id => bail!("the guest refused `{command}`: {text}"),
+                // Kernel noise, the greeting, or an answer to a question that was given up.
+                _ => {}
+            }
+        }
+    }
+
+    /// The counter that the guest steps every 5 ms.
+    pub fn tick(&mut self) -> Result<u64> {
+        self.number("tick", ANSWER_WITHIN)
+    }
+
+    /// Waits until the counter moves; returns it.
+    pub fn wait_ticking(&mut self, within: Duration) -> Result<u64> {
+        let before = self.tick()?;
+        crate::wait_until(&format!("guest that ticks on from {before}"), within, || {
+            let now = self.tick()?;
+            Ok((now > before).then_some(now))
+        })
+    }
+
+    /// Fills `bytes` of fresh memory with what no compressor can shrink; frees what was filled before. Returns the
+    /// time that the guest took by its own clock.
+    pub fn fill(&mut self, bytes: u64, seed: u64) -> Result<Duration> {
+        Ok(Duration::from_micros(self.number(&format!("fill {bytes} {seed}"), WORK_WITHIN)?))
+    }
+
+    /// As [`LinuxGuest::fill`], with zeros, every page touched.
+    pub fn zero(&mut self, bytes: u64) -> Result<Duration> {
+        Ok(Duration::from_micros(self.number(&format!("zero {bytes}"), WORK_WITHIN)?))
+    }
+
+    /// BLAKE3 of what was filled, in hexadecimal.
+    pub fn hash(&mut self) -> Result<String> {
+        self.request("hash", WORK_WITHIN)
+    }
+
+    /// BLAKE3 of each 64 MiB of what was filled.
+    pub fn part_hashes(&mut self) -> Result<Vec<String>> {
+        Ok(self.request("hash parts", WORK_WITHIN)?.split(' ').map(str::to_owned).collect())
+    }
+
+    /// Starts writing `length` bytes of further memory, round and round, at `rate` bytes per second.
+    pub fn dirty(&mut self, rate: u64, length: u64) -> Result<()> {
+        ensure!(rate > 0, "a rate of 0 is `stop_dirtying`");
+        self.request(&format!("dirty {rate} {length}"), WORK_WITHIN).map(drop)
+    }
+
+    /// Pages written by `dirty` so far, without its first round.
+    pub fn dirtied_pages(&mut self) -> Result<u64> {
+        self.number("dirtied", ANSWER_WITHIN)
+    }
+
+    /// Ends the writing; what was written can still be checked. Returns the pages written.
+    pub fn stop_dirtying(&mut self) -> Result<u64> {
+        self.number("dirty 0", ANSWER_WITHIN)
+    }
+
+    /// Looks at every page that `dirty` writes; an error names those that are torn or stale. Returns their number.
+    pub fn check(&mut self) -> Result<u64> {
+        self.number("check", WORK_WITHIN)
+    }
+
+    /// What the guest knows of itself, as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
+    /// tick_address (guest-physical, for [`Qemu::read_u64`]).
+    pub fn info(&mut self) -> Result<Vec<(String, String)>> {
+        let said = self.request("info", ANSWER_WITHIN)?;
+        let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
+        Ok(said.split(' ').filter_map(pair).collect())
+    }
+
+    /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns what it wrote.
+    pub fn shell(&mut self, line: &str, within: Duration) -> Result<String> {
+        let said = self.request(&format!("sh {line}"), within)?;
+        let (status, output) = said.split_once('\n').context("`sh` answers with a status and output")?;
+        ensure!(status == "0", "`{line}` exits with {status} in the guest: {output}");
+        Ok(output.to_owned())
+    }
+
+    fn number(&mut self, command: &str, within: Duration) -> Result<u64> {
+        let value = self.request(command, within)?;
+        value.parse().with_context(|| format!("`{command}` is answered with `{value}`, expected a number"))
+    }
+
+    fn send(&mut self, before: &str, command: &str, deadline: Instant) -> Result<u64> {
+        ensure!(!command.contains('\n'), "a command is one line: `{command}`");
+        let id = self.next_id;
+        self.next_id += 1;
+        self.stream.set_write_timeout(Some(remaining(deadline)))?;
+        let line = format!("{before}{id} {command}\n");
+        self.stream.write_all(line.as_bytes()).with_context(|| format!("`{command}` cannot be sent"))?;
+        Ok(id)
+    }
+
+    /// The next line, or `None` at the deadline.
+    fn line(&mut self, deadline: Instant) -> Result<Option<String>> {
+        let mut chunk = [0; 4096];
+        loop {
+            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=end).collect();
+                return Ok(Some(String::from_utf8_lossy(&line).trim().to_owned()));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            self.stream.set_read_timeout(Some(remaining(deadline)))?;
+            match self.stream.read(&mut chunk) {
+                Ok(0) => bail!("QEMU closed the guest's serial port"),
+                Ok(length) => self.received.extend_from_slice(&chunk[..length]),
+                Err(error) if is_timeout(error.kind()) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// `ID ok VALUE` or `ID error TEXT`; anything else is noise.
+fn answer(line: &str) -> Option<(u64, Result<String, String>)> {
+    let (id, rest) = line.split_once(' ')?;
+    let (kind, value) = rest.split_once(' ').unwrap_or((rest, ""));
+    let value = unescaped(value);
+    let outcome = match kind {
+        "ok" => Ok(value),
+        "error" => Err(value),
+        _ => return None,
+    };
+    Some((id.parse().ok()?, outcome))
+}
+
+fn unescaped(value: &str) -> String {
+    let mut text = String::with_capacity(value.len());
+    let mut characters = value.chars();
+    while let Some(character) = characters.next() {
+        match (character, character == '\\') {
+            (_, true) => match characters.next() {
+                Some('n') => text.push('\n'),
+                Some('r') => text.push('\r'),
+                Some(other) => text.push(other),
+                None => {}
+            },
+            (other, false) => text.push(other),
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_told_from_noise() {
+        assert_eq!(answer("12 ok 7"), Some((12, Ok("7".into()))));
+        assert_eq!(answer("12 ok"), Some((12, Ok(String::new()))));
+        assert_eq!(answer(r"12 error a\nb\\n"), Some((12, Err("a\nb\\n".into()))));
+        assert_eq!(answer("[    0.5] usb ok"), None);
+        assert_eq!(answer("k 7"), None);
+        assert_eq!(answer(""), None);
+    }
+}

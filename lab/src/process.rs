@@ -1,0 +1,40 @@
+//! Children that die with this process, whatever thread asked for them.
+//!
+//! The kernel's death signal follows the *thread* that started a child. A test's helper thread may end long before the
+//! guest that it started should, so one thread that never ends starts them all.
+
+use std::io;
+use std::process::{Child, Command};
+use std::sync::OnceLock;
+use std::sync::mpsc::{Sender, channel};
+
+use crate::sys::die_with_parent;
+
+struct Request {
+    command: Command,
+    answer: Sender<io::Result<Child>>,
+}
+
+/// Starts `command`; the child is killed when this process ends.
+pub(crate) fn spawn(command: Command) -> io::Result<Child> {
+    static SPAWNER: OnceLock<Sender<Request>> = OnceLock::new();
+    let spawner = SPAWNER.get_or_init(|| {
+        let (sender, requests) = channel::<Request>();
+        std::thread::spawn(move || {
+            for mut request in requests {
+                let child = die_with_parent(&mut request.command).spawn();
+                // An asker that is gone has no use for its child.
+                if let Err(unwanted) = request.answer.send(child)
+                    && let Ok(mut child) = unwanted.0
+                {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                }
+            }
+        });
+        sender
+    });
+    let (answer, child) = channel();
+    spawner.send(Request { command, answer }).map_err(|_| io::Error::other("the spawning thread is gone"))?;
+    child.recv().map_err(|_| io::Error::other("the spawning thread is gone"))?
+}

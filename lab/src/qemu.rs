@@ -1,0 +1,418 @@
+//! A running QEMU of the lab: how it is described, started, and ended.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
+
+use crate::boot_sector::BootSector;
+use crate::qmp::Qmp;
+use crate::wait::wait_until;
+use crate::{accelerator, paths, process};
+
+/// How long a QEMU may take until its monitor answers.
+const START_WITHIN: Duration = Duration::from_secs(60);
+const DEFAULT_MEMORY_MIB: u64 = 128;
+/// What the kernel of a Linux guest is told.
+const KERNEL_COMMAND_LINE: &str =
+    "console=ttyS0 quiet mitigations=off panic=-1 init_on_alloc=0 random.trust_cpu=on";
+/// The name that the guest's memory has on the wire, whatever backs it.
+pub(crate) const RAM_NAME: &str = "pc.ram";
+
+/// A QEMU that the set-up brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Version {
+    /// Debian backports' QEMU 10.0.
+    V10_0,
+    /// Debian 12's own QEMU 7.2.
+    V7_2,
+}
+
+/// What backs the guest's memory. Its block is called `pc.ram` either way, so both kinds can be each other's
+/// destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MemoryBackend {
+    /// QEMU's default: private anonymous memory.
+    Default,
+    /// A shared memfd, its pages touched at start or not.
+    Memfd {
+        /// Whether QEMU touches every page before it starts.
+        prealloc: bool,
+    },
+}
+
+/// How the guest is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// Emulated, one thread for each processor. Works everywhere.
+    Tcg,
+    /// KVM, or no start.
+    Kvm,
+    /// KVM if a guest gets going under it on this machine (tried once), else TCG.
+    KvmIfItWorks,
+}
+
+/// What waits at the other end of a migration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Incoming {
+    /// Nothing: the guest boots.
+    No,
+    /// `-incoming defer`: `migrate-incoming` says later.
+    Defer,
+    /// `-incoming URI`.
+    Uri(String),
+}
+
+/// What runs in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Guest {
+    /// Firmware only.
+    None,
+    /// Linux with the lab's agent.
+    Linux,
+    /// A few instructions that fill memory and count.
+    BootSector(BootSector),
+}
+
+/// A QEMU to be started. Cheap to clone: a destination is a clone of its source with [`Builder::incoming`].
+#[derive(Debug, Clone)]
+pub struct Builder {
+    version: Version,
+    machine: String,
+    memory_mib: u64,
+    backend: MemoryBackend,
+    processors: u32,
+    cpu: String,
+    accelerator: Accelerator,
+    incoming: Incoming,
+    guest: Guest,
+    paused: bool,
+    kernel_arguments: String,
+    arguments: Vec<String>,
+}
+
+/// A running QEMU. Dropping it kills the process and removes its files; it dies with this process as well.
+pub struct Qemu {
+    qmp: Qmp,
+    child: Mutex<Child>,
+    pid: u32,
+    version: Version,
+    guest: Guest,
+    // Last, so that the process is gone when its directory goes.
+    directory: TempDir,
+}
+
+impl Version {
+    /// The machine type that the lab gives a guest of this QEMU.
+    pub fn machine(self) -> &'static str {
+        match self {
+            Self::V10_0 => "pc-q35-10.0",
+            Self::V7_2 => "pc-q35-7.2",
+        }
+    }
+
+    /// The emulator, with the paths that it needs.
+    fn command(self) -> Command {
+        match self {
+            Self::V10_0 => Command::new(paths::QEMU_10_0),
+            Self::V7_2 => {
+                let tree = paths::lab_directory().join("qemu-7.2");
+                let mut command = Command::new(tree.join("usr/bin/qemu-system-x86_64"));
+                command.env("LD_LIBRARY_PATH", paths::library_path(&tree));
+                for firmware in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
+                    command.arg("-L").arg(tree.join(firmware));
+                }
+                command
+            }
+        }
+    }
+}
+
+impl Builder {
+    /// `-machine`; the default is the version's own [`Version::machine`].
+    pub fn machine(mut self, machine: &str) -> Self {
+        machine.clone_into(&mut self.machine);
+        self
+    }
+
+    /// Guest memory in MiB; 128 unless said.
+    pub fn memory_mib(mut self, memory_mib: u64) -> Self {
+        self.memory_mib = memory_mib;
+        self
+    }
+
+    /// What backs the memory.
+    pub fn memory_backend(mut self, backend: MemoryBackend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// Virtual processors; 1 unless said.
+    pub fn processors(mut self, processors: u32) -> Self {
+        self.processors = processors;
+        self
+    }
+
+    /// `-cpu`; `max` unless said, which must not be moved between versions. `Nehalem` may.
+    pub fn cpu(mut self, model: &str) -> Self {
+        model.clone_into(&mut self.cpu);
+        self
+    }
+
+    /// How the guest is run; TCG unless said.
+    pub fn accelerator(mut self, accelerator: Accelerator) -> Self {
+        self.accelerator = accelerator;
+        self
+    }
+
+    /// Makes it a destination.
+    pub fn incoming(mut self, incoming: Incoming) -> Self {
+        self.incoming = incoming;
+        self
+    }
+
+    /// `-incoming defer`.
+    pub fn incoming_defer(self) -> Self {
+        self.incoming(Incoming::Defer)
+    }
+
+    /// What runs in it.
+    pub fn guest(mut self, guest: Guest) -> Self {
+        self.guest = guest;
+        self
+    }
+
+    /// Linux with the lab's agent, and 256 MiB if no more memory was asked for so far.
+    pub fn linux(mut self) -> Self {
+        self.memory_mib = self.memory_mib.max(256);
+        self.guest(Guest::Linux)
+    }
+
+    /// The small guest that fills memory and counts.
+    pub fn boot_sector(self, boot_sector: BootSector) -> Self {
+        self.guest(Guest::BootSector(boot_sector))
+    }
+
+    /// `-S`: the processors wait for `cont`.
+    pub fn paused(mut self) -> Self {
+        self.paused = true;
+        self
+    }
+
+    /// More words for the kernel of a Linux guest.
+    pub fn kernel_arguments(mut self, arguments: &str) -> Self {
+        arguments.clone_into(&mut self.kernel_arguments);
+        self
+    }
+
+    /// More arguments for QEMU, after the lab's own.
+    pub fn args<I: IntoIterator<Item: Into<String>>>(mut self, arguments: I) -> Self {
+        self.arguments.extend(arguments.into_iter().map(Into::into));
+        self
+    }
+
+    /// Starts it and waits until its monitor answers.
+    pub fn start(self) -> Result<Qemu> {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
+        let stderr = directory.path().join("stderr");
+        let mut command = self.command(directory.path())?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&stderr)?);
+        let program = command.get_program().to_owned();
+        let child = process::spawn(command);
+        let mut child = child.with_context(|| {
+            format!("{} cannot be started; run `cargo xtask setup`", program.to_string_lossy())
+        })?;
+        let socket = directory.path().join("lab.qmp");
+        let qmp = match connect(&mut child, &socket) {
+            Ok(qmp) => qmp.with_stderr(stderr),
+            Err(error) => {
+                // Whatever it hangs in, it must not outlive this call.
+                let _ = child.kill();
+                let _ = child.wait();
+                let said = std::fs::read_to_string(&stderr).unwrap_or_default();
+                return Err(error.context(format!("QEMU did not start; it wrote: {}", said.trim())));
+            }
+        };
+        let pid = child.id();
+        let child = Mutex::new(child);
+        Ok(Qemu { qmp, child, pid, version: self.version, guest: self.guest, directory })
+    }
+
+    fn command(&self, directory: &Path) -> Result<Command> {
+        let mut command = self.version.command();
+        let mut machine = self.machine.clone();
+        if let MemoryBackend::Memfd { prealloc } = self.backend {
+            let prealloc = if prealloc { "on" } else { "off" };
+            let size = self.memory_mib;
+            command
+                .arg("-object")
+                .arg(format!("memory-backend-memfd,id={RAM_NAME},size={size}M,share=on,prealloc={prealloc}"));
+            machine = format!("{machine},memory-backend={RAM_NAME}");
+        }
+        let accelerator = match self.accelerator {
+            Accelerator::Kvm => "kvm",
+            Accelerator::KvmIfItWorks if accelerator::kvm_works(self.version) => "kvm",
+            _ => "tcg,thread=multi",
+        };
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        command.args(["-machine", &machine, "-accel", accelerator, "-cpu", &self.cpu]);
+        command.args(["-m", &format!("{}M", self.memory_mib), "-smp", &self.processors.to_string()]);
+        for (id, socket) in [("lab", "lab.qmp"), ("towline", "qmp")] {
+            let path = directory.join(socket);
+            command.arg("-chardev").arg(format!("socket,id={id},path={},server=on,wait=off", path.display()));
+            command.arg("-mon").arg(format!("chardev={id},mode=control"));
+        }
+        command.arg("-serial").arg(format!("file:{}", directory.join("console").display()));
+        let serial = directory.join("serial");
+        command.arg("-chardev").arg(format!("socket,id=agent,path={},server=on,wait=off", serial.display()));
+        command.args(["-serial", "chardev:agent"]);
+        match &self.incoming {
+            Incoming::No => {}
+            Incoming::Defer => drop(command.args(["-incoming", "defer"])),
+            Incoming::Uri(uri) => drop(command.args(["-incoming", uri])),
+        }
+        if self.paused {
+            command.arg("-S");
+        }
+        self.guest_arguments(&mut command, directory)?;
+        command.args(&self.arguments);
+        Ok(command)
+    }
+
+    fn guest_arguments(&self, command: &mut Command, directory: &Path) -> Result<()> {
+        match &self.guest {
+            Guest::None => {}
+            Guest::Linux => {
+                let lab = paths::lab_directory();
+                let kernel = paths::kernel(&lab).context("no kernel; run `cargo xtask setup`")?;
+                command.arg("-kernel").arg(kernel).arg("-initrd").arg(paths::initramfs(&lab));
+                command.args(["-append", &format!("{KERNEL_COMMAND_LINE} {}", self.kernel_arguments)]);
+            }
+            Guest::BootSector(boot_sector) => {
+                let image = directory.join("guest");
+                std::fs::write(&image, boot_sector.image(self.memory_mib)?)?;
+                command.arg("-kernel").arg(image);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Qemu {
+    /// A QEMU of this version: q35, TCG, `-cpu max`, one processor, 128 MiB, no devices, no guest.
+    pub fn builder(version: Version) -> Builder {
+        Builder {
+            version,
+            machine: version.machine().to_owned(),
+            memory_mib: DEFAULT_MEMORY_MIB,
+            backend: MemoryBackend::Default,
+            processors: 1,
+            cpu: "max".to_owned(),
+            accelerator: Accelerator::Tcg,
+            incoming: Incoming::No,
+            guest: Guest::None,
+            paused: false,
+            kernel_arguments: String::new(),
+            arguments: Vec::new(),
+        }
+    }
+
+    /// The lab's QMP client, on a monitor of its own.
+    pub fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+
+    /// A second QMP socket, free for towline or a test. QEMU serves one client at a time on it.
+    pub fn qmp_path(&self) -> PathBuf {
+        self.directory.path().join("qmp")
+    }
+
+    /// The socket of the serial port that the agent listens on.
+    pub fn serial_path(&self) -> PathBuf {
+        self.directory.path().join("serial")
+    }
+
+    /// A directory that goes with this QEMU.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// The emulator's process.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Its version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The small guest that it was started with.
+    pub fn boot_sector_guest(&self) -> Result<&BootSector> {
+        match &self.guest {
+            Guest::BootSector(boot_sector) => Ok(boot_sector),
+            other => bail!("this QEMU runs {other:?}, expected a boot sector"),
+        }
+    }
+
+    /// What QEMU wrote to its standard error so far.
+    pub fn stderr(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("stderr")).unwrap_or_default()
+    }
+
+    /// What the guest's kernel wrote to its console so far.
+    pub fn console(&self) -> String {
+        let console = std::fs::read(self.directory.path().join("console")).unwrap_or_default();
+        String::from_utf8_lossy(&console).into_owned()
+    }
+
+    /// The exit status, if it has ended.
+    pub fn exited(&self) -> Result<Option<ExitStatus>> {
+        Ok(self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?)
+    }
+
+    /// Waits for it to end by itself.
+    pub fn wait_exit(&self, within: Duration) -> Result<ExitStatus> {
+        wait_until(&format!("end of QEMU {}", self.pid), within, || self.exited())
+    }
+
+    /// Kills it (SIGKILL) and waits for its end.
+    pub fn kill(&self) -> Result<()> {
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // It may be gone already, and a destructor has nobody to tell.
+        let _ = self.kill();
+    }
+}
+
+/// Waits for the monitor, as long as the process lives.
+fn connect(child: &mut Child, socket: &Path) -> Result<Qmp> {
+    let stream = wait_until("QEMU's monitor", START_WITHIN, || {
+        if let Some(status) = child.try_wait()? {
+            bail!("QEMU ended with {status}");
+        }
+        // The socket's name is there a moment before it is listened on.
+        let refused = |error: &std::io::Error| {
+            matches!(error.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
+        };
+        match UnixStream::connect(socket) {
+            Ok(stream) => Ok(Some(stream)),
+            Err(error) if refused(&error) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    })?;
+    Qmp::over(stream, START_WITHIN)
+}

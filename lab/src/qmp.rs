@@ -1,0 +1,233 @@
+//! The lab's own QMP client: blocking, one connection, one question at a time.
+//!
+//! Protocol: QEMU, docs/interop/qmp-spec.rst. Events that arrive between an answer and its question are kept until
+//! somebody waits for them.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::{Value, json};
+
+use crate::wait::wait_until;
+
+/// How long a command may take unless its caller says.
+const COMMAND_WITHIN: Duration = Duration::from_secs(60);
+/// Events that are kept for those who wait later; the oldest go first.
+const EVENTS_MAX: usize = 4096;
+
+/// A connection to a QMP socket. Threads may share it.
+pub struct Qmp {
+    connection: Mutex<Connection>,
+    stderr: Option<PathBuf>,
+}
+
+/// What QEMU answered instead of a value; found with `error.downcast_ref`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QmpError {
+    /// The command that was refused.
+    pub command: String,
+    /// QEMU's class, as `GenericError`.
+    pub class: String,
+    /// QEMU's words.
+    pub description: String,
+}
+
+struct Connection {
+    stream: UnixStream,
+    received: Vec<u8>,
+    events: VecDeque<Value>,
+    next_id: u64,
+}
+
+impl Qmp {
+    /// Connects to a QMP socket that exists and says hello. Fails when another client holds the monitor.
+    pub fn connect(path: &Path, within: Duration) -> Result<Self> {
+        let stream = UnixStream::connect(path).with_context(|| format!("no QMP at {}", path.display()))?;
+        Self::over(stream, within)
+    }
+
+    /// Says hello on a connection that was just made.
+    pub(crate) fn over(stream: UnixStream, within: Duration) -> Result<Self> {
+        let deadline = Instant::now() + within;
+        let mut connection = Connection { stream, received: Vec::new(), events: VecDeque::new(), next_id: 1 };
+        let greeting = connection.message(deadline).context("no greeting from QMP")?;
+        if greeting.get("QMP").is_none() {
+            bail!("the socket greets with {greeting}, expected QMP");
+        }
+        connection.execute("qmp_capabilities", &Value::Null, deadline)?;
+        Ok(Self { connection: Mutex::new(connection), stderr: None })
+    }
+
+    /// Names the file whose end is shown in errors.
+    pub(crate) fn with_stderr(mut self, stderr: PathBuf) -> Self {
+        self.stderr = Some(stderr);
+        self
+    }
+
+    /// Runs a command; `Value::Null` stands for no arguments.
+    pub fn execute(&self, command: &str, arguments: impl Into<Value>) -> Result<Value> {
+        self.execute_within(command, arguments, COMMAND_WITHIN)
+    }
+
+    /// Runs a command that may take longer than a minute, or must not.
+    pub fn execute_within(
+        &self,
+        command: &str,
+        arguments: impl Into<Value>,
+        within: Duration,
+    ) -> Result<Value> {
+        let outcome =
+            self.locked(|connection| connection.execute(command, &arguments.into(), Instant::now() + within));
+        outcome.map_err(|error| self.explained(error))
+    }
+
+    /// Runs a command of the human monitor and returns its text.
+    pub fn hmp(&self, line: &str) -> Result<String> {
+        let said = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        Ok(said.as_str().context("the human monitor answers with text")?.to_owned())
+    }
+
+    /// The next event of that name, kept or to come. Events before it stay kept.
+    pub fn wait_event(&self, name: &str, within: Duration) -> Result<Value> {
+        let deadline = Instant::now() + within;
+        let outcome = self.locked(|connection| {
+            loop {
+                if let Some(at) = connection.events.iter().position(|event| event["event"] == name) {
+                    return connection.events.remove(at).context("the event was just found");
+                }
+                let message = connection.message(deadline).with_context(|| format!("no event {name}"))?;
+                connection.keep(message);
+            }
+        });
+        outcome.map_err(|error| self.explained(error))
+    }
+
+    /// Takes the events that were kept, without waiting.
+    pub fn take_events(&self) -> Vec<Value> {
+        self.locked(|connection| connection.events.drain(..).collect())
+    }
+
+    /// QEMU's run state, as `running`, `paused`, `postmigrate`.
+    pub fn status(&self) -> Result<String> {
+        let answer = self.execute("query-status", Value::Null)?;
+        Ok(answer["status"].as_str().context("query-status without status")?.to_owned())
+    }
+
+    /// Waits for a run state.
+    pub fn wait_status(&self, wanted: &str, within: Duration) -> Result<()> {
+        let mut last = String::new();
+        wait_until(&format!("run state {wanted}"), within, || {
+            last = self.status()?;
+            Ok((last == wanted).then_some(()))
+        })
+        .with_context(|| format!("the run state was {last}"))
+    }
+
+    /// Waits for `query-migrate` to say `wanted`; fails at once if it says `failed` instead.
+    pub fn wait_migration(&self, wanted: &str, within: Duration) -> Result<Value> {
+        wait_until(&format!("migration {wanted}"), within, || {
+            let info = self.execute("query-migrate", Value::Null)?;
+            let status = info["status"].as_str().unwrap_or("none");
+            if status == "failed" && wanted != "failed" {
+                bail!("the migration failed, expected {wanted}: {info}");
+            }
+            Ok((status == wanted).then_some(info))
+        })
+    }
+
+    fn locked<T>(&self, work: impl FnOnce(&mut Connection) -> T) -> T {
+        work(&mut self.connection.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Adds what QEMU wrote, unless QEMU itself said what is wrong.
+    fn explained(&self, error: anyhow::Error) -> anyhow::Error {
+        let said =
+            self.stderr.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
+        if error.is::<QmpError>() || said.trim().is_empty() {
+            return error;
+        }
+        error.context(format!("QEMU wrote: {}", said.trim()))
+    }
+}
+
+impl Connection {
+    fn execute(&mut self, command: &str, arguments: &Value, deadline: Instant) -> Result<Value> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let mut request = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            request["arguments"] = arguments.clone();
+        }
+        let mut line = request.to_string();
+        line.push('\n');
+        self.stream.set_write_timeout(Some(remaining(deadline)))?;
+        self.stream.write_all(line.as_bytes()).with_context(|| format!("{command} cannot be sent"))?;
+        loop {
+            let mut message = self.message(deadline).with_context(|| format!("no answer to {command}"))?;
+            if message.get("event").is_some() {
+                self.keep(message);
+            } else if message["id"] == id {
+                if let Some(error) = message.get("error") {
+                    let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+                    let (class, description) = (text("class"), text("desc"));
+                    return Err(anyhow!(QmpError { command: command.to_owned(), class, description }));
+                }
+                return Ok(message["return"].take());
+            }
+            // An answer with another id belongs to a command that was given up.
+        }
+    }
+
+    fn keep(&mut self, event: Value) {
+        if event.get("event").is_some() {
+            if self.events.len() == EVENTS_MAX {
+                self.events.pop_front();
+            }
+            self.events.push_back(event);
+        }
+    }
+
+    fn message(&mut self, deadline: Instant) -> Result<Value> {
+        let mut chunk = [0; 16 << 10];
+        loop {
+            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=end).collect();
+                return serde_json::from_slice(&line).context("QMP sent what is not JSON");
+            }
+            if Instant::now() >= deadline {
+                bail!("the deadline has passed");
+            }
+            self.stream.set_read_timeout(Some(remaining(deadline)))?;
+            match self.stream.read(&mut chunk) {
+                Ok(0) => bail!("QEMU closed its QMP socket"),
+                Ok(length) => self.received.extend_from_slice(&chunk[..length]),
+                Err(error) if is_timeout(error.kind()) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl fmt::Display for QmpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "QEMU refused {}: {} ({})", self.command, self.description, self.class)
+    }
+}
+
+impl std::error::Error for QmpError {}
+
+/// Time until `deadline`, and never the zero that a socket takes for "for ever".
+pub(crate) fn remaining(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+}
+
+/// A read that ended because its time was up.
+pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+}

@@ -1,0 +1,96 @@
+//! The smallest guest, in assembler: see `boot_sector.rs` for what it does and where its numbers lie.
+//!
+//! It is a multiboot image, so QEMU's own loader brings it to 1 MiB and enters it in 32-bit protected mode with paging
+//! off. All addresses in it are numbers: it is data to this program, never linked, never run by it.
+
+use std::arch::global_asm;
+use std::ptr::addr_of;
+
+global_asm!(
+    r#"
+    .pushsection .rodata.towline_lab_guest, "a", @progbits
+    .code32
+    .balign 4
+    .globl towline_lab_guest_start
+    .globl towline_lab_guest_end
+towline_lab_guest_start:
+    .long 0x1badb002                    # multiboot header: magic,
+    .long 0x00010000                    # flags: the addresses that follow hold,
+    .long -(0x1badb002 + 0x00010000)    # checksum,
+    .long 0x00100000                    # where this header is to lie,
+    .long 0x00100000                    # where the image begins,
+    .long 0                             # its end: all of the file,
+    .long 0                             # no zeroed part,
+    .long 0x00100000 + (2f - towline_lab_guest_start)
+    .long 0                             # 0x100020: pages to fill
+    .long 0                             # 0x100024: words to write in each
+    .long 0                             # 0x100028: seed
+    .long 0                             # 0x10002c: pages to sweep
+2:  cli
+    mov edi, 0x200000                   # edi: the page, ebx: its index
+    xor ebx, ebx
+3:  cmp ebx, dword ptr [0x100020]
+    jae 7f
+    imul eax, ebx, 0x9e3779b1           # state = index * odd ^ seed, and not 0
+    xor eax, dword ptr [0x100028]
+    cmp eax, 1
+    adc eax, 0
+    mov ecx, dword ptr [0x100024]
+    mov esi, edi
+    test ecx, ecx
+    jz 5f
+4:  mov edx, eax                        # xorshift32
+    shl edx, 13
+    xor eax, edx
+    mov edx, eax
+    shr edx, 17
+    xor eax, edx
+    mov edx, eax
+    shl edx, 5
+    xor eax, edx
+    mov dword ptr [esi], eax
+    add esi, 4
+    dec ecx
+    jnz 4b
+5:  cmp ebx, dword ptr [0x10002c]       # pages of the sweep begin with 0
+    jae 6f
+    mov byte ptr [edi], 0
+6:  add edi, 4096
+    inc ebx
+    jmp 3b
+7:  xor eax, eax                        # edx:eax: the counter
+    xor edx, edx
+    mov dword ptr [0x110004], 0x444e4152
+    mov dword ptr [0x110000], 0x59444145
+8:  mov edi, 0x200000
+    mov esi, dword ptr [0x10002c]
+9:  mov ebx, eax                        # counter += 1, in one store of 8 bytes
+    mov ecx, edx
+    add ebx, 1
+    adc ecx, 0
+    cmpxchg8b qword ptr [0x110008]
+    mov eax, ebx
+    mov edx, ecx
+    test esi, esi
+    jz 8b
+    inc byte ptr [edi]
+    add edi, 4096
+    dec esi
+    jmp 9b
+towline_lab_guest_end:
+    .code64
+    .popsection
+    "#
+);
+
+unsafe extern "C" {
+    static towline_lab_guest_start: u8;
+    static towline_lab_guest_end: u8;
+}
+
+/// The image as assembled, its parameters zero.
+pub(crate) fn guest_image() -> &'static [u8] {
+    let (start, end) = (addr_of!(towline_lab_guest_start), addr_of!(towline_lab_guest_end));
+    // SAFETY: both symbols bound one read-only section of this program, defined above; nothing writes to it.
+    unsafe { std::slice::from_raw_parts(start, end as usize - start as usize) }
+}

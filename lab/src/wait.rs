@@ -1,0 +1,26 @@
+//! Waiting for a condition, never for a time.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+/// Time between two looks at a condition.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Asks `condition` until it gives a value, and fails with `what` after `within`.
+pub fn wait_until<T>(
+    what: &str,
+    within: Duration,
+    mut condition: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let deadline = Instant::now() + within;
+    loop {
+        if let Some(value) = condition()? {
+            return Ok(value);
+        }
+        if Instant::now() >= deadline {
+            bail!("{what}: not within {:.1} s", within.as_secs_f64());
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}

@@ -1,0 +1,263 @@
+//! Images that are cut short, damaged, or none at all.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use serde_json::Value;
+use towline_lab::{BootSector, require_lab};
+
+use crate::support::{
+    Place, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, migrate, qmp, save,
+    waiting,
+};
+
+/// Where the parts of an image lie, read by hand: be64 length, be32 version, be64 page size, be64 bitmap offset and be64
+/// pages offset follow a block's name.
+struct Layout {
+    name: u64,
+    bitmap: u64,
+    pages: u64,
+    device_state: u64,
+    length: u64,
+    devices: Vec<(String, u64)>,
+}
+
+impl Layout {
+    fn of(image: &Path) -> Self {
+        let (mut head, file) = (vec![0; 4096], File::open(image).unwrap());
+        file.read_exact_at(&mut head, 0).unwrap();
+        let name = head.windows(7).position(|window| window == b"\x06pc.ram").unwrap() + 1;
+        let number = |at: usize| u64::from_be_bytes(head[name + 6 + at..][..8].try_into().unwrap());
+        let manifest = std::fs::read(image.with_extension("img.manifest.json")).unwrap();
+        let state = serde_json::from_slice::<Value>(&manifest).unwrap()["device_state"].take();
+        let devices = state["devices"].as_array().unwrap().iter();
+        let device = |device: &Value| {
+            (device["name"].as_str().unwrap().to_owned(), device["offset"].as_u64().unwrap())
+        };
+        Self {
+            name: name as u64,
+            bitmap: number(20),
+            pages: number(28),
+            device_state: state["offset"].as_u64().unwrap(),
+            length: file.metadata().unwrap().len(),
+            devices: devices.map(device).collect(),
+        }
+    }
+}
+
+#[test]
+fn an_image_that_is_cut_short_says_where_it_ends() {
+    if !require_lab("an_image_that_is_cut_short_says_where_it_ends") {
+        return;
+    }
+    let place = Place::new();
+    save(&place, guest(), "guest.img");
+    let (image, destination) = (place.path("guest.img"), waiting(&guest()));
+    let layout = Layout::of(&image);
+    let file = File::options().write(true).open(&image).unwrap();
+    // From the end on, as what is cut off is not put back.
+    for (length, texts) in [
+        (layout.length - 10, ["the device state at byte", "the stream ends inside the device state"]),
+        (layout.device_state + 100, ["the device state at byte", "the stream ends inside the device state"]),
+        (layout.pages + 5000, ["truncated: it ends at byte", "inside"]),
+        (layout.bitmap + 16, ["truncated: it ends at byte", "inside"]),
+        (layout.name + 3, ["truncated: it ends at byte", "inside"]),
+        (10, ["truncated: it ends at byte 0xa", "inside"]),
+        (0, ["not an image: it is empty", "correct the path"]),
+    ] {
+        file.set_len(length).unwrap();
+        let name = image.display().to_string();
+        for line in [
+            format!("copy --stream {name} {}", qmp(&destination)),
+            format!("copy {name} {}", qmp(&destination)),
+            format!("copy --overwrite {name} {}", place.name("other.img")),
+        ] {
+            let finished = place.run(&line);
+            println!("{length:#x}: {}", finished.stderr.trim());
+            assert_safe(&finished, &[&[name.as_str()], &texts[..], &["the guest: in its image"]].concat());
+        }
+        let finished = place.run(&format!("inspect {name}"));
+        assert_ended(&finished, 1, &[&[name.as_str()], &texts[..]].concat());
+        assert_waits(&destination);
+    }
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    // Nothing of it reached the destination, so it takes the next guest.
+    save(&place, guest(), "whole.img");
+    assert_ended(
+        &place.run(&format!("copy --stream {} {}", place.name("whole.img"), qmp(&destination))),
+        0,
+        &[],
+    );
+    assert_runs(&destination);
+}
+
+#[test]
+fn what_is_no_image_is_told_from_one() {
+    if !require_lab("what_is_no_image_is_told_from_one") {
+        return;
+    }
+    let (place, destination) = (Place::new(), waiting(&guest()));
+    std::fs::write(place.path("text"), "The quick brown fox jumps over the lazy dog.\n").unwrap();
+    std::fs::create_dir(place.path("directory")).unwrap();
+    for (name, text) in [
+        ("text", "not an image: it begins with \"The \""),
+        ("directory", "not a regular file"),
+        ("missing", "No such file or directory"),
+    ] {
+        let path = place.name(name);
+        let finished = place.run(&format!("copy --stream {path} {}", qmp(&destination)));
+        assert_safe(&finished, &[&path, text]);
+        assert!(!finished.stderr.contains("the other end"), "there is none: {}", finished.stderr);
+        assert_ended(&place.run(&format!("inspect {path}")), 1, &[&path, text]);
+    }
+    assert_waits(&destination);
+    place.assert_holds(&["directory", "text"]);
+}
+
+/// QEMU's own `migrate exec:cat>file` makes no mapped-ram file. The message says how to make an image of it, and that works.
+#[test]
+fn an_ordinary_stream_in_a_file_can_be_converted() {
+    if !require_lab("an_ordinary_stream_in_a_file_can_be_converted") {
+        return;
+    }
+    let (place, source) = (Place::new(), counting(guest()));
+    let (stream, image) = (place.name("guest.stream"), place.name("guest.img"));
+    source.qmp().execute("stop", Value::Null).unwrap();
+    migrate(&source, &format!("exec:cat>{stream}"));
+    source.qmp().wait_migration("completed", WITHIN).unwrap();
+    let destination = waiting(&guest());
+    let text = "a migration stream, but not one with mapped-ram: convert it with `towline copy --return-path off exec:'cat";
+    let finished = place.run(&format!("copy --stream {stream} {}", qmp(&destination)));
+    assert_safe(&finished, &[&stream, text]);
+    // The line's arguments are separated by spaces; the shell is told where its word ends.
+    let finished = place.run(&format!("copy --return-path off exec:cat<{stream} {image}"));
+    assert_ended(&finished, 0, &[]);
+    assert_ended(&place.run(&format!("copy --verify --stream --run {image} {}", qmp(&destination))), 0, &[]);
+    assert_runs(&destination);
+    place.assert_holds(&["guest.img", "guest.img.manifest.json", "guest.stream"]);
+}
+
+/// Changes one bit of a file.
+fn flip(path: &Path, offset: u64) {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 0x10], offset).unwrap();
+}
+
+#[test]
+fn one_wrong_bit_of_memory_is_found_and_never_runs() {
+    if !require_lab("one_wrong_bit_of_memory_is_found_and_never_runs") {
+        return;
+    }
+    let place = Place::new();
+    save(&place, guest(), "guest.img");
+    let (image, layout) = (place.path("guest.img"), Layout::of(&place.path("guest.img")));
+    let name = image.display().to_string();
+    // In the third chunk of 2 MiB, and in a zero that a page with content has.
+    for (offset, chunk) in [
+        (BootSector::FILL_ADDRESS + (3 << 20) + 8, "block \"pc.ram\", chunk 2 (from byte 0x400000)"),
+        (BootSector::FILL_ADDRESS + (15 << 20) + 4000, "block \"pc.ram\", chunk 8 (from byte 0x1000000)"),
+    ] {
+        flip(&image, layout.pages + offset);
+        for options in ["--stream", "--stream --multifd-channels 0", "--resume"] {
+            let destination = waiting(&guest());
+            let finished = place.run(&format!("copy --verify {options} {name} {}", qmp(&destination)));
+            assert_safe(
+                &finished,
+                &[&name, chunk, "its BLAKE3 is", "the manifest says", "the image is damaged there"],
+            );
+            assert_waits(&destination);
+        }
+        assert_ended(
+            &place.run(&format!("inspect --verify {name}")),
+            1,
+            &[&name, chunk, "the image is damaged there"],
+        );
+        let finished = place.run(&format!("copy --verify {name} {}", place.name("copy.img")));
+        assert_safe(&finished, &[chunk]);
+        place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+        flip(&image, layout.pages + offset);
+    }
+    assert_ended(&place.run(&format!("inspect --verify {name}")), 0, &[]);
+}
+
+#[test]
+fn one_wrong_bit_of_device_state_names_the_device() {
+    if !require_lab("one_wrong_bit_of_device_state_names_the_device") {
+        return;
+    }
+    let place = Place::new();
+    save(&place, guest(), "guest.img");
+    let (image, layout) = (place.path("guest.img"), Layout::of(&place.path("guest.img")));
+    let name = image.display().to_string();
+    let destination = waiting(&guest());
+    let mut named = 0;
+    for (device, offset) in &layout.devices {
+        // Behind the section's head (type, id, counted name, instance, version): its first field.
+        let at = layout.device_state + offset + 5 + 1 + device.len() as u64 + 8 + 1;
+        flip(&image, at);
+        let wanted = format!("in device {device:?}");
+        for line in [
+            format!("inspect --verify {name}"),
+            format!("copy --stream --verify {name} {}", qmp(&destination)),
+        ] {
+            let finished = place.run(&line);
+            assert_ended(&finished, 1, &[&name, "the device state", &wanted]);
+            named += 1;
+        }
+        flip(&image, at);
+        if named == 8 {
+            break;
+        }
+    }
+    assert_waits(&destination);
+    // The same without --verify, as it is small: it is always compared.
+    flip(&image, layout.device_state + 200);
+    assert_safe(
+        &place.run(&format!("copy --stream {name} {}", qmp(&destination))),
+        &[&name, "the device state"],
+    );
+    assert_waits(&destination);
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+}
+
+#[test]
+fn a_manifest_that_is_missing_or_anothers_is_refused() {
+    if !require_lab("a_manifest_that_is_missing_or_anothers_is_refused") {
+        return;
+    }
+    let place = Place::new();
+    let source = counting(guest());
+    for name in ["one.img", "two.img"] {
+        assert_ended(&place.run(&format!("copy --resume {} {}", qmp(&source), place.name(name))), 0, &[]);
+    }
+    save(&place, guest().memory_mib(96), "large.img");
+    let (one, destination) = (place.name("one.img"), waiting(&guest()));
+    let manifest = |name: &str| place.path(&format!("{name}.manifest.json"));
+    for (other, text) in [
+        ("two.img", "the manifest is of another image of such a guest"),
+        ("large.img", "the manifest belongs to another image"),
+    ] {
+        std::fs::copy(manifest(other), manifest("one.img")).unwrap();
+        let finished = place.run(&format!("copy --stream {one} {}", qmp(&destination)));
+        assert_safe(&finished, &[&one, "manifest", text]);
+        assert_ended(&place.run(&format!("inspect {one}")), 1, &[&one, text]);
+    }
+    std::fs::remove_file(manifest("one.img")).unwrap();
+    let finished = place.run(&format!("copy --stream --verify {one} {}", qmp(&destination)));
+    let sidecar = manifest("one.img").display().to_string();
+    assert_safe(&finished, &[&one, "there is no manifest beside it", &sidecar]);
+    assert_ended(
+        &place.run(&format!("inspect --verify {one}")),
+        1,
+        &[&one, "there is no manifest beside it"],
+    );
+    assert_waits(&destination);
+    assert_runs(&source);
+    // Without --verify it is QEMU's own kind of image, and restored with a notice.
+    let finished = place.run(&format!("copy --stream {one} {}", qmp(&destination)));
+    assert_ended(&finished, 0, &["has no manifest"]);
+    assert_runs(&destination);
+}

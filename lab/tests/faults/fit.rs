@@ -1,0 +1,105 @@
+//! A guest that the waiting QEMU could not load is refused before anything moves, with both values.
+
+use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
+
+use crate::support::{
+    Place, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, qmp, save, waiting,
+};
+
+/// Copies to a QEMU that does not fit, and to it again when it does: it still waits.
+fn refused(place: &Place, source: &str, destination: &Qemu, options: &str, texts: &[&str]) {
+    let finished = place.run(&format!("copy {options} {source} {}", qmp(destination)));
+    assert_safe(&finished, &[&["the guest does not fit QEMU on "], texts].concat());
+    assert!(!finished.stderr.contains("note:"), "nothing was moved: {}", finished.stderr);
+    assert_waits(destination);
+    let answer = destination.qmp().execute("query-migrate", serde_json::Value::Null).unwrap();
+    assert_eq!(answer["status"], serde_json::Value::Null, "it was told nothing");
+}
+
+fn pc() -> Builder {
+    guest().machine("pc-i440fx-10.0")
+}
+
+#[test]
+fn another_machine_type_or_memory_size_is_refused() {
+    if !require_lab("another_machine_type_or_memory_size_is_refused") {
+        return;
+    }
+    let place = Place::new();
+    let source = counting(guest());
+    save(&place, guest(), "guest.img");
+    let image = place.name("guest.img");
+    let machine = "the guest's machine type is pc-q35-10.0, there it is pc-i440fx-10.0 (start it with -machine pc-q35-10.0)";
+    let memory = "RAM block \"pc.ram\" has 67108864 bytes in the guest and 100663296 there (memory size, -m";
+    for (builder, text) in [(pc(), machine), (guest().memory_mib(96), memory)] {
+        let destination = waiting(&builder);
+        for (from, options) in
+            [(qmp(&source), "--resume"), (image.clone(), "--stream"), (image.clone(), "--verify")]
+        {
+            refused(&place, &from, &destination, options, &[text]);
+        }
+    }
+    assert_runs(&source);
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+}
+
+#[test]
+fn a_missing_device_is_named_by_its_memory() {
+    if !require_lab("a_missing_device_is_named_by_its_memory") {
+        return;
+    }
+    let place = Place::new();
+    let display = ["-device", "VGA,vgamem_mb=8"];
+    let source = counting(guest().args(display));
+    let destination = waiting(&guest());
+    let text = "the guest has a RAM block \"0000:00:01.0/vga.vram\" of 8388608 bytes, there is none (a device or memory backend is missing";
+    refused(&place, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
+    refused(&place, &qmp(&source), &destination, "--resume", &[text]);
+    assert_runs(&source);
+    // The same two can be brought together when the device is there.
+    let destination = waiting(&guest().args(display));
+    assert_ended(&place.run(&format!("copy {} {}", qmp(&source), qmp(&destination))), 0, &[]);
+    assert_runs(&destination);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    place.assert_holds(&[]);
+}
+
+#[test]
+fn another_uuid_is_refused_where_lanes_carry_it() {
+    if !require_lab("another_uuid_is_refused_where_lanes_carry_it") {
+        return;
+    }
+    let place = Place::new();
+    let uuid = |last: &str| format!("5e1fd0d2-0000-4000-8000-00000000000{last}");
+    let source = counting(guest().args(["-uuid".into(), uuid("1")]));
+    let destination = waiting(&guest().args(["-uuid".into(), uuid("2")]));
+    let text = format!(
+        "the guest's uuid is {}, there it is {} (start it with -uuid {})",
+        uuid("1"),
+        uuid("2"),
+        uuid("1")
+    );
+    refused(&place, &qmp(&source), &destination, "--multifd-channels 2", &[&text]);
+    assert_runs(&source);
+    place.assert_holds(&[]);
+}
+
+/// Several reasons are all named at once.
+#[test]
+fn every_reason_is_named() {
+    if !require_lab("every_reason_is_named") {
+        return;
+    }
+    let place = Place::new();
+    let source = counting(guest());
+    let boot_sector = BootSector { fill_mib: 1, ..BootSector::default() };
+    let other = Qemu::builder(Version::V7_2).memory_mib(48).boot_sector(boot_sector);
+    let destination = waiting(&other);
+    let texts = [
+        "the guest's machine type is pc-q35-10.0, there it is pc-q35-7.2",
+        "RAM block \"pc.ram\" has 67108864 bytes in the guest and 50331648 there",
+    ];
+    refused(&place, &qmp(&source), &destination, "--resume", &texts);
+    assert_runs(&source);
+    place.assert_holds(&[]);
+}

@@ -1,0 +1,133 @@
+//! Streams that lie: towline ends with an error, in bounded memory, and never panics.
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+use towline_lab::{Finished, Qemu, require_lab};
+
+use crate::support::{Place, SAFE, WITHIN, assert_safe, counting, listens_at, migrate, small_guest};
+
+/// Mutated streams; more of them is the fuzzers' work.
+const STREAMS: u64 = 40;
+/// What a towline that receives 16 MiB may have as address space, in KiB: its program, stacks and buffers.
+const ADDRESS_SPACE_KIB: &str = "1500000";
+
+/// What a source without a return path says to whoever listens.
+fn capture(place: &Place, source: &Qemu) -> Vec<u8> {
+    let listener = UnixListener::bind(place.path("capture.sock")).unwrap();
+    source.qmp().execute("stop", Value::Null).unwrap();
+    migrate(source, &format!("unix:{}", place.name("capture.sock")));
+    let (mut stream, mut bytes) = (listener.accept().unwrap().0, Vec::new());
+    stream.read_to_end(&mut bytes).unwrap();
+    std::fs::remove_file(place.path("capture.sock")).unwrap();
+    bytes
+}
+
+/// Says `bytes` to a towline that would make an image of them.
+fn feed(place: &Place, bytes: &[u8]) -> Finished {
+    let socket = place.name("hostile.sock");
+    let limited = ["sh", "-c", r#"ulimit -v "$0" && exec "$@""#, ADDRESS_SPACE_KIB];
+    let line = format!("copy --return-path off unix:{socket} {}", place.name("guest.img"));
+    let mut towline = place.start(&limited, &line);
+    listens_at(&mut towline);
+    let mut stream = UnixStream::connect(Path::new(&socket)).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
+    // A towline that has seen enough closes it.
+    let _ = stream.write_all(bytes);
+    drop(stream);
+    towline.wait(WITHIN).unwrap()
+}
+
+fn find(bytes: &[u8], wanted: &[u8]) -> usize {
+    bytes.windows(wanted.len()).position(|window| window == wanted).unwrap()
+}
+
+#[test]
+fn mutated_streams_are_errors() {
+    if !require_lab("mutated_streams_are_errors") {
+        return;
+    }
+    let place = Place::new();
+    let stream = capture(&place, &counting(small_guest()));
+    let finished = feed(&place, &stream);
+    assert_eq!(finished.status.code(), Some(0), "as it was captured: {}", finished.stderr);
+    std::fs::remove_file(place.path("guest.img")).unwrap();
+    std::fs::remove_file(place.path("guest.img.manifest.json")).unwrap();
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    for round in 0..STREAMS {
+        let mut bytes = stream.clone();
+        // The block list, then anywhere, then the end of it.
+        let region = match round % 3 {
+            0 => 0..400,
+            1 => 0..bytes.len(),
+            _ => bytes.len() - 20_000..bytes.len(),
+        };
+        for _ in 0..=random(4) {
+            let at = region.start + random(region.len());
+            bytes[at] = random(256) as u8;
+        }
+        if round % 5 == 0 {
+            bytes.truncate(random(stream.len()));
+        }
+        let finished = feed(&place, &bytes);
+        let Finished { status, stderr, .. } = &finished;
+        println!("{round}: {status}: {}", stderr.lines().nth(1).unwrap_or_default());
+        assert!(!stderr.contains("panicked") && !stderr.contains("allocation"), "{stderr}");
+        match status.code() {
+            // A page's content, or a device's: nothing that the stream itself could tell.
+            Some(0) => {
+                std::fs::remove_file(place.path("guest.img")).unwrap();
+                std::fs::remove_file(place.path("guest.img.manifest.json")).unwrap();
+            }
+            code => assert_eq!(code, Some(SAFE), "{status}: {stderr}"),
+        }
+        place.assert_holds(&[]);
+    }
+}
+
+/// The numbers that memory could be asked by.
+#[test]
+fn lies_about_sizes_cost_no_memory() {
+    if !require_lab("lies_about_sizes_cost_no_memory") {
+        return;
+    }
+    let place = Place::new();
+    let stream = capture(&place, &counting(small_guest()));
+    let name = find(&stream, b"\x06pc.ram");
+    let (total, length) = (name - 8, name + 7);
+    let flags = 4; // RAM_SAVE_FLAG_MEM_SIZE, in the total's low bits.
+    let number = |at: usize| u64::from_be_bytes(stream[at..at + 8].try_into().unwrap());
+    let others = (number(total) & !0xfff) - number(length);
+    for (claimed, text) in [
+        (1_u64 << 45, "the guest says that it has 35184372088832 bytes of memory, at most 17592186044416"),
+        (1 << 51, "the guest says that it has 2251799813685248 bytes of memory"),
+        (!0xfff, "the block list announces 18446744073709547520 bytes of RAM"),
+    ] {
+        let mut bytes = stream.clone();
+        bytes[total..total + 8].copy_from_slice(&(claimed | flags).to_be_bytes());
+        bytes[length..length + 8].copy_from_slice(&(claimed - others).to_be_bytes());
+        assert_safe(&feed(&place, &bytes), &[text]);
+        place.assert_holds(&[]);
+    }
+    // One that is not refused at once: whatever becomes of it, it has the memory that it may have.
+    let mut bytes = stream.clone();
+    bytes[total..total + 8].copy_from_slice(&((8 << 40) | flags).to_be_bytes());
+    bytes[length..length + 8].copy_from_slice(&((8 << 40) - others).to_be_bytes());
+    bytes.truncate(bytes.len() - 1000);
+    assert_safe(&feed(&place, &bytes), &[]);
+    place.assert_holds(&[]);
+    // The total alone: a list that never ends.
+    let mut bytes = stream.clone();
+    bytes[total..total + 8].copy_from_slice(&((1_u64 << 50) | flags).to_be_bytes());
+    assert_safe(&feed(&place, &bytes), &[]);
+    place.assert_holds(&[]);
+}

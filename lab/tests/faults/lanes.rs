@@ -1,0 +1,76 @@
+//! Ends that disagree about lanes (multifd channels) say so quickly, with both numbers.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use towline_lab::require_lab;
+
+use crate::support::{
+    Place, WITHIN, assert_runs, assert_safe, assert_waits, counting, guest, listens_at, migrate, save, set,
+    waiting,
+};
+
+/// Ends within this, though both would wait for ever.
+const QUICK: Duration = Duration::from_secs(6);
+
+/// A source with so many lanes (0: no multifd) and a towline that listens for others. Each time another source: how soon
+/// QEMU is done with lanes that nobody took is its own affair.
+fn disagree(place: &Place, theirs: u64, ours: u64, texts: &[&str]) {
+    let source = &counting(guest());
+    let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
+    set(source, &["+return-path", multifd], json!({ "multifd-channels": theirs.max(1) }));
+    let socket = format!("unix:{}", place.name("lanes.sock"));
+    let mut towline =
+        place.towline(&format!("copy --multifd-channels {ours} {socket} {}", place.name("guest.img")));
+    listens_at(&mut towline);
+    let since = Instant::now();
+    migrate(source, &socket);
+    let finished = towline.wait(WITHIN).unwrap();
+    println!("{theirs} to {ours} after {:?}: {}", since.elapsed(), finished.stderr);
+    assert!(since.elapsed() < QUICK, "{:?}", since.elapsed());
+    assert_safe(&finished, texts);
+    source.qmp().wait_migration("failed", WITHIN).unwrap();
+    assert_runs(source);
+    place.assert_holds(&[]);
+}
+
+#[test]
+fn a_source_with_another_number_of_lanes_is_told_so() {
+    if !require_lab("a_source_with_another_number_of_lanes_is_told_so") {
+        return;
+    }
+    let place = Place::new();
+    disagree(&place, 2, 4, &["2 of 4 lanes connected within 5s", "multifd-channels 4 as here"]);
+    disagree(&place, 0, 4, &["0 of 4 lanes connected within 5s", "must have multifd on"]);
+    let same = "the same multifd-channels";
+    disagree(&place, 8, 2, &["the source has ", " lanes or more, but 2 lanes are expected here", same]);
+    disagree(&place, 3, 0, &["the source has ", " lanes or more, but 0 lanes are expected here", same]);
+}
+
+/// Our side opens the lanes, and the QEMU that listens was told another number: it waits for ever, and says nothing.
+#[test]
+fn a_destination_with_another_number_of_lanes_is_told_so() {
+    if !require_lab("a_destination_with_another_number_of_lanes_is_told_so") {
+        return;
+    }
+    let place = Place::new();
+    save(&place, guest(), "guest.img");
+    for (theirs, ours) in [(4, 2), (0, 2), (2, 0), (2, 4)] {
+        let destination = waiting(&guest().paused());
+        let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
+        set(&destination, &[multifd], json!({ "multifd-channels": theirs.max(1) }));
+        let uri = format!("unix:{}", destination.directory().join("lanes.sock").display());
+        let arguments = json!({ "uri": uri, "exit-on-error": false });
+        destination.qmp().execute("migrate-incoming", arguments).unwrap();
+        let since = Instant::now();
+        let image = place.name("guest.img");
+        let line = format!("copy --connect-timeout 3 --multifd-channels {ours} {image} {uri}");
+        let finished = place.run(&line);
+        println!("{ours} to {theirs} after {:?}: {}", since.elapsed(), finished.stderr);
+        assert!(since.elapsed() < QUICK, "{:?}", since.elapsed());
+        assert_safe(&finished, &[&uri, "multifd-channels"]);
+        assert_waits(&destination);
+        assert_ne!(destination.qmp().execute("query-status", Value::Null).unwrap()["running"], true);
+    }
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+}

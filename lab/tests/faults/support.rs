@@ -1,0 +1,226 @@
+//! What these tests share: a place to work in that can be looked through afterwards, and guests that count.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
+
+/// For anything that must come. Generous: two busy processors.
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+/// How long towline may take to notice that a process at either end was killed.
+pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+/// Slow enough that the guests here are under way for seconds.
+pub(crate) const SLOW: &str = "--max-bandwidth 4M";
+
+pub(crate) const SAFE: i32 = 1;
+pub(crate) const LOOK_AT: i32 = 3;
+
+/// A directory for images and sockets, and one for towline's temporary files.
+pub(crate) struct Place {
+    directory: TempDir,
+}
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        for name in ["work", "tmp"] {
+            std::fs::create_dir(directory.path().join(name)).unwrap();
+        }
+        Self { directory }
+    }
+
+    /// A path of the working directory.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join("work").join(name)
+    }
+
+    /// The same, to be put into a command line.
+    pub(crate) fn name(&self, name: &str) -> String {
+        self.path(name).display().to_string()
+    }
+
+    /// Starts `towline` with these arguments, which spaces separate.
+    pub(crate) fn towline(&self, arguments: &str) -> Towline {
+        self.start(&[], arguments)
+    }
+
+    /// Starts it by another command, which gets towline's command line as its last arguments.
+    pub(crate) fn start(&self, by: &[&str], arguments: &str) -> Towline {
+        let tmp = format!("TMPDIR={}", self.directory.path().join("tmp").display());
+        let binary = towline_binary().unwrap().display().to_string();
+        let line: Vec<&str> =
+            [tmp.as_str()].into_iter().chain(by.iter().copied()).chain([binary.as_str()]).collect();
+        Towline::start(Path::new("/usr/bin/env"), line.into_iter().chain(arguments.split(' '))).unwrap()
+    }
+
+    /// Runs `towline` to its end.
+    pub(crate) fn run(&self, arguments: &str) -> Finished {
+        self.towline(arguments).wait(WITHIN).unwrap()
+    }
+
+    /// Fails unless exactly these files are in the working directory, and no temporary one.
+    #[track_caller]
+    pub(crate) fn assert_holds(&self, names: &[&str]) {
+        assert_eq!(self.files("work"), names, "what was left");
+        assert_eq!(self.files("tmp"), [""; 0], "temporary files that were left");
+    }
+
+    /// The files in one of the two directories, in order.
+    pub(crate) fn files(&self, directory: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.directory.path().join(directory)).unwrap();
+        let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name();
+        let mut names: Vec<_> = entries.map(|entry| name(entry).to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+}
+
+/// Fails unless it ended with this code and said all this, in order and once.
+#[track_caller]
+pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
+    let Finished { status, stderr, .. } = finished;
+    assert_eq!(status.code(), Some(code), "{status}: {stderr}");
+    let mut at = 0;
+    for text in texts {
+        match stderr[at..].find(text) {
+            Some(found) => at += found + text.len(),
+            None => panic!("{text:?} is not in (or not in this order): {stderr}"),
+        }
+    }
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    // Warnings in the log may be alike: each connection that is dropped has its own.
+    let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("towline: ")).collect();
+    for (index, line) in lines.iter().enumerate() {
+        assert!(!lines[..index].contains(line), "said twice: {line}\n{stderr}");
+    }
+}
+
+/// As [`assert_ended`], for a refusal or failure that left the guest safe at its source.
+#[track_caller]
+pub(crate) fn assert_safe(finished: &Finished, texts: &[&str]) {
+    assert_ended(finished, SAFE, texts);
+    let guest = finished.stderr.lines().find_map(|line| line.strip_prefix("towline: the guest: ")).unwrap();
+    let words = [
+        "safe at its source",
+        "in its image, which is as it was",
+        "not touched; its QEMU could not be reached",
+    ];
+    assert!(words.contains(&guest), "{}", finished.stderr);
+}
+
+/// A guest of 64 MiB, 16 of them with content, one of which is written for ever.
+pub(crate) fn guest() -> Builder {
+    Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default())
+}
+
+/// One that is quick to move: a single MiB has content.
+pub(crate) fn small_guest() -> Builder {
+    let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, ..BootSector::default() };
+    Qemu::builder(Version::V10_0).memory_mib(16).boot_sector(boot_sector)
+}
+
+/// Starts a guest and waits until it counts.
+pub(crate) fn counting(builder: Builder) -> Qemu {
+    let qemu = builder.start().unwrap();
+    qemu.wait_counting(WITHIN).unwrap();
+    qemu
+}
+
+/// A QEMU that waits for such a guest.
+pub(crate) fn waiting(builder: &Builder) -> Qemu {
+    builder.clone().incoming_defer().start().unwrap()
+}
+
+/// Its endpoint.
+pub(crate) fn qmp(qemu: &Qemu) -> String {
+    format!("qmp:{}", qemu.qmp_path().display())
+}
+
+/// The guest runs, and counts.
+#[track_caller]
+pub(crate) fn assert_runs(qemu: &Qemu) {
+    qemu.qmp().wait_status("running", WITHIN).unwrap();
+    qemu.wait_counting(WITHIN).unwrap();
+}
+
+/// No guest runs in this QEMU, which lives.
+#[track_caller]
+pub(crate) fn assert_waits(qemu: &Qemu) {
+    let status = qemu.qmp().status().unwrap();
+    assert!(["inmigrate", "paused", "prelaunch"].contains(&status.as_str()), "{status}");
+}
+
+/// Saves a guest that runs on, and ends it.
+pub(crate) fn save(place: &Place, builder: Builder, name: &str) {
+    let source = counting(builder);
+    let finished = place.run(&format!("copy {} {}", qmp(&source), place.name(name)));
+    assert_ended(&finished, 0, &[]);
+}
+
+/// Sets capabilities (`+name`, `-name`) and parameters of a QEMU that towline does not drive.
+pub(crate) fn set(qemu: &Qemu, capabilities: &[&str], parameters: Value) {
+    let capabilities: Vec<_> = capabilities
+        .iter()
+        .map(|name| json!({ "capability": name[1..], "state": name.starts_with('+') }))
+        .collect();
+    qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
+    qemu.qmp().execute("migrate-set-parameters", parameters).unwrap();
+}
+
+/// Has QEMU migrate there, as soon as it has put the migration before in order.
+pub(crate) fn migrate(qemu: &Qemu, uri: &str) {
+    wait_until("a QEMU that can migrate", WITHIN, || {
+        let instances = qemu.qmp().execute("query-yank", Value::Null)?;
+        let busy = instances.as_array().unwrap().iter().any(|instance| instance["type"] == "migration");
+        Ok((!busy).then_some(()))
+    })
+    .unwrap();
+    qemu.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
+}
+
+/// Where a towline listens, once it does.
+pub(crate) fn listens_at(towline: &mut Towline) -> String {
+    says(towline, "listening on ");
+    let stderr = towline.stderr();
+    let line = stderr.lines().find_map(|line| line.split_once("listening on ")).unwrap();
+    line.1.trim().to_owned()
+}
+
+/// Waits until towline's standard error has this text; it must not end before.
+pub(crate) fn says(towline: &mut Towline, text: &str) {
+    wait_until(text, WITHIN, || {
+        assert!(towline.runs()?, "towline ended: {}", towline.stderr());
+        Ok(towline.stderr().contains(text).then_some(()))
+    })
+    .unwrap();
+}
+
+/// Waits until a towline with `--json` has moved this much.
+pub(crate) fn moves(towline: &mut Towline, bytes: u64) {
+    wait_until(&format!("{bytes} bytes"), WITHIN, || {
+        assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
+        let events = towline.stdout();
+        let moved = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let moved = moved.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+        Ok((moved >= Some(bytes)).then_some(()))
+    })
+    .unwrap();
+}
+
+/// Sends a signal to a process that this test started.
+pub(crate) fn signal(pid: u32, name: &str) {
+    let status = std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    assert!(status.success(), "kill {name} {pid}");
+}
+
+/// Waits for towline's end after something was killed, and fails if it took too long to notice.
+#[track_caller]
+pub(crate) fn ends_soon(towline: Towline, since: Instant) -> Finished {
+    let finished = towline.wait(WITHIN).unwrap();
+    let took = since.elapsed();
+    println!("towline ended after {took:?}: {}", finished.stderr.trim());
+    assert!(took <= NOTICES_WITHIN, "took {took:?}: {}", finished.stderr);
+    finished
+}

@@ -1,0 +1,65 @@
+//! Running other programs: cargo and the machine's tools.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+/// The workspace's root.
+pub(crate) fn root() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().expect("xtask lies one level below the root").to_path_buf()
+}
+
+/// The cargo that runs us, started in the workspace's root, with no terminal to ask.
+pub(crate) fn cargo<const N: usize>(arguments: [&str; N]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(arguments).current_dir(root()).stdin(Stdio::null());
+    command
+}
+
+/// Runs `command` with its output shown; fails unless it exits with 0.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("{} cannot be started", shown(command)))?;
+    if !status.success() {
+        bail!("{} failed with {status}", shown(command));
+    }
+    Ok(())
+}
+
+/// Runs `command` quietly and returns what it wrote to its standard output; fails unless it exits with 0.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("{} cannot be started", shown(command)))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        bail!("{} failed with {}: {}", shown(command), output.status, last_lines(&said, 12));
+    }
+    String::from_utf8(output.stdout).with_context(|| format!("{} wrote what is not UTF-8", shown(command)))
+}
+
+/// `command` as one would type it.
+pub(crate) fn shown(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+/// The last `count` lines of `text`.
+pub(crate) fn last_lines(text: &str, count: usize) -> String {
+    let lines: Vec<_> = text.trim_end().lines().collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+/// Where cargo puts what it builds.
+pub(crate) fn target_directory() -> Result<PathBuf> {
+    let directory = metadata()?["target_directory"].as_str().map(PathBuf::from);
+    directory.context("cargo metadata without target_directory")
+}
+
+/// `cargo metadata` of the workspace's own packages.
+pub(crate) fn metadata() -> Result<serde_json::Value> {
+    let text = output(&mut cargo(["metadata", "--no-deps", "--format-version", "1"]))?;
+    serde_json::from_str(&text).context("cargo metadata wrote what is not JSON")
+}

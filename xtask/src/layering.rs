@@ -1,0 +1,144 @@
+//! `cargo xtask layering`: who may use whom, read from `cargo metadata`.
+//!
+//! Only what is shipped counts: normal and build dependencies. Tests may use the lab.
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::command::{metadata, root};
+
+/// What a crate of the workspace may use of the others.
+enum May {
+    Use(&'static [&'static str]),
+    UseAllBut(&'static [&'static str]),
+}
+
+/// ARCHITECTURE.md draws this table.
+const TABLE: &[(&str, May)] = &[
+    ("towline-channel", May::Use(&[])),
+    ("towline-protocol", May::Use(&[])),
+    ("towline-migration", May::Use(&["towline-channel", "towline-protocol"])),
+    ("towline-image", May::Use(&["towline-migration", "towline-channel", "towline-protocol"])),
+    ("towline-compat", May::Use(&["towline-protocol"])),
+    ("towline-vhost-user", May::Use(&["towline-channel"])),
+    ("towline-net", May::Use(&["towline-vhost-user"])),
+    ("towline-vsock", May::Use(&["towline-vhost-user"])),
+    (
+        "towline-control",
+        May::Use(&[
+            "towline-compat",
+            "towline-migration",
+            "towline-image",
+            "towline-channel",
+            "towline-protocol",
+        ]),
+    ),
+    ("towline-cli", May::UseAllBut(&[])),
+    ("towline-lab", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
+    ("towline-bench", May::UseAllBut(&["towline-cli", "xtask"])),
+    ("xtask", May::Use(&["towline-lab"])),
+];
+/// The crate that knows bytes and no system calls, and what its root must say of it.
+const PURE_CRATE: &str = "crates/protocol/src/lib.rs";
+
+/// Fails on any edge that the table does not have, and if `protocol` is no longer pure.
+pub(crate) fn run() -> Result<()> {
+    let mut faults = faults(&metadata()?)?;
+    let source = std::fs::read_to_string(root().join(PURE_CRATE));
+    faults.extend(impurities(&source.with_context(|| format!("{PURE_CRATE} cannot be read"))?));
+    if faults.is_empty() {
+        return Ok(());
+    }
+    bail!("layering:\n  {}", faults.join("\n  "));
+}
+
+fn faults(metadata: &Value) -> Result<Vec<String>> {
+    let packages = metadata["packages"].as_array().context("cargo metadata without packages")?;
+    let names: Vec<&str> = packages.iter().filter_map(|package| package["name"].as_str()).collect();
+    let mut faults = Vec::new();
+    for package in packages {
+        let user = package["name"].as_str().unwrap_or_default();
+        let Some((_, may)) = TABLE.iter().find(|(name, _)| *name == user) else {
+            faults.push(format!(
+                "{user} is not in the table; add it to xtask/src/layering.rs and ARCHITECTURE.md"
+            ));
+            continue;
+        };
+        for dependency in package["dependencies"].as_array().into_iter().flatten() {
+            let used = dependency["name"].as_str().unwrap_or_default();
+            let allowed = match may {
+                May::Use(list) => list.contains(&used),
+                May::UseAllBut(list) => !list.contains(&used),
+            };
+            if names.contains(&used) && dependency["kind"] != "dev" && !allowed {
+                faults.push(format!("{user} uses {used}, which the table does not have"));
+            }
+        }
+    }
+    Ok(faults)
+}
+
+/// The attributes that the pure crate's root lacks.
+fn impurities(source: &str) -> Vec<String> {
+    let attributes: Vec<&str> =
+        source.lines().map(str::trim).filter(|line| line.starts_with("#![")).collect();
+    let unpure = |lacks: &str| format!("{PURE_CRATE} lacks {lacks}");
+    let mut faults = Vec::new();
+    if !attributes.iter().any(|line| *line == "#![no_std]" || *line == "#![cfg_attr(not(test), no_std)]") {
+        faults.push(unpure("#![no_std]"));
+    }
+    if !attributes.contains(&"#![forbid(unsafe_code)]") {
+        faults.push(unpure("#![forbid(unsafe_code)]"));
+    }
+    faults
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn metadata(user: &str, used: &str, kind: &Value) -> Value {
+        json!({ "packages": [
+            { "name": user, "dependencies": [{ "name": used, "kind": kind }, { "name": "libc", "kind": null }] },
+            { "name": used, "dependencies": [] },
+        ] })
+    }
+
+    #[test]
+    fn an_edge_of_the_table_is_no_fault() {
+        let none = Vec::<String>::new();
+        assert_eq!(faults(&metadata("towline-image", "towline-protocol", &Value::Null)).unwrap(), none);
+        assert_eq!(faults(&metadata("towline-cli", "towline-control", &Value::Null)).unwrap(), none);
+        assert_eq!(faults(&metadata("towline-channel", "towline-lab", &json!("dev"))).unwrap(), none);
+    }
+
+    #[test]
+    fn any_other_edge_is_one() {
+        for (user, used, kind) in [
+            ("towline-protocol", "towline-channel", Value::Null),
+            ("towline-channel", "towline-lab", json!("build")),
+            ("towline-lab", "towline-cli", Value::Null),
+            ("xtask", "towline-image", Value::Null),
+        ] {
+            let wanted = format!("{user} uses {used}, which the table does not have");
+            assert_eq!(faults(&metadata(user, used, &kind)).unwrap(), [wanted]);
+        }
+    }
+
+    #[test]
+    fn a_crate_outside_the_table_is_one() {
+        let found = faults(&json!({ "packages": [{ "name": "towline-new", "dependencies": [] }] })).unwrap();
+        let wanted = "towline-new is not in the table; add it to xtask/src/layering.rs and ARCHITECTURE.md";
+        assert_eq!(found, [wanted]);
+    }
+
+    #[test]
+    fn the_pure_crate_says_so() {
+        assert!(impurities("//! x\n#![no_std]\n#![forbid(unsafe_code)]\n").is_empty());
+        let wanted =
+            [format!("{PURE_CRATE} lacks #![no_std]"), format!("{PURE_CRATE} lacks #![forbid(unsafe_code)]")];
+        assert_eq!(impurities("// #![no_std]\n#![deny(unsafe_code)]\n"), wanted);
+    }
+}

@@ -1,0 +1,69 @@
+//! The workspace's own tasks: `cargo xtask TASK`.
+//!
+//! Set-up, lints, the test run, the demonstration and the long runs, one file each. What is here runs on a
+//! developer's or CI's machine and is no part of the product. `setup` is the only task that changes the machine, and
+//! only when something is missing.
+
+mod command;
+mod demo;
+mod layering;
+mod lint;
+mod setup;
+mod soak;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Tasks of the towline workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask", version)]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Bring this Debian 12 machine what the lab needs: both QEMUs, a guest kernel, tools, the initramfs.
+    Setup {
+        /// Only the part that needs root (packages); nothing is written below target/.
+        #[arg(long)]
+        system: bool,
+    },
+    /// Formatting, clippy, layering, file lengths, unsafe code outside sys, documentation.
+    Lint,
+    /// Check the dependency edges between the workspace's crates.
+    Layering,
+    /// All that CI runs: set-up, lints, build, every test, short fuzz runs; ends with one line of counts.
+    Test,
+    /// The short fuzz runs alone.
+    Fuzz,
+    /// Save a running Linux guest to a file and restore it, with the release build and stock QEMU.
+    Demo,
+    /// A long run by its name; without a name, the list of them.
+    Soak {
+        /// The run's name.
+        name: Option<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().task {
+        Task::Setup { system } => setup::run(system),
+        Task::Lint => lint::run(),
+        Task::Layering => layering::run(),
+        Task::Test => return test::run(),
+        Task::Fuzz => test::fuzz(),
+        Task::Demo => demo::run(),
+        Task::Soak { name } => soak::run(name.as_deref()),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

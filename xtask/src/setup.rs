@@ -1,0 +1,126 @@
+//! `cargo xtask setup`: what the lab needs, on a Debian 12 machine.
+//!
+//! ```text
+//! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, xz, g++ apt, as root
+//! target/lab    qemu-7.2/   QEMU 7.2 of bookworm, unpacked                 never installed
+//!               kernel/     Debian's cloud kernel and its modules          never installed
+//!               busybox/    busybox-static                                 never installed
+//!               initramfs   the agent, busybox, modules: one newc archive
+//! ```
+//! Each part is made where nobody looks and moved into its place at the end, so a part that is there is whole. With
+//! everything there the task looks at the parts and returns; nothing is fetched.
+
+mod apt;
+mod cpio;
+mod initramfs;
+mod modules;
+mod sources;
+mod unpack;
+
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+use towline_lab::paths;
+
+use sources::{BACKPORTS, CODENAME};
+
+/// Version that QEMU from the backports begins with, epoch included.
+const QEMU_VERSION: &str = "1:10.0";
+/// From the backports: the emulator with its firmware, all of one source and suite.
+const QEMU_PACKAGES: [&str; 2] = ["qemu-system-x86", "ipxe-qemu"];
+/// From the release.
+const TOOLS: [&str; 5] = ["iperf3", "socat", "iproute2", "xz-utils", "g++"];
+
+/// Brings what is missing. `system_only` is the part that needs root, and nothing else.
+pub(crate) fn run(system_only: bool) -> Result<()> {
+    let started = Instant::now();
+    let changed = system()?;
+    if system_only {
+        return Ok(());
+    }
+    let lab = paths::lab_directory();
+    std::fs::create_dir_all(&lab)?;
+    let changed = unpack::qemu_7_2(&lab)? | changed;
+    let changed = unpack::kernel(&lab)? | changed;
+    let changed = unpack::busybox(&lab)? | changed;
+    let changed = initramfs::make(&lab)? | changed;
+    if changed {
+        println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
+    }
+    Ok(())
+}
+
+/// Installs the packages that are missing; true if there were any.
+fn system() -> Result<bool> {
+    let qemu = apt::installed(&QEMU_PACKAGES)?;
+    let qemu_here =
+        qemu[0].as_ref().is_some_and(|version| version.starts_with(QEMU_VERSION)) && qemu[1].is_some();
+    let tools = apt::installed(&TOOLS)?;
+    let tools: Vec<&str> =
+        TOOLS.iter().zip(&tools).filter(|(_, version)| version.is_none()).map(|(name, _)| *name).collect();
+    if qemu_here && tools.is_empty() {
+        return Ok(false);
+    }
+    let mut missing = tools.clone();
+    if !qemu_here {
+        missing.push("qemu-system-x86 (10.0)");
+    }
+    require_debian(&missing)?;
+    require_root(&missing)?;
+    let added = if qemu_here { false } else { apt::add_backports()? };
+    let unknown = |packages: &[&str]| -> Result<bool> {
+        for package in packages {
+            if apt::versions(package)?.is_empty() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    let qemu_known = || -> Result<bool> {
+        Ok(apt::versions(QEMU_PACKAGES[0])?.iter().any(|version| version.starts_with(QEMU_VERSION)))
+    };
+    if added || unknown(&tools)? || (!qemu_here && !qemu_known()?) {
+        apt::update()?;
+    }
+    if !tools.is_empty() {
+        apt::install(&tools, None)?;
+    }
+    if !qemu_here {
+        if !qemu_known()? {
+            bail!(
+                "{BACKPORTS} brings no qemu-system-x86 {QEMU_VERSION}*, apt knows {:?}; see that the mirror in \
+                 /etc/apt carries {BACKPORTS}, then run `cargo xtask setup` again",
+                apt::versions(QEMU_PACKAGES[0])?
+            );
+        }
+        apt::install(&QEMU_PACKAGES, Some(BACKPORTS))?;
+    }
+    Ok(true)
+}
+
+fn require_debian(missing: &[&str]) -> Result<()> {
+    let release = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let codename =
+        release.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME=")).unwrap_or("unknown");
+    if codename != CODENAME {
+        bail!(
+            "{} missing, and this machine is `{codename}`: the set-up knows Debian 12 ({CODENAME}) only; use a \
+             Debian 12 machine or container",
+            missing.join(", ")
+        );
+    }
+    Ok(())
+}
+
+fn require_root(missing: &[&str]) -> Result<()> {
+    let user = crate::command::output(Command::new("id").arg("-u"))?;
+    if user.trim() == "0" {
+        return Ok(());
+    }
+    bail!(
+        "{} missing, and installing needs root. Run:\n\n    sudo '{}' setup --system\n\nand then this task again",
+        missing.join(", "),
+        std::env::current_exe()?.display()
+    );
+}

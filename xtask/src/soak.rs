@@ -1,0 +1,45 @@
+//! `cargo xtask soak NAME`: the long runs, by name.
+//!
+//! `make test` runs short counts; these are the thousand-fold and hour-long ones, run before a release is made.
+
+use anyhow::{Result, bail};
+
+use crate::command::{cargo, run as run_command, target_directory};
+
+struct Soak {
+    name: &'static str,
+    about: &'static str,
+    run: fn() -> Result<()>,
+}
+
+const SOAKS: &[Soak] = &[Soak {
+    name: "rss",
+    about: "memory that towline takes to save and restore a guest of 4 GiB",
+    run: || lab_test("matrix", "footprint::a_copy_takes_little_memory", &[("TOWLINE_SOAK_RSS_MIB", "4096")]),
+}];
+
+/// Runs the named one; without a name, lists them.
+pub(crate) fn run(name: Option<&str>) -> Result<()> {
+    let Some(name) = name else {
+        println!("{}", listing());
+        return Ok(());
+    };
+    match SOAKS.iter().find(|soak| soak.name == name) {
+        Some(soak) => (soak.run)(),
+        None => bail!("no long run is called `{name}`; {}", listing()),
+    }
+}
+
+/// Runs one test of the lab, which looks at these variables for how long to be, on the release build.
+fn lab_test(target: &str, name: &str, variables: &[(&str, &str)]) -> Result<()> {
+    run_command(&mut cargo(["build", "--release", "--package", "towline-cli"]))?;
+    let mut command = cargo(["test", "--package", "towline-lab", "--test", target, "--"]);
+    command.args(["--exact", name, "--nocapture"]);
+    command.env("TOWLINE_BIN", target_directory()?.join("release/towline"));
+    run_command(command.envs(variables.iter().copied()))
+}
+
+fn listing() -> String {
+    let lines: Vec<_> = SOAKS.iter().map(|soak| format!("  {:<24} {}", soak.name, soak.about)).collect();
+    format!("the long runs:\n{}", lines.join("\n"))
+}

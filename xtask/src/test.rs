@@ -1,0 +1,107 @@
+//! `cargo xtask test`: all that CI runs, and one line of counts at its end.
+//!
+//! Tests are built with the dev profile (optimised enough, with overflow checks); the towline that they drive is the
+//! release build. A step that fails does not keep the next ones from running.
+
+mod counts;
+mod fuzz;
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::command::{cargo, run as run_command, shown, target_directory};
+use crate::{lint, setup};
+use counts::Counts;
+
+/// What all tests together may take, their build included.
+const TESTS_WITHIN: Duration = Duration::from_secs(30 * 60);
+
+/// Runs everything; prints the closing line last.
+pub(crate) fn run() -> ExitCode {
+    let mut counts = Counts::default();
+    if step("set-up", &mut counts, |_| setup::run(false)) {
+        step("lint", &mut counts, |_| lint::run());
+        step("release build", &mut counts, |_| {
+            run_command(&mut cargo(["build", "--release", "--package", "towline-cli"]))
+        });
+        step("tests", &mut counts, tests);
+        step("fuzz", &mut counts, fuzz::run);
+    }
+    println!("{counts}");
+    if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The short fuzz runs alone.
+pub(crate) fn fuzz() -> Result<()> {
+    let mut counts = Counts::default();
+    fuzz::run(&mut counts)?;
+    println!("{counts}");
+    Ok(())
+}
+
+/// Runs one step and counts its failure; false if it failed.
+fn step(name: &str, counts: &mut Counts, work: impl FnOnce(&mut Counts) -> Result<()>) -> bool {
+    println!("== {name}");
+    let started = Instant::now();
+    let failed_before = counts.failed;
+    let outcome = work(counts);
+    if let Err(error) = &outcome {
+        eprintln!("{name}: {error:#}");
+        // A failure that no test stands for is counted all the same.
+        counts.failed = counts.failed.max(failed_before + 1);
+    }
+    println!("== {name}: {:.1} s", started.elapsed().as_secs_f64());
+    outcome.is_ok()
+}
+
+fn tests(counts: &mut Counts) -> Result<()> {
+    let binary = target_directory()?.join("release/towline");
+    let mut command = cargo(["test", "--workspace", "--no-fail-fast"]);
+    command.env("TOWLINE_BIN", Path::new(&binary));
+    watched(&mut command, TESTS_WITHIN, |line| counts.read(line))
+}
+
+/// Runs `command`, shows its standard output line by line and gives each to `look`. Past `within` it is killed with
+/// all that it started.
+fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) -> Result<()> {
+    let deadline = Instant::now() + within;
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
+    let mut child = command.spawn().with_context(|| format!("{} cannot be started", shown(command)))?;
+    let output = child.stdout.take().context("the output was asked for")?;
+    let (sender, lines) = channel();
+    let reader = std::thread::spawn(move || {
+        // Ends with the output; a line that is no UTF-8 is shown as well as can be.
+        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+            if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                break;
+            }
+        }
+    });
+    let outcome = loop {
+        match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(line) => {
+                println!("{line}");
+                look(&line);
+            }
+            Err(RecvTimeoutError::Disconnected) => break Ok(()),
+            Err(RecvTimeoutError::Timeout) => {
+                run_command(Command::new("kill").args(["-KILL", "--", &format!("-{}", child.id())]))?;
+                break Err(anyhow::anyhow!("{} killed after {} s", shown(command), within.as_secs()));
+            }
+        }
+    };
+    let status = child.wait()?;
+    drop(lines);
+    reader.join().map_err(|_| anyhow::anyhow!("the reader of {} panicked", shown(command)))?;
+    outcome?;
+    if !status.success() {
+        bail!("{} failed with {status}", shown(command));
+    }
+    Ok(())
+}

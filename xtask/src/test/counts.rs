@@ -1,0 +1,61 @@
+//! How many tests passed, failed and were skipped, read from what `cargo test` prints.
+
+use std::fmt;
+
+/// The sums. A skip that a test prints (`SKIPPED name: reason`) makes that test a skipped one, not a passed one.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) passed: usize,
+    pub(crate) failed: usize,
+    pub(crate) skipped: usize,
+    returned_early: usize,
+}
+
+impl Counts {
+    /// Adds what one line says.
+    pub(crate) fn read(&mut self, line: &str) {
+        if let Some(result) = line.strip_prefix("test result: ") {
+            // A test that skips itself returns early, and the harness takes that for a pass.
+            let passed = number_before(result, " passed");
+            self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
+            self.failed += number_before(result, " failed");
+            self.skipped += number_before(result, " ignored");
+        } else if line.starts_with("SKIPPED ") && line.contains(": ") {
+            self.skipped += 1;
+            self.returned_early += 1;
+        }
+    }
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+}
+
+fn number_before(text: &str, word: &str) -> usize {
+    let Some(end) = text.find(word) else { return 0 };
+    let start = text[..end].rfind(|character: char| !character.is_ascii_digit()).map_or(0, |at| at + 1);
+    text[start..end].parse().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_are_summed_and_skips_are_no_passes() {
+        let mut counts = Counts::default();
+        for line in [
+            "test a ... ok",
+            "SKIPPED b: target/lab is missing; run `cargo xtask setup`",
+            "test b ... ok",
+            "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out; finished in 0.00s",
+            "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
+        ] {
+            counts.read(line);
+        }
+        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, returned_early: 0 });
+        assert_eq!(counts.to_string(), "11 passed, 2 failed, 2 skipped");
+    }
+}
