@@ -19,6 +19,7 @@ pub(crate) struct Args {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Copy(CopyArgs),
+    Move(MoveArgs),
     Inspect(InspectArgs),
     Bench(BenchArgs),
 }
@@ -63,6 +64,50 @@ pub(crate) struct CopyArgs {
     /// Where it goes; several only from an image
     #[arg(value_name = "DEST", required = true, num_args = 1..)]
     pub(crate) destinations: Vec<Endpoint>,
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
+    /// Let a qmp: SOURCE run on afterwards, and run it on first if it was copied before
+    #[arg(long)]
+    pub(crate) resume: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Move a running guest: copy it, and once DEST runs, end SOURCE
+///
+/// As `copy`, and at the very end SOURCE is told `quit`: when a `qmp:` DEST runs (or is loaded and paused, if the guest
+/// was paused), when an image is complete and synced, or, with a stream, when SOURCE says `completed`. Whatever fails
+/// before that leaves the guest at SOURCE.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = concat!("\
+Examples:
+  To a QEMU on this host, started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
+    towline move qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  To another host, where `towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp` waits:
+    towline move --multifd-channels 4 qmp:/run/vm/a.qmp tcp:OTHER:4444
+  Into an image, for another day:
+    towline move qmp:/run/vm/a.qmp guest.img
+"))]
+#[command(after_help = ENDPOINTS)]
+pub(crate) struct MoveArgs {
+    /// Where the guest runs: qmp:PATH
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Where it goes
+    #[arg(value_name = "DEST")]
+    pub(crate) destination: Endpoint,
+    #[command(flatten)]
+    pub(crate) transfer: TransferArgs,
+    /// Refused: a guest that is moved does not run on at SOURCE
+    #[arg(long, hide = true)]
+    pub(crate) resume: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// How to copy or to move.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TransferArgs {
     /// Lanes (multifd channels) at both ends; 0: none. Default: 4 where QMP can set them, else 0
     #[arg(long, value_name = "N")]
     pub(crate) multifd_channels: Option<usize>,
@@ -84,9 +129,6 @@ pub(crate) struct CopyArgs {
     /// Compare an image with its checksums while it is read; no guest runs from a damaged one
     #[arg(long)]
     pub(crate) verify: bool,
-    /// Let a qmp: SOURCE run on afterwards, and run it on first if it was copied before
-    #[arg(long)]
-    pub(crate) resume: bool,
     /// Run the guest at a qmp: DEST, whatever it did before
     #[arg(long, conflicts_with = "paused")]
     pub(crate) run: bool,
@@ -105,8 +147,6 @@ pub(crate) struct CopyArgs {
     /// How long the other end may take to be reached and to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) connect_timeout: std::time::Duration,
-    #[command(flatten)]
-    pub(crate) output: Output,
 }
 
 /// Show what a guest consists of: blocks, pages, devices and their versions, checksums, sizes

@@ -8,6 +8,7 @@ mod bench;
 mod copy;
 mod endpoint;
 mod inspect;
+mod outcome;
 mod progress;
 mod signals;
 mod units;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
     let exit = match &args.command {
         Command::Copy(options) => copy::run(options),
+        Command::Move(options) => copy::run_move(options),
         Command::Inspect(options) => inspect::run(options),
         Command::Bench(options) => bench::run(options),
     };

@@ -30,7 +30,7 @@ impl Reporter {
         let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(None, target);
         let style = ProgressStyle::with_template(
-            "{prefix:9} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
+            "{prefix:10} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
         );
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
         Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None) }
@@ -68,7 +68,11 @@ impl Observer for Reporter {
             Phase::Prepare => "prepare",
             Phase::Connect => "connect",
             Phase::Transfer => "transfer",
+            Phase::Switchover => "switchover",
+            Phase::Loaded => "loaded",
             Phase::Release => "release",
+            Phase::CutOver => "cut-over",
+            Phase::Running => "running",
         };
         self.bar.set_prefix(name);
         self.event("phase", json!({ "phase": name }));

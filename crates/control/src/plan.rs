@@ -18,6 +18,7 @@ mod copy;
 mod destination;
 mod error;
 mod fit;
+mod hand_over;
 mod private_dir;
 mod receive;
 mod restore;
@@ -75,6 +76,8 @@ pub struct Options {
     pub verify: bool,
     /// Let a `qmp:` source run on afterwards, and begin with `cont` if it was copied before.
     pub resume: bool,
+    /// End a `qmp:` source once the guest is at its destination: a move.
+    pub end_source: bool,
     /// Whether a `qmp:` destination runs; `None`: as the guest did.
     pub run: Option<bool>,
     /// Whether streams have a return path. Without one nobody hears of a failure at the other end.
@@ -96,6 +99,7 @@ impl Default for Options {
             downtime_limit: Duration::from_millis(300),
             verify: false,
             resume: false,
+            end_source: false,
             run: None,
             return_path: true,
             stream: false,
@@ -112,13 +116,21 @@ pub enum Phase {
     Prepare,
     /// Somebody is waited for, or reached.
     Connect,
-    /// Memory and device state move.
+    /// Memory moves, while the guest runs.
     Transfer,
-    /// The guest is there; both ends are put in order.
+    /// A guest that comes in was stopped at its source: the rest of its memory and its device state follow.
+    Switchover,
+    /// The destination has everything; the source hears it next.
+    Loaded,
+    /// The guest is there and its source was told so.
     Release,
+    /// The source says that it is done with the guest, or has ended: it may run at the destination.
+    CutOver,
+    /// The destination was told to run it, and does.
+    Running,
 }
 
-/// Hears how a copy goes. Called from the plan's thread.
+/// Hears how a copy goes. Called from the plan's thread, and within a transfer from the engine's, which waits.
 pub trait Observer: Sync {
     /// The next phase begins.
     fn phase(&self, phase: Phase) {
@@ -184,6 +196,8 @@ pub enum SourceState {
     Running,
     /// Paused in QEMU's `postmigrate`.
     Paused,
+    /// Its QEMU has ended.
+    Ended,
     /// Not ours to say: a stream, or an image as it was.
     Unchanged,
 }

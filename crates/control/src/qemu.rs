@@ -257,10 +257,10 @@ impl Qemu {
         true
     }
 
-    /// Ends QEMU and waits until it closed the monitor. That it is gone already is no error.
+    /// Ends QEMU and waits until it closed the monitor and, where the socket tells its process, has ended. That it is gone already is no error.
     ///
     /// # Errors
-    /// [`Error::Qmp`], with a timeout if it does not close within the client's deadline.
+    /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
     pub fn quit(mut self) -> Result<(), Error> {
         let started = Instant::now();
         let mut result = self.client.execute(&Quit).map(|_| ());
@@ -274,9 +274,17 @@ impl Qemu {
             result = self.client.next_event(left).map(|_| ());
         }
         match result {
-            Err(error) if !error.is_gone() => Err(error.into()),
-            _ => Ok(()),
+            Err(error) if !error.is_gone() => return Err(error.into()),
+            _ => {}
         }
+        let left = self.client.deadline().saturating_sub(started.elapsed());
+        let is_known = self.facts.peer.is_some_and(|peer| peer.pid > 0);
+        if is_known && !self.has_ended(left) {
+            let socket = self.client.socket().to_owned();
+            let command = "quit (its process's end)".to_owned();
+            return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+        }
+        Ok(())
     }
 
     fn capabilities_now(&mut self) -> Result<BTreeMap<Capability, bool>, Error> {

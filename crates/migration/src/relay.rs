@@ -42,6 +42,7 @@ pub struct Relay {
     section: OnceLock<u32>,
     form: OnceLock<BarrierForm>,
     ran: OnceLock<bool>,
+    sent: OnceLock<()>,
     answers: ReturnPath,
     statistics: Arc<Statistics>,
 }
@@ -82,6 +83,7 @@ impl Relay {
             section: OnceLock::new(),
             form: OnceLock::new(),
             ran: OnceLock::new(),
+            sent: OnceLock::new(),
             answers,
             session,
             connections,
@@ -97,6 +99,11 @@ impl Relay {
     /// Whether the guest ran at its source, once its device state came and if that says so.
     pub fn guest_ran(&self) -> Option<bool> {
         self.ran.get().copied()
+    }
+
+    /// Whether the whole guest went out: from then on the destination may have it.
+    pub fn is_sent(&self) -> bool {
+        self.sent.get().is_some()
     }
 
     fn main(&self) -> MutexGuard<'_, MainWriter> {
@@ -199,7 +206,9 @@ impl Sink for Relay {
             self.ran.get_or_init(|| state == "running");
         }
         self.answers.expect_shut();
-        self.main().finish(state.bytes())
+        self.main().finish(state.bytes())?;
+        self.sent.get_or_init(|| ());
+        Ok(())
     }
 
     fn commit(&self) -> Result<()> {

@@ -213,7 +213,7 @@ fn the_events_of_a_copy() {
         let events = events(&finished.stdout);
         let named = |name: &str| events.iter().filter(|event| event["event"] == name).collect::<Vec<_>>();
         let phases: Vec<_> = named("phase").iter().map(|event| event["phase"].as_str().unwrap()).collect();
-        assert_eq!(phases, ["prepare", "connect", "transfer", "release"]);
+        assert_eq!(phases, ["prepare", "connect", "transfer", "switchover", "loaded", "release", "cut-over"]);
         for event in named("progress") {
             assert!(number(&event["ram"]["transferred"]) <= number(&event["ram"]["total"]) * 2, "{event}");
             assert!(event.get("dirty-bytes-rate").is_some() && event.get("remaining").is_some(), "{event}");

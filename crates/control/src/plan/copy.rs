@@ -29,6 +29,7 @@ pub fn copy(
     let lanes = lanes(source, destination, options).map_err(Failure::untouched)?;
     compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
     check_return_path(source, destination, options).map_err(Failure::untouched)?;
+    check_end(source, destination, options).map_err(Failure::untouched)?;
     let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
     let run = Run { options, lanes, cancel, observer, begun: Instant::now() };
     observer.phase(Phase::Prepare);
@@ -172,6 +173,18 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
         }
     }
     Ok(options)
+}
+
+/// A source is ended only where its guest goes on, or is kept.
+fn check_end(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.end_source => return Ok(()),
+        (Source::Stream(_) | Source::Image(_), _) => "only a qmp: source can be ended: copy this one",
+        (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
+        _ if options.resume => "a source that is ended cannot run on (--resume)",
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
 }
 
 fn check_return_path(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {

@@ -187,14 +187,25 @@ impl QmpDestination {
         Ok(())
     }
 
-    /// Puts QEMU's settings back and, if asked to, runs the guest. Returns what to note.
-    pub(super) fn release(&mut self, run: bool) -> Result<Vec<String>, Error> {
-        if run && let Err(error) = self.qemu.cont() {
-            if let Some(settings) = self.settings.take() {
-                settings.keep();
+    /// Runs the guest, and sees that it does.
+    pub(super) fn run(&mut self) -> Result<(), Error> {
+        let status = self.qemu.cont().and_then(|()| self.qemu.status());
+        let error = match status {
+            Ok(status) if status.running => return Ok(()),
+            Ok(status) => {
+                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
+                Error::NotRunning { socket, status }
             }
-            return Err(error.into());
+            Err(error) => error.into(),
+        };
+        if let Some(settings) = self.settings.take() {
+            settings.keep();
         }
+        Err(error)
+    }
+
+    /// Puts QEMU's settings back. Returns what to note.
+    pub(super) fn release(&mut self) -> Vec<String> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
             restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
@@ -206,7 +217,7 @@ impl QmpDestination {
                 self.qemu.socket()
             ));
         }
-        Ok(notes)
+        notes
     }
 
     /// After a failure: nothing runs here. Says what is left.

@@ -65,6 +65,8 @@ pub enum Error {
     DestinationFailed { socket: String, text: String },
     #[error("QEMU on {socket} did not say within {waited:?} that it is done: it says `{status}`")]
     NotCompleted { socket: String, status: String, waited: Duration },
+    #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
+    NotRunning { socket: String, status: String },
     #[error("a directory for the stream's socket cannot be made in {}: {source}", path.display())]
     PrivateDir { path: PathBuf, source: std::io::Error },
     #[error("cancelled")]

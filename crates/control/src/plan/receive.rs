@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Listener};
 use towline_image::Origin;
-use towline_migration::incoming::{self, Connections, gather};
+use towline_migration::incoming::{self, Connections, Stage, gather};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 
 use super::copy::Run;
 use super::fit::Guest;
+use super::hand_over::{can_take_over, fail, hand_over, look_at, take_over};
 use super::source::{LANES_TIMEOUT, QmpSource};
 use super::survey::Survey;
 use super::target::Target;
@@ -53,6 +54,9 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         if target.is_survey() && target.surveyed() {
             return finish_survey(source, &target, &statistics, run);
         }
+        if can_take_over(&mut source, &mut target, session.is_finished(), &error) {
+            return take_over(source, target, &statistics, run);
+        }
         let error = if target.is_to_blame(&error) { error } else { source.explain(error) };
         return Err(fail(error, Some(source), Some(target), run));
     }
@@ -93,7 +97,10 @@ pub(super) fn from_stream(
         Ok(()) => {
             run.observer.phase(Phase::Release);
             let runs = run.options.run.unwrap_or(target.guest_ran());
-            match target.wait_loaded().and_then(|()| target.release(runs, run)) {
+            match target.wait_loaded().and_then(|()| {
+                run.observer.phase(Phase::CutOver);
+                target.release(runs, run)
+            }) {
                 Ok(state) => Ok(run.done(moved, SourceState::Unchanged, state)),
                 Err(error) => {
                     let text = match blame::is_gone(&error) {
@@ -143,7 +150,14 @@ fn receive(
             run.report(statistics, progress);
             Ok(())
         },
-        || engine.run(connections, sink),
+        || {
+            engine.run_watched(connections, sink, &|stage| {
+                run.observer.phase(match stage {
+                    Stage::Switchover => Phase::Switchover,
+                    Stage::Committed => Phase::Loaded,
+                });
+            })
+        },
     );
     run.report(statistics, Progress::default());
     result
@@ -162,78 +176,6 @@ pub(super) fn survey(address: &Address, survey: &Survey, run: &Run<'_>) -> Resul
     }
 }
 
-/// The guest is safe at the destination and its source knows: the source says that it is done, the destination runs.
-fn hand_over(
-    mut source: QmpSource,
-    mut target: Target,
-    statistics: &Statistics,
-    run: &Run<'_>,
-) -> Result<Report, Failure> {
-    let runs = run.options.run.unwrap_or(source.ran);
-    let (downtime_ms, ended) = match source.completed() {
-        Ok(downtime_ms) => (downtime_ms, false),
-        // Nobody is left at the source to run it, and nobody told the destination to: it must not be lost.
-        Err(error) if blame::is_gone(&error) && source.has_ended() => {
-            let text = "the source's QEMU ended when the destination had the whole guest";
-            run.observer.notice(text);
-            (None, true)
-        }
-        Err(error) if blame::is_gone(&error) => {
-            return Err(look_at(
-                error,
-                "the destination has the whole guest, but the source's monitor is lost before it said that it is done: look at both, and run only one",
-            ));
-        }
-        // Nothing runs at the destination unless it decides itself; what it has is complete.
-        Err(error) if target.runs_by_itself() => {
-            return Err(look_at(
-                error,
-                "the destination has acknowledged the guest and may run it; the source did not say that it is done: look at both, and run only one",
-            ));
-        }
-        Err(error) => return Err(fail(error, Some(source), Some(target), run)),
-    };
-    if ended {
-        source.forget();
-    }
-    // Until it is told to run, nothing runs there: the source may have its guest back.
-    if let Err(error) = target.wait_loaded() {
-        return Err(fail(error, Some(source), Some(target), run));
-    }
-    let state = match target.release(runs, run) {
-        Ok(state) => state,
-        Err(error) => {
-            let text = match blame::is_gone(&error) {
-                true if ended => "both QEMUs have ended, and the guest with them",
-                true => {
-                    "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)"
-                }
-                false if ended => {
-                    "paused at the destination, whole (`cont` runs it on); its source has ended"
-                }
-                false => "paused at both ends: run it on where you want it (`cont`), not at both",
-            };
-            let notes = if ended { Vec::new() } else { source.release(false).unwrap_or_default() };
-            return Err(Failure { notes, ..look_at(error, text) });
-        }
-    };
-    if ended {
-        return Ok(run.done(statistics.snapshot(), SourceState::Unchanged, state));
-    }
-    let resumes = run.options.resume && source.ran;
-    let notes = source.release(run.options.resume);
-    let notes = notes.map_err(|error| {
-        look_at(error, "the copy is complete; the source's guest is still paused (`cont`)")
-    })?;
-    notes.iter().for_each(|note| run.observer.notice(note));
-    let source = if resumes { SourceState::Running } else { SourceState::Paused };
-    Ok(Report { downtime_ms, ..run.done(statistics.snapshot(), source, state) })
-}
-
-fn look_at(error: Error, text: &str) -> Failure {
-    Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
-}
-
 fn finish_survey(
     source: QmpSource,
     target: &Target,
@@ -241,7 +183,7 @@ fn finish_survey(
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
     let ran = source.ran;
-    match source.undo() {
+    match source.undo("nothing keeps it (null:)") {
         (GuestState::Safe, notes) => {
             notes.iter().for_each(|note| run.observer.notice(note));
             let source = if ran { SourceState::Running } else { SourceState::Paused };
@@ -250,21 +192,4 @@ fn finish_survey(
         }
         (guest, notes) => Err(Failure { error: Box::new(Error::Cancelled), guest, notes }),
     }
-}
-
-/// A failure before the cut-over: everything is put back.
-fn fail(error: Error, source: Option<QmpSource>, target: Option<Target>, run: &Run<'_>) -> Failure {
-    let (error, mut notes) = match target {
-        Some(target) => target.undo(error, run),
-        None => (error, Vec::new()),
-    };
-    let guest = match source {
-        Some(source) => {
-            let (guest, more) = source.undo();
-            notes.extend(more);
-            guest
-        }
-        None => GuestState::Safe,
-    };
-    Failure { error: Box::new(error), guest, notes }
 }

@@ -271,6 +271,18 @@ impl QmpSource {
         Ok(notes)
     }
 
+    /// After a move: ends QEMU. The guest is elsewhere.
+    pub(super) fn end(mut self) -> Result<(), Error> {
+        self.forget();
+        Ok(self.qemu.quit()?)
+    }
+
+    /// Whether the monitor is lost and QEMU is known to have ended.
+    pub(super) fn is_gone(&mut self) -> bool {
+        let status = self.qemu.status().map_err(Error::from);
+        status.is_err_and(|error| blame::is_gone(&error)) && self.has_ended()
+    }
+
     /// Whether QEMU is known to have ended, and the guest with it.
     pub(super) fn has_ended(&self) -> bool {
         self.qemu.has_ended(ENDED_TIMEOUT)
@@ -283,12 +295,12 @@ impl QmpSource {
         }
     }
 
-    /// After a failure: ends the migration and lets the guest run on if it ran.
-    pub(super) fn undo(mut self) -> (GuestState, Vec<String>) {
+    /// After a failure: ends the migration and lets the guest run on if it ran. `part` says what the destination has of it.
+    pub(super) fn undo(mut self, part: &str) -> (GuestState, Vec<String>) {
         let socket = self.qemu.socket().to_owned();
         match self.try_undo() {
             Ok(notes) => (GuestState::Safe, notes),
-            Err(error) if blame::is_gone(&error) => (GuestState::LookAt(self.leave()), Vec::new()),
+            Err(error) if blame::is_gone(&error) => (GuestState::LookAt(self.leave(part)), Vec::new()),
             Err(error) => {
                 let text = format!("the source, QEMU on {socket}, cannot be put back: {error}");
                 (GuestState::LookAt(text), Vec::new())
@@ -297,12 +309,11 @@ impl QmpSource {
     }
 
     /// The monitor is lost, so that nothing can be put back. Says where the guest is.
-    fn leave(mut self) -> String {
+    fn leave(mut self, part: &str) -> String {
         if let Some(settings) = self.settings.take() {
             settings.keep();
         }
         let socket = self.qemu.socket();
-        let part = "the destination has only a part of it, which does not run";
         match self.has_ended() {
             true => format!("its source, QEMU on {socket}, has ended, and the guest with it; {part}"),
             false => format!(

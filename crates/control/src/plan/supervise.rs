@@ -1,5 +1,6 @@
 //! Runs the engine in a thread of its own while the plan's thread watches the rest: QMP, the user, the clock.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -18,14 +19,20 @@ pub(super) fn supervise<T: Send>(
     work: impl FnOnce() -> T + Send,
 ) -> T {
     let watcher = thread::current();
+    // Not the thread's end, which comes a moment after it woke us.
+    let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let result = work();
+            done.store(true, Ordering::Release);
             watcher.unpark();
             result
         });
-        while !worker.is_finished() {
+        while !done.load(Ordering::Acquire) && !worker.is_finished() {
             thread::park_timeout(LOOK_INTERVAL);
+            if done.load(Ordering::Acquire) {
+                break;
+            }
             if cancel.is_cancelled() {
                 session.fail(towline_migration::Error::Cancelled);
             }

@@ -12,7 +12,7 @@ use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
-use super::{Destination, DestinationState, Error, blame};
+use super::{Destination, DestinationState, Error, Phase, blame};
 
 /// Where a stream goes.
 pub(super) enum Target {
@@ -130,6 +130,15 @@ impl Target {
         matches!(self, Self::Qemu { destination, .. } if destination.is_to_blame(error))
     }
 
+    /// Whether it has the whole guest, or may have: was sent it. `is_finished`: the migration went through here.
+    pub(super) fn has_it(&self, is_finished: bool) -> bool {
+        match self {
+            Self::Image(_) | Self::Stream { .. } if is_finished => true,
+            Self::Qemu { relay, .. } => relay.as_deref().is_some_and(Relay::is_sent),
+            _ => false,
+        }
+    }
+
     /// The guest was sent: waits until it is loaded. It does not run yet.
     pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
         match self {
@@ -139,13 +148,17 @@ impl Target {
     }
 
     /// The guest is here: runs it if it may, and puts everything in order.
-    pub(super) fn release(self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
+    pub(super) fn release(&mut self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
         match self {
             Self::Image(_) => Ok(DestinationState::Stored),
             Self::Stream { .. } => Ok(DestinationState::Loaded),
             Self::Null(_) => Ok(DestinationState::Dropped),
-            Self::Qemu { mut destination, .. } => {
-                let notes = destination.release(runs)?;
+            Self::Qemu { destination, .. } => {
+                if runs {
+                    destination.run()?;
+                    run.observer.phase(Phase::Running);
+                }
+                let notes = destination.release();
                 notes.iter().for_each(|note| run.observer.notice(note));
                 Ok(if runs { DestinationState::Running } else { DestinationState::Paused })
             }

@@ -13,7 +13,7 @@ use towline_protocol::section::Command;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
-use super::{Options, Shared, ended};
+use super::{Options, Shared, Stage, ended};
 use crate::guest::ReturnPathWriter;
 use crate::statistics::Statistics;
 use crate::{Error, Pages, Result, Stream};
@@ -85,6 +85,7 @@ impl<'a> MainChannel<'a> {
         self.connections.refuse_extra(Duration::ZERO)?;
         self.shared.sink.device_state(state)?;
         self.shared.sink.commit()?;
+        (self.shared.watch)(Stage::Committed);
         self.shared.session.finish()?;
         self.shared.sink.publish()?;
         match &self.return_path {
@@ -154,6 +155,9 @@ impl<'a> MainChannel<'a> {
                 if self.options.require_return_path && self.return_path.is_none() {
                     let error = PeerIncompatible::NoReturnPath;
                     return Err(Error::protocol(self.input.channel.peer())(error.into()));
+                }
+                if section.kind == SectionKind::End {
+                    (self.shared.watch)(Stage::Switchover);
                 }
                 sink.section_start(*section)
             }

@@ -45,6 +45,15 @@ impl Default for Options {
     }
 }
 
+/// A moment of a migration that comes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// The memory's last section begins: the source has stopped its guest.
+    Switchover,
+    /// [`Sink::commit`] returned: the source is told next.
+    Committed,
+}
+
 /// A migration that comes in.
 #[derive(Debug)]
 pub struct Incoming {
@@ -59,6 +68,7 @@ struct Shared<'a> {
     statistics: &'a Statistics,
     sink: &'a dyn Sink,
     compression: Compression,
+    watch: &'a (dyn Fn(Stage) + Sync),
     blocks: OnceLock<Vec<RamBlock>>,
 }
 
@@ -81,6 +91,19 @@ impl Incoming {
     /// The first error of any thread. The source was not told that the guest is safe, so it keeps it, even where
     /// [`Sink::commit`] had returned: a guest that came must not be started then.
     pub fn run(&self, connections: &Connections, sink: &dyn Sink) -> Result<()> {
+        self.run_watched(connections, sink, &|_| {})
+    }
+
+    /// As [`Self::run`]; `watch` is called at each [`Stage`] from the thread of the main channel, which waits for it.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub fn run_watched(
+        &self,
+        connections: &Connections,
+        sink: &dyn Sink,
+        watch: &(dyn Fn(Stage) + Sync),
+    ) -> Result<()> {
         let _guard = self.session.guard();
         check_lanes(&connections.lanes)?;
         let shared = Shared {
@@ -88,6 +111,7 @@ impl Incoming {
             statistics: &self.statistics,
             sink,
             compression: self.options.compression,
+            watch,
             blocks: OnceLock::new(),
         };
         self.session.watch(&connections.main);

@@ -1,0 +1,133 @@
+//! How a copy or a move ended, for people and in JSON, and the exit code that says so.
+
+use serde_json::json;
+use towline_control::plan::{DestinationState, Error, Failure, GuestState, Report, SourceState};
+
+use crate::Exit;
+use crate::endpoint::Endpoint;
+use crate::progress::{Reporter, ram};
+use crate::units::{count, size};
+
+/// Tells of what was done to the guest of one source.
+pub(crate) struct Outcome<'a> {
+    pub(crate) reporter: &'a Reporter,
+    pub(crate) source: &'a Endpoint,
+    /// What was done: `copied`, `moved`.
+    pub(crate) verb: &'static str,
+}
+
+impl Outcome<'_> {
+    /// What was asked for cannot be.
+    pub(crate) fn usage(&self, text: &str) -> Exit {
+        self.reporter.event("failed", json!({ "error": text, "exit": Exit::Usage.code() }));
+        eprintln!("towline: {text}");
+        Exit::Usage
+    }
+
+    /// It went well.
+    pub(crate) fn done(&self, destination: &Endpoint, report: &Report) {
+        let moved = &report.moved;
+        let source = match report.source {
+            SourceState::Running => "runs on",
+            SourceState::Paused => "paused (postmigrate); `cont` runs it on",
+            SourceState::Ended => "ended",
+            SourceState::Unchanged => "as it was",
+        };
+        let state = match report.destination {
+            DestinationState::Running => "runs",
+            DestinationState::Paused => "loaded, paused",
+            DestinationState::Stored => "stored, synced",
+            DestinationState::Loaded => "loaded",
+            DestinationState::Dropped => "counted and dropped",
+        };
+        self.reporter.event(
+            "completed",
+            json!({
+                "source": self.source.to_string(),
+                "destination": destination.to_string(),
+                "total-time": report.total_time.as_millis() as u64,
+                "downtime": report.downtime_ms,
+                "multifd-channels": report.multifd_channels,
+                "multifd-compression": report.compression.method().name(),
+                "compression-ratio": report.compression_ratio(),
+                "handed-over": report.handed_over,
+                "source-state": source,
+                "destination-state": state,
+                "ram": ram(moved),
+            }),
+        );
+        self.tell_people(destination, report, [source, state]);
+    }
+
+    fn tell_people(&self, destination: &Endpoint, report: &Report, [source, state]: [&str; 2]) {
+        let reporter = self.reporter;
+        let moved = &report.moved;
+        let seconds = report.total_time.as_secs_f64();
+        reporter.line(&format!("{} {} to {destination} in {seconds:.2} s", self.verb, self.source));
+        reporter.line(&format!(
+            "  memory       {}: {} plain pages, {} zero pages",
+            size(moved.total),
+            count(moved.normal),
+            count(moved.duplicate)
+        ));
+        match report.handed_over {
+            true => reporter.line(&format!(
+                "  moved        by QEMU, {} channels, from the image itself",
+                report.multifd_channels
+            )),
+            false => reporter.line(&format!(
+                "  moved        {} at {}/s over {} lanes, in {} vectored and {} plain calls",
+                size(moved.transferred),
+                size((moved.transferred as f64 / seconds) as u64),
+                report.multifd_channels,
+                count(moved.vectored_calls),
+                count(moved.plain_calls)
+            )),
+        }
+        if let Some(ratio) = report.compression_ratio() {
+            let (pages, wire) = (size(moved.normal_bytes), size(moved.multifd_bytes));
+            let method = report.compression.method().name();
+            reporter.line(&format!(
+                "  compressed   {pages} of pages into {wire} on lanes, {ratio:.2}:1 ({method})"
+            ));
+        }
+        if let Some(downtime_ms) = report.downtime_ms {
+            reporter.line(&format!("  downtime     {downtime_ms} ms"));
+        }
+        reporter.line(&format!("  source       {source}"));
+        reporter.line(&format!("  destination  {state}"));
+    }
+
+    /// It failed.
+    pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
+        let exit = match (failure.error.as_ref(), &failure.guest) {
+            (Error::Usage(_), _) => Exit::Usage,
+            (_, GuestState::Safe | GuestState::Unreached) => Exit::Safe,
+            (_, GuestState::LookAt(_)) => Exit::LookAt,
+        };
+        let guest = match &failure.guest {
+            GuestState::Safe if matches!(self.source, Endpoint::Image(_)) => {
+                "in its image, which is as it was"
+            }
+            GuestState::Safe => "safe at its source",
+            GuestState::Unreached => "not touched; its QEMU could not be reached",
+            GuestState::LookAt(text) => text,
+        };
+        self.reporter.event(
+            "failed",
+            json!({
+                "destination": destination.to_string(),
+                "error": failure.error.to_string(),
+                "guest": guest,
+                "notes": failure.notes,
+                "exit": exit.code(),
+            }),
+        );
+        eprintln!("towline: {failure}");
+        if exit != Exit::Usage {
+            eprintln!("towline: the guest: {guest}");
+        }
+        failure.notes.iter().for_each(|note| eprintln!("towline: note: {note}"));
+        exit
+    }
+}
