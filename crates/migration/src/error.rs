@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::convergence::CannotConverge;
+
 /// The first thing that went wrong in a migration; everything after it is its consequence.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -101,6 +103,9 @@ pub enum Error {
         /// Why the guest did not start.
         start: Box<Error>,
     },
+    /// The guest writes faster than it can be sent; it runs on at its source.
+    #[error(transparent)]
+    CannotConverge(#[from] CannotConverge),
     /// A thread of this migration panicked; its own message says where.
     #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
     Panicked,

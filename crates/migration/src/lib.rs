@@ -11,6 +11,7 @@
 //!   (a VMM's memory with its guest running in it), [`Memory`] (our own or shared memory, either end) and [`Relay`] (a sink
 //!   that sends on, so that two QEMUs meet).
 //! - [`DirtyTracker`] says what a live guest writes: the kernel's write protection, or KVM's dirty log.
+//! - [`convergence`] decides when a guest that writes is stopped, and when it is told that it will not come to that.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
 //! - [`Compression`] is of lanes only, and has the one copy that there is.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
@@ -20,6 +21,7 @@
 
 mod buffer;
 mod compression;
+pub mod convergence;
 mod dirty;
 mod error;
 mod guest;

@@ -11,6 +11,7 @@ use std::thread::{self, JoinHandle};
 
 use common::*;
 use fastrand::Rng;
+use towline_migration::outgoing::{self, Unconverged};
 use towline_migration::tracker::{Bitmap, DirtyLog, DirtyTracker, WriteProtect};
 use towline_migration::{Error, LiveBlock, LiveMemory, Memory, Region, Span, TrackerError};
 use towline_protocol::{BlockIndex, PageRef};
@@ -204,13 +205,15 @@ fn a_dirty_log_does_as_well() {
 
 #[test]
 fn a_tracker_that_fails_ends_the_migration() {
-    // Of two blocks: at the start, behind the first pass, and when the guest is stopped.
-    for (left, stops) in [(1, 0), (2, 0), (3, 0), (10, 1)] {
+    // Of two blocks: at the start, behind the first pass, and when the guest is stopped, behind a second: the first had
+    // no page with content.
+    for (left, stops) in [(1, 0), (2, 0), (3, 0), (6, 1)] {
         let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
         let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, left));
         let guest = live(&spans, Bitmap::new(Shared(Arc::clone(&log))), &vcpus);
         let sink = empty(MACHINES[0], &BLOCKS);
-        let outcome = migrate_over(vec![link(Kind::Unix, 2)], &guest, &sink, options(), &Arc::default());
+        let one_pass = outgoing::Options { downtime_limit: WATCHDOG, ..options() };
+        let outcome = migrate_over(vec![link(Kind::Unix, 2)], &guest, &sink, one_pass, &Arc::default());
         let error = match outcome.source.result.unwrap_err() {
             Error::Guest(error) => error.to_string(),
             other => panic!("{other:?}"),
@@ -221,6 +224,26 @@ fn a_tracker_that_fails_ends_the_migration() {
         assert_eq!((stopped, started), (stops, stops), "{left}");
         assert!(!log.is_on.load(Ordering::Relaxed));
     }
+}
+
+#[test]
+fn a_guest_that_cannot_converge_runs_on_at_its_source() {
+    let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
+    spans.iter().for_each(|span| span.write(0, b"not zero"));
+    let (vcpus, log) = (Arc::<Vcpus>::default(), Log::new(&spans, u32::MAX));
+    let guest = live(&spans, Bitmap::new(Shared(Arc::clone(&log))), &vcpus);
+    let sink = empty(MACHINES[0], &BLOCKS);
+    let give_up = outgoing::Options { unconverged: Unconverged::GiveUp, ..options() };
+    let outcome = migrate_over(vec![link(Kind::Unix, 2)], &guest, &sink, give_up, &Arc::default());
+    let Error::CannotConverge(verdict) = outcome.source.result.unwrap_err() else { panic!() };
+    assert_eq!(
+        (verdict.left, verdict.downtime_limit),
+        (2 * PAGE as u64, give_up.downtime_limit),
+        "{verdict}"
+    );
+    assert_eq!(vcpus.stops.load(Ordering::Relaxed), 0, "the guest was never stopped");
+    assert!(outcome.destination.result.is_err() && !sink.is_committed());
+    assert!(!log.is_on.load(Ordering::Relaxed));
 }
 
 #[test]

@@ -19,7 +19,7 @@ mod return_path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::ram::PAGE_SIZE;
@@ -31,6 +31,7 @@ pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
 pub(crate) use return_path::{Audience, ReturnPath};
 
+use crate::convergence::{Decision, Limits, Observation, Patience, Policy};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
 use pass::{Limiter, Pass};
 
@@ -45,10 +46,23 @@ pub struct Options {
     pub max_bandwidth: Option<u64>,
     /// How long the guest may be stopped for its last pass.
     pub downtime_limit: Duration,
-    /// Most passes before the guest is stopped whatever is left.
-    pub passes_max: u32,
+    /// How much of that goes to anything but memory: the device state, starting the guest at its destination.
+    pub switchover_cost: Duration,
+    /// How long a guest that writes as fast as it is sent is looked at before [`Self::unconverged`] decides.
+    pub patience: Patience,
+    /// What becomes of it.
+    pub unconverged: Unconverged,
     /// How the pages on lanes are compressed. To be compressed they are copied, so it excludes zero-copy sends.
     pub compression: Compression,
+}
+
+/// What becomes of a guest that writes as fast as it is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unconverged {
+    /// It runs on at its source; the migration ends with [`Error::CannotConverge`].
+    GiveUp,
+    /// It is stopped for as long as sending what is left takes.
+    SwitchOver,
 }
 
 impl Default for Options {
@@ -58,7 +72,9 @@ impl Default for Options {
             answer_timeout: Duration::from_secs(10),
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
-            passes_max: 30,
+            switchover_cost: Duration::ZERO,
+            patience: Patience::default(),
+            unconverged: Unconverged::GiveUp,
             compression: Compression::None,
         }
     }
@@ -200,22 +216,28 @@ impl Outgoing {
 
     /// Passes until what is left fits into the downtime; returns that.
     fn iterate(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter]) -> Result<Pass> {
+        let Options { downtime_limit: downtime, switchover_cost, patience, .. } = self.options;
+        let mut policy = Policy::new(Limits { downtime, switchover_cost, patience });
         let mut pass = Pass::full(shared.guest.blocks());
-        for number in 0..self.options.passes_max {
-            let begun = std::time::Instant::now();
-            let bytes = pass.bytes();
+        loop {
+            let (begun, sent_before) = (Instant::now(), self.statistics.snapshot().normal_bytes);
             shared.main().open_part();
             self.pass(shared, lanes, &pass)?;
             shared.main().close_section()?;
             pass = Pass::harvested(shared.guest)?;
-            let rate = bytes as f64 / begun.elapsed().as_secs_f64().max(1e-6);
-            let left = pass.bytes() as f64;
-            tracing::debug!(number, bytes, left, rate, "pass");
-            if left <= rate * self.options.downtime_limit.as_secs_f64() {
-                break;
+            let sent = self.statistics.snapshot().normal_bytes - sent_before;
+            let observation = Observation::of_pass(begun.elapsed(), sent, pass.bytes());
+            let decision = policy.observe(&observation);
+            tracing::debug!(?observation, ?decision, "pass");
+            match decision {
+                Decision::Continue => {}
+                Decision::SwitchOver => return Ok(pass),
+                Decision::CannotConverge(verdict) => match self.options.unconverged {
+                    Unconverged::GiveUp => return Err(verdict.into()),
+                    Unconverged::SwitchOver => return Ok(pass),
+                },
             }
         }
-        Ok(pass)
     }
 
     /// Sends what is `left` and what was written until the guest stopped; returns its device state.

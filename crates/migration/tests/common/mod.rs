@@ -11,6 +11,8 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_migration::convergence::Patience;
+use towline_migration::outgoing::Unconverged;
 use towline_migration::{
     Compression, Error, Guest, Incoming, Memory, Outgoing, Relay, Session, Sink, Snapshot, Statistics,
     incoming, outgoing,
@@ -50,7 +52,12 @@ impl Outcome {
 
 /// Fast decisions, many passes.
 pub(crate) fn options() -> outgoing::Options {
-    outgoing::Options { downtime_limit: Duration::from_micros(1), passes_max: 4, ..Default::default() }
+    outgoing::Options {
+        downtime_limit: Duration::from_micros(1),
+        patience: Patience { passes: 1, time: Duration::ZERO },
+        unconverged: Unconverged::SwitchOver,
+        ..Default::default()
+    }
 }
 
 pub(crate) fn migrate(link: Link, guest: &Arc<Memory>, sink: &Arc<Memory>) -> Outcome {

@@ -1,0 +1,333 @@
+//! When to stop a guest that writes while it is sent, and when to say that it will not come to that.
+//!
+//! ```text
+//!   after each pass ──► Observation ──► Policy ──► Continue        what is left takes too long, but it becomes less
+//!   a look at a QEMU ─► Sampler ─┘             ├─► SwitchOver      what is left fits into the downtime
+//!                                              └─► CannotConverge  it does not become less: figures, and ways out
+//! ```
+//!
+//! Pure: it is told times and bytes, and has no clock. What each pass leaves becomes a downtime, by the lower of the latest rate
+//! and that of the last three passes together. Whether downtimes fall is judged in windows, each of several passes *and*
+//! seconds, by the lowest of each: two windows in a row no better than the one before, or six without a new lowest, and the
+//! guest will not converge. So a burst of writing or a link that stalls costs a window, not the migration; and a guest
+//! that goes up and down for ever is not waited for as long.
+//!
+//! Not here: slowing the guest down, and what becomes of it when it cannot converge.
+
+use std::fmt;
+use std::time::Duration;
+
+use towline_protocol::ram::PAGE_SIZE;
+
+/// Passes whose rate together the latest must not exceed: one that socket buffers swallowed seems fast.
+const RATE_PASSES: usize = 3;
+/// Part of a window's lowest downtime by which the next one's has to be lower.
+const IMPROVEMENT: u32 = 10;
+/// Windows in a row no better than the one before.
+const WINDOWS_STUCK_MAX: u32 = 2;
+/// Windows without a new lowest.
+const WINDOWS_IDLE_MAX: u32 = 6;
+/// Passes after which a window ends even if no time goes by.
+const WINDOW_PASSES_MAX: u32 = 1000;
+/// A pass that takes less says nothing of the rate.
+const PASS_TIME_MIN: Duration = Duration::from_micros(1);
+
+/// What there is to decide by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// How long the guest may stand still.
+    pub downtime: Duration,
+    /// How much of that is needed for anything but memory: device state, the hand-over.
+    pub switchover_cost: Duration,
+    /// How long to look before it is given up.
+    pub patience: Patience,
+}
+
+/// The least length of a window. It takes three or more until a guest that cannot converge is given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Patience {
+    /// In passes, 1 to 1000; other values are taken as the nearest of these.
+    pub passes: u32,
+    /// In time; no window has more than 1000 passes for that.
+    pub time: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { passes: 5, time: Duration::from_secs(5) }
+    }
+}
+
+/// What one pass showed, or several since the last look.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Observation {
+    /// How long it took.
+    pub time: Duration,
+    /// Bytes of page contents sent each second; 0 where no page had any, which says nothing of the link.
+    pub rate: f64,
+    /// Bytes of pages that the guest wrote each second, each page once a pass.
+    pub dirty_rate: f64,
+    /// Bytes of pages to be sent again.
+    pub left: u64,
+    /// What a QEMU expects itself; the longer of it and of the policy's own counts.
+    pub expected_downtime: Option<Duration>,
+}
+
+impl Observation {
+    /// A pass that sent `sent` bytes of page contents (zero pages have none), while the guest wrote `dirtied` bytes of pages,
+    /// which are left.
+    pub fn of_pass(time: Duration, sent: u64, dirtied: u64) -> Self {
+        let time = time.max(PASS_TIME_MIN);
+        let per_second = |bytes: u64| bytes as f64 / time.as_secs_f64();
+        let (rate, dirty_rate) = (per_second(sent), per_second(dirtied));
+        Self { time, rate, dirty_rate, left: dirtied, expected_downtime: None }
+    }
+}
+
+/// Figures of `query-migrate` at a source that is QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sample {
+    /// When they were asked for, since any fixed moment.
+    pub at: Duration,
+    /// `dirty-sync-count`: passes begun.
+    pub dirty_sync_count: u64,
+    /// `transferred`, in bytes.
+    pub transferred: u64,
+    /// `remaining`, in bytes.
+    pub remaining: u64,
+    /// `dirty-pages-rate`: pages written a second.
+    pub dirty_pages_rate: u64,
+    /// `page-size`; 0 (an unknown one) is taken as 4096.
+    pub page_size: u64,
+    /// `expected-downtime`.
+    pub expected_downtime: Option<Duration>,
+}
+
+/// Makes observations of samples, one for each in which a further pass has begun. QEMU itself decides when to stop its guest:
+/// [`Decision::SwitchOver`] only says that it should soon.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    /// The first sample of the pass.
+    begun: Option<Sample>,
+}
+
+impl Sampler {
+    /// Takes a sample, of whatever interval. `None`: nothing to be judged by came to an end.
+    pub fn observe(&mut self, sample: Sample) -> Option<Observation> {
+        let Some(begun) = self.begun else {
+            self.begun = Some(sample);
+            return None;
+        };
+        let time = sample.at.saturating_sub(begun.at);
+        if sample.dirty_sync_count <= begun.dirty_sync_count || time.is_zero() {
+            return None;
+        }
+        self.begun = Some(sample);
+        let page_size = if sample.page_size == 0 { PAGE_SIZE } else { sample.page_size };
+        Some(Observation {
+            time,
+            rate: sample.transferred.saturating_sub(begun.transferred) as f64 / time.as_secs_f64(),
+            dirty_rate: sample.dirty_pages_rate as f64 * page_size as f64,
+            left: sample.remaining,
+            expected_downtime: sample.expected_downtime,
+        })
+    }
+}
+
+/// What to do next.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decision {
+    /// One more pass.
+    Continue,
+    /// Stop the guest and send what is left.
+    SwitchOver,
+    /// It does not become less. Whoever goes on all the same is told so again after as long.
+    CannotConverge(CannotConverge),
+}
+
+/// Why a guest cannot be moved within its downtime, in figures of the last window.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub struct CannotConverge {
+    /// Bytes of pages that the guest writes each second.
+    pub dirty_rate: f64,
+    /// Bytes of page contents that get through each second.
+    pub rate: f64,
+    /// Bytes that were left at best.
+    pub left: u64,
+    /// How long the guest would stand still for these; `Duration::MAX` if nothing gets through.
+    pub expected_downtime: Duration,
+    /// How long it may.
+    pub downtime_limit: Duration,
+    /// Passes observed in all.
+    pub passes: u64,
+    /// Their time.
+    pub time: Duration,
+}
+
+/// See the module's picture.
+#[derive(Debug)]
+pub struct Policy {
+    limits: Limits,
+    recent: [Option<Observation>; RATE_PASSES],
+    window: Window,
+    /// The lowest downtime of the window before.
+    previous: Option<Duration>,
+    /// The lowest of all complete windows.
+    lowest: Option<Duration>,
+    windows_stuck: u32,
+    windows_idle: u32,
+    passes: u64,
+    time: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Window {
+    passes: u32,
+    time: Duration,
+    sent: f64,
+    dirtied: f64,
+    /// The lowest downtime, and what was left then.
+    best: Option<(Duration, u64)>,
+}
+
+impl Policy {
+    /// A policy that has seen nothing.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            recent: [None; RATE_PASSES],
+            window: Window::default(),
+            previous: None,
+            lowest: None,
+            windows_stuck: 0,
+            windows_idle: 0,
+            passes: 0,
+            time: Duration::ZERO,
+        }
+    }
+
+    /// Allows another downtime from now on.
+    pub fn set_downtime(&mut self, limit: Duration) {
+        self.limits.downtime = limit;
+    }
+
+    /// Takes in what a pass showed.
+    ///
+    /// Ends for whatever it is told: after so many passes, [`Decision::Continue`] is not among the answers any more unless
+    /// the downtime that is left keeps falling by a tenth, which it can do a few hundred times.
+    pub fn observe(&mut self, observation: &Observation) -> Decision {
+        self.recent.rotate_right(1);
+        self.recent[0] = Some(*observation);
+        self.passes += 1;
+        self.time = self.time.saturating_add(observation.time);
+        let downtime = self.downtime(observation);
+        self.window.add(observation, downtime);
+        if downtime <= self.limits.downtime {
+            return Decision::SwitchOver;
+        }
+        match self.window.is_complete(self.limits.patience) {
+            true => self.judge(),
+            false => Decision::Continue,
+        }
+    }
+
+    /// How long the guest would stand still if it were stopped now.
+    fn downtime(&self, observation: &Observation) -> Duration {
+        let memory = match (observation.left, self.rate(observation)) {
+            (0, _) => Duration::ZERO,
+            (left, Some(rate)) => Duration::try_from_secs_f64(left as f64 / rate).unwrap_or(Duration::MAX),
+            // All that was ever sent was zero, and what is left takes no longer than as much did just now.
+            (left, None) if self.recent[1].is_some_and(|before| left <= before.left) => observation.time,
+            (_, None) => Duration::MAX,
+        };
+        memory
+            .max(observation.expected_downtime.unwrap_or_default())
+            .saturating_add(self.limits.switchover_cost)
+    }
+
+    /// What the link can be counted on for, if one of the last passes had pages with content.
+    fn rate(&self, observation: &Observation) -> Option<f64> {
+        let known = self.recent.iter().flatten().filter(|pass| pass.rate > 0.0);
+        let (sent, time) = known.fold((0.0, 0.0), |(sent, time), pass| {
+            let seconds = pass.time.as_secs_f64();
+            (sent + pass.rate * seconds, time + seconds)
+        });
+        let latest = Some(observation.rate).filter(|&rate| rate > 0.0);
+        let mean = Some(sent / time).filter(|_| time > 0.0);
+        latest.into_iter().chain(mean).reduce(f64::min)
+    }
+
+    /// A window is complete.
+    fn judge(&mut self) -> Decision {
+        let window = std::mem::take(&mut self.window);
+        let Some((best, left)) = window.best else { return Decision::Continue };
+        let improves =
+            |before: Option<Duration>| before.is_none_or(|before| best < before - before / IMPROVEMENT);
+        self.windows_stuck = if improves(self.previous) { 0 } else { self.windows_stuck + 1 };
+        self.windows_idle = if improves(self.lowest) { 0 } else { self.windows_idle + 1 };
+        self.previous = Some(best);
+        if self.windows_idle == 0 {
+            self.lowest = Some(best);
+        }
+        if self.windows_stuck < WINDOWS_STUCK_MAX && self.windows_idle < WINDOWS_IDLE_MAX {
+            return Decision::Continue;
+        }
+        (self.windows_stuck, self.windows_idle) = (0, 0);
+        let per_second =
+            |bytes: f64| if window.time.is_zero() { 0.0 } else { bytes / window.time.as_secs_f64() };
+        Decision::CannotConverge(CannotConverge {
+            dirty_rate: per_second(window.dirtied),
+            rate: per_second(window.sent),
+            left,
+            expected_downtime: best,
+            downtime_limit: self.limits.downtime,
+            passes: self.passes,
+            time: self.time,
+        })
+    }
+}
+
+impl Window {
+    fn add(&mut self, observation: &Observation, downtime: Duration) {
+        let seconds = observation.time.as_secs_f64();
+        self.passes += 1;
+        self.time = self.time.saturating_add(observation.time);
+        self.sent += observation.rate * seconds;
+        self.dirtied += observation.dirty_rate * seconds;
+        if self.best.is_none_or(|(best, _)| downtime < best) {
+            self.best = Some((downtime, observation.left));
+        }
+    }
+
+    fn is_complete(&self, patience: Patience) -> bool {
+        let passes = patience.passes.clamp(1, WINDOW_PASSES_MAX);
+        self.passes >= passes && (self.time >= patience.time || self.passes >= WINDOW_PASSES_MAX)
+    }
+}
+
+impl fmt::Display for CannotConverge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mega = |bytes: f64| bytes / 1e6;
+        write!(
+            f,
+            "the guest writes {:.1} MB/s of pages while {:.1} MB/s get through: after {} passes in {:.1?} at best {:.1} MB were left",
+            mega(self.dirty_rate),
+            mega(self.rate),
+            self.passes,
+            self.time,
+            mega(self.left as f64),
+        )?;
+        match self.expected_downtime {
+            Duration::MAX => write!(f, ", and nothing gets through")?,
+            downtime => write!(
+                f,
+                ", for which it would stand still for {downtime:.1?} of allowed {:.1?}",
+                self.downtime_limit
+            )?,
+        }
+        write!(
+            f,
+            "; allow more with --downtime-limit or --max-bandwidth, or slow the guest down with --throttle"
+        )
+    }
+}
