@@ -1,9 +1,13 @@
 //! The [`Channel`] trait: what the engine may ask of any way of moving bytes.
 
-use crate::{Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease, ZeroCopyStatistics};
+use crate::wait::{Woken, wait};
+use crate::{
+    Cancel, Error, IoBuf, IoBufMut, IoCursor, IoCursorMut, Result, ZeroCopyLease, ZeroCopyStatistics,
+};
+use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// The most file descriptors that travel in one message: what QEMU's socket channel takes
@@ -166,6 +170,22 @@ pub trait Channel: Debug + Send + Sync {
         Err(Error::unsupported(self.peer(), "reading at an offset; use a file"))
     }
 
+    /// Waits until [`Channel::recv`] would not block: something came, or the stream has ended. Returns false if `until`
+    /// was pulled and nothing is there. A channel without a descriptor does not wait here; it is woken by `shutdown`.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system cannot wait.
+    fn wait_recv(&self, until: &Cancel) -> Result<bool> {
+        let Some(fd) = self.as_fd() else { return Ok(true) };
+        let awaited = match wait(fd, PollFlags::IN, Some(until.as_fd()), None) {
+            // Both may be: what came is to be taken first.
+            Ok(Woken::Stopped) => wait(fd, PollFlags::IN, None, Some(Instant::now())),
+            awaited => awaited,
+        };
+        let awaited = awaited.map_err(|errno| Error::io("wait for input", self.peer(), errno))?;
+        Ok(awaited == Woken::Ready)
+    }
+
     /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
     fn as_fd(&self) -> Option<BorrowedFd<'_>>;
 
@@ -305,6 +325,9 @@ macro_rules! forward_channel {
         fn recv_at(&self, bufs: &mut [$crate::IoBufMut<'_>], offset: u64) -> $crate::Result<usize> {
             self.$i.recv_at(bufs, offset)
         }
+    };
+    (@wait_recv $i:ident) => {
+        fn wait_recv(&self, until: &$crate::Cancel) -> $crate::Result<bool> { self.$i.wait_recv(until) }
     };
     (@as_fd $i:ident) => {
         fn as_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> { self.$i.as_fd() }

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use common::*;
 use towline_channel::fault::{Cut, Direction};
-use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, pair};
+use towline_channel::{
+    Channel, ChannelExt, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, UnixChannel, pair,
+};
 use towline_migration::{
     Error, Incoming, Memory, Pages, Relay, ReturnPathWriter, Session, Sink, Stream, incoming, outgoing,
 };
@@ -128,6 +130,23 @@ fn pages_behind_the_last_barrier_are_refused_before_the_commit() {
     );
     assert!(!sink.is_committed());
     assert_eq!(said(&source), message(&Message::Pong(1)));
+}
+
+/// What a QEMU before 9.0 does at times (`multifd_send_thread`: a job too many). Were its lane shut down, it would fail.
+#[test]
+fn an_empty_packet_behind_the_last_barrier_harms_nobody() {
+    let ((source, main), (lane, arriving)) = (pair(1 << 20), UnixChannel::pair().unwrap());
+    send(&lane, &Init { uuid: UUID, id: 0 }.encode());
+    packet(&lane, &Packet::sync(0));
+    packet(&lane, &Packet::sync(1));
+    send(&source, &stream(1, &ram_blocks()));
+    let arriving: [Arc<dyn Channel>; 1] = [Arc::new(arriving)];
+    let connections = incoming::Connections::connected(Arc::new(main), &arriving, WATCHDOG).unwrap();
+    let incoming = Incoming::new(Arc::default(), Arc::default(), incoming::Options::default());
+    incoming.run(&connections, &*sink()).unwrap();
+    packet(&lane, &Packet::empty());
+    drop(source);
+    connections.linger(WATCHDOG);
 }
 
 #[test]

@@ -22,6 +22,9 @@ use super::{
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// How long a source that has its answer may take to close its connections.
+const LINGER: Duration = Duration::from_secs(1);
+
 /// Copies a running QEMU's guest.
 pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
     let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
@@ -49,8 +52,8 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
     };
     let statistics = Arc::new(Statistics::default());
     let received = receive(&connections, target.sink(), &session, &statistics, run, &mut || source.look());
-    drop(connections);
     if let Err(error) = received {
+        drop(connections);
         if target.is_survey() && target.surveyed() {
             return finish_survey(source, &target, &statistics, run);
         }
@@ -61,6 +64,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         return Err(fail(error, Some(source), Some(target), run));
     }
     run.observer.phase(Phase::Release);
+    // With its connections open: one that breaks before the source says that it is done would make it fail.
     hand_over(source, target, &statistics, run)
 }
 
@@ -87,20 +91,24 @@ pub(super) fn from_stream(
     let statistics = Arc::new(Statistics::default());
     let received =
         receive(&connections, target.sink(), &session, &statistics, run, &mut || Ok(Progress::default()));
-    drop(connections);
     let moved = statistics.snapshot();
     match received {
         Err(_) if target.is_survey() && target.surveyed() => {
             Ok(run.done(moved, SourceState::Unchanged, DestinationState::Dropped))
         }
-        Err(error) => Err(fail(error, None, Some(target), run)),
+        Err(error) => {
+            drop(connections);
+            Err(fail(error, None, Some(target), run))
+        }
         Ok(()) => {
             run.observer.phase(Phase::Release);
             let runs = run.options.run.unwrap_or(target.guest_ran());
-            match target.wait_loaded().and_then(|()| {
+            let released = target.wait_loaded().and_then(|()| {
                 run.observer.phase(Phase::CutOver);
                 target.release(runs, run)
-            }) {
+            });
+            connections.linger(LINGER);
+            match released {
                 Ok(state) => Ok(run.done(moved, SourceState::Unchanged, state)),
                 Err(error) => {
                     let text = match blame::is_gone(&error) {

@@ -14,7 +14,7 @@ use towline_channel::{
 use towline_protocol::configuration;
 use towline_protocol::multifd::{self, INIT_BYTES, Init, Roster};
 
-use super::refuse::refuse;
+use super::refuse::{drain, refuse};
 use super::wait::{Ready, wait};
 use crate::{Error, Result};
 
@@ -129,6 +129,14 @@ impl Connections {
         }
         let lanes = gathering.lanes.into_iter().flatten().collect();
         Ok(Self { main, lanes, uuid: gathering.roster.uuid(), others: None, refused: Mutex::default() })
+    }
+
+    /// After a migration that went through: holds the connections until the source has closed its main channel, at most so
+    /// long. A lane that breaks before its source is done lets that say that it failed, and run on.
+    pub fn linger(self, at_most: Duration) {
+        if !self.lanes.is_empty() && self.main.set_timeouts(Some(at_most), None).is_ok() {
+            drain(self.main.as_ref(), Instant::now() + at_most);
+        }
     }
 
     /// Ends a migration that is not taken: shuts its main channel down, and its lanes when the source has closed them, or

@@ -1,4 +1,7 @@
 //! One lane's thread: packets come in, pages go to the sink, SYNC waits for the barrier.
+//!
+//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send behind its last SYNC,
+//! and a source whose lane breaks then says that it failed.
 
 use std::time::Instant;
 
@@ -50,6 +53,9 @@ impl<'a> Lane<'a> {
         let mut header = [0; HEADER_BYTES];
         loop {
             self.shared.session.check()?;
+            if !self.channel.wait_recv(&self.shared.complete)? {
+                return if self.outstanding { Err(Error::BehindBarrier) } else { Ok(()) };
+            }
             match self.channel.recv_exact(&mut [IoBufMut::from(&mut header[..])]) {
                 Ok(()) => {}
                 Err(ChannelError::Closed { got: 0, .. }) if !self.outstanding => return Ok(()),

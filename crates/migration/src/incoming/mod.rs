@@ -20,7 +20,7 @@ use std::net::Shutdown;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-use towline_channel::{Capabilities, Channel, Error as ChannelError};
+use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
 use towline_protocol::RamBlock;
 use towline_protocol::multifd::INIT_BYTES;
 
@@ -70,6 +70,8 @@ struct Shared<'a> {
     compression: Compression,
     watch: &'a (dyn Fn(Stage) + Sync),
     blocks: OnceLock<Vec<RamBlock>>,
+    /// Pulled when the main channel has everything: no lane waits for more.
+    complete: Cancel,
 }
 
 impl Shared<'_> {
@@ -85,7 +87,8 @@ impl Incoming {
         Self { session, statistics, options }
     }
 
-    /// Receives the guest into `sink`; returns when it is safe there and the source was told so.
+    /// Receives the guest into `sink`; returns when it is safe there and the source was told so. The connections are to be
+    /// held until the source is done with them ([`Connections::linger`]): it may fail if they break before.
     ///
     /// # Errors
     /// The first error of any thread. The source was not told that the guest is safe, so it keeps it, even where
@@ -113,6 +116,7 @@ impl Incoming {
             compression: self.options.compression,
             watch,
             blocks: OnceLock::new(),
+            complete: Cancel::new()?,
         };
         self.session.watch(&connections.main);
         for lane in &connections.lanes {
@@ -136,6 +140,7 @@ impl Incoming {
                     return Err(Error::Cancelled);
                 }
             }
+            shared.complete.cancel();
             end_lanes(&connections.lanes);
             received
         });
@@ -164,9 +169,9 @@ fn check_lanes(lanes: &[Arc<dyn Channel>]) -> Result<()> {
     }
 }
 
-/// Wakes lanes that wait for more: nothing more comes.
+/// Wakes lanes that wait for more where [`Shared::complete`] does not.
 fn end_lanes(lanes: &[Arc<dyn Channel>]) {
-    for lane in lanes {
+    for lane in lanes.iter().filter(|lane| lane.as_fd().is_none()) {
         if let Err(error) = lane.shutdown(Shutdown::Read) {
             tracing::debug!(peer = lane.peer(), %error, "shutdown");
         }
