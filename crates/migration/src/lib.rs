@@ -12,6 +12,7 @@
 //!   that sends on, so that two QEMUs meet).
 //! - [`DirtyTracker`] says what a live guest writes: the kernel's write protection, or KVM's dirty log.
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is told that it will not come to that.
+//! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
 //! - [`Compression`] is of lanes only, and has the one copy that there is.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
@@ -32,6 +33,7 @@ pub mod outgoing;
 mod relay;
 mod session;
 mod statistics;
+pub mod synthetic;
 mod sys;
 pub mod tracker;
 

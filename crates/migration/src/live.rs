@@ -40,6 +40,7 @@ pub struct LiveBlock<'a> {
 
 /// Work of the embedder's.
 type Hook<'a> = Box<dyn Fn() -> Result<()> + Send + Sync + 'a>;
+type DeviceStateHook<'a> = Box<dyn Fn() -> Result<Vec<u8>> + Send + Sync + 'a>;
 
 /// See the module's picture.
 pub struct LiveMemory<'a> {
@@ -54,6 +55,7 @@ pub struct LiveMemory<'a> {
     device_state: Mutex<Option<Vec<u8>>>,
     on_stop: Option<Hook<'a>>,
     on_start: Option<Hook<'a>>,
+    on_device_state: Option<DeviceStateHook<'a>>,
 }
 
 impl<'a> LiveMemory<'a> {
@@ -97,6 +99,7 @@ impl<'a> LiveMemory<'a> {
             device_state: Mutex::default(),
             on_stop: None,
             on_start: None,
+            on_device_state: None,
         })
     }
 
@@ -110,6 +113,17 @@ impl<'a> LiveMemory<'a> {
     ) -> Self {
         self.on_stop = Some(Box::new(stop));
         self.on_start = Some(Box::new(start));
+        self
+    }
+
+    /// Has the device state ([`towline_protocol::device_state::DeviceState::bytes`]) asked of `device_state` when the guest
+    /// is stopped, unless one is set.
+    #[must_use]
+    pub fn with_device_state(
+        mut self,
+        device_state: impl Fn() -> Result<Vec<u8>> + Send + Sync + 'a,
+    ) -> Self {
+        self.on_device_state = Some(Box::new(device_state));
         self
     }
 
@@ -187,7 +201,11 @@ impl Guest for LiveMemory<'_> {
 
     fn device_state(&self) -> Result<Vec<u8>> {
         let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        state.ok_or_else(|| MemoryError::NoDeviceState.into())
+        match (state, &self.on_device_state) {
+            (Some(state), _) => Ok(state),
+            (None, Some(ask)) => ask(),
+            (None, None) => Err(MemoryError::NoDeviceState.into()),
+        }
     }
 }
 

@@ -20,7 +20,7 @@ mod sink;
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -67,6 +67,8 @@ pub struct Memory {
     ram: OnceLock<Ram>,
     /// If built to adopt: the most bytes that may be allocated.
     limit: Option<u64>,
+    /// If built to adopt into a file: that, of exactly so many bytes.
+    file: Option<OwnedFd>,
     section_id: AtomicU32,
     given_state: Mutex<Option<Vec<u8>>>,
     received_state: Mutex<Option<DeviceState>>,
@@ -111,6 +113,11 @@ impl Memory {
         Self::empty(Some(limit))
     }
 
+    /// A sink that takes any guest of exactly `length` bytes and puts its blocks into a file or memfd, one behind the other.
+    pub fn adopting_into(file: OwnedFd, length: u64) -> Self {
+        Self { file: Some(file), ..Self::empty(Some(length)) }
+    }
+
     /// Has the guest stopped for its last pass by `stop`, and started again by `start` if the migration fails then. When
     /// `stop` has returned, nothing is written any more.
     #[must_use]
@@ -132,6 +139,11 @@ impl Memory {
     /// The device state that came; `None` before it did, and once it was taken.
     pub fn take_device_state(&self) -> Option<DeviceState> {
         lock(&self.received_state).take()
+    }
+
+    /// What `look` makes of the device state that came and was not taken.
+    pub(crate) fn look_at_device_state<T>(&self, look: impl FnOnce(&DeviceState) -> T) -> Option<T> {
+        lock(&self.received_state).as_ref().map(look)
     }
 
     /// Whether a guest came completely. Whether its source knows is the result of [`crate::Incoming::run`].
@@ -179,6 +191,7 @@ impl Memory {
             configuration: OnceLock::new(),
             ram: OnceLock::new(),
             limit,
+            file: None,
             section_id: AtomicU32::new(RAM_SECTION_ID),
             given_state: Mutex::default(),
             received_state: Mutex::default(),

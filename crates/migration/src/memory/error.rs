@@ -79,6 +79,16 @@ pub enum MemoryError {
         /// The limit.
         expected: u64,
     },
+    /// The guest that comes is smaller than the memory made for it.
+    #[error(
+        "the guest has {found} bytes of memory, {expected} were made ready for it: give both sides the same size"
+    )]
+    TooSmall {
+        /// Bytes of all its blocks.
+        found: u64,
+        /// Bytes here.
+        expected: u64,
+    },
     /// A block of the guest that comes has another size here.
     #[error(
         "block {block:?} has {found} bytes at the source, expected {expected}: give both sides the same memory"

@@ -1,5 +1,6 @@
 //! Memory as where a guest arrives.
 
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 use towline_channel::IoBufMut;
@@ -90,21 +91,25 @@ impl Sink for Memory {
 }
 
 impl Memory {
-    /// Allocates what a guest needs that comes to a memory without blocks.
+    /// Makes room for a guest that comes to a memory without blocks.
     fn adopt(&self, blocks: &[RamBlock]) -> Result<Ram, MemoryError> {
         let expected = self.limit.unwrap_or(0);
-        let mut found = 0_u64;
-        for block in blocks {
-            found = found.saturating_add(block.length);
+        let (mut found, mut places) = (0_u64, Vec::new());
+        for RamBlock { name, length, .. } in blocks {
+            let backing = match &self.file {
+                Some(file) => Backing::Shared { file: file.as_fd(), offset: found },
+                None => Backing::Anonymous,
+            };
+            found = found.saturating_add(*length);
             if found > expected {
-                return Err(MemoryError::TooLarge { block: block.name.clone(), found, expected });
+                return Err(MemoryError::TooLarge { block: name.clone(), found, expected });
             }
+            places.push(Block { name, length: *length, backing });
         }
-        let block = |block| {
-            let RamBlock { name, length, .. }: &RamBlock = block;
-            Block { name, length: *length, backing: Backing::Anonymous }
-        };
-        Ram::map(&blocks.iter().map(block).collect::<Vec<_>>())
+        if self.file.is_some() && found != expected {
+            return Err(MemoryError::TooSmall { found, expected });
+        }
+        Ram::map(&places)
     }
 }
 

@@ -1,0 +1,230 @@
+//! Where a guest is received into memory and compared with what its source says of it, if that is a synthetic guest; of any
+//! other the memory's hashes are told.
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::IoBufMut;
+use towline_protocol::configuration::Configuration;
+use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use super::ledger::Ledger;
+use super::pattern::{PAGE_BYTES, WrongPage};
+use crate::guest::ReturnPathWriter;
+use crate::memory::Populated;
+use crate::{Error, Memory, Pages, Result, Sink, Stream};
+
+/// Pages that a thread compares at a time: 8 MiB.
+const COMPARE_PAGES: usize = 2048;
+/// Bytes hashed at a time.
+const HASH_BYTES: usize = 1 << 20;
+
+/// A [`Memory`] that is populated ahead when the block list comes, and looked through before the source hears that its guest
+/// has arrived.
+#[derive(Debug)]
+pub struct Checked {
+    memory: Memory,
+    threads: NonZeroUsize,
+    outcome: Mutex<Outcome>,
+    begun: Mutex<Option<Instant>>,
+}
+
+/// What came, as far as it has.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// How the memory was made ahead.
+    pub populated: Option<Populated>,
+    /// From the block list until the device state: all memory came in it, what was made ahead included.
+    pub transfer_time: Duration,
+    /// Of a synthetic guest: pages, all of which were compared.
+    pub verified_pages: Option<u64>,
+    /// Of a synthetic guest: how often its load had written a page.
+    pub writes: u64,
+    /// Of any other guest: its blocks.
+    pub hashes: Vec<BlockHash>,
+    /// How long comparing or hashing took.
+    pub check_time: Duration,
+}
+
+/// A RAM block as it arrived.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockHash {
+    /// Its name.
+    pub name: String,
+    /// Its length in bytes.
+    pub length: u64,
+    /// Its content's BLAKE3, as `b3sum` prints it.
+    pub blake3: String,
+}
+
+impl Checked {
+    /// Receives into `memory`, using `threads` threads to populate and compare it.
+    pub fn new(memory: Memory, threads: NonZeroUsize) -> Self {
+        Self { memory, threads, outcome: Mutex::default(), begun: Mutex::default() }
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// What came.
+    pub fn outcome(&self) -> Outcome {
+        self.outcome_mut().clone()
+    }
+
+    fn outcome_mut(&self) -> MutexGuard<'_, Outcome> {
+        lock(&self.outcome)
+    }
+
+    /// Compares every page with the ledger.
+    ///
+    /// # Errors
+    /// The first page found that is not what it should be; of several, any.
+    fn compare(&self, ledger: &Ledger) -> Result<u64> {
+        let pages = self.memory.blocks().iter().map(RamBlock::pages).sum();
+        ledger.check_pages(pages).map_err(Error::guest)?;
+        let (next, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let wrong = Mutex::new(None);
+        thread::scope(|scope| {
+            for _ in 0..self.threads.get() {
+                scope.spawn(|| {
+                    while !is_over.load(Ordering::Relaxed) {
+                        let first = next.fetch_add(COMPARE_PAGES, Ordering::Relaxed);
+                        let end = ledger.generations.len().min(first.saturating_add(COMPARE_PAGES));
+                        if first >= end {
+                            break;
+                        }
+                        if let Some(found) = (first..end).find_map(|page| self.wrong_page(ledger, page)) {
+                            is_over.store(true, Ordering::Relaxed);
+                            *lock(&wrong) = Some(found);
+                        }
+                    }
+                });
+            }
+        });
+        match wrong.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some(wrong) => Err(Error::guest(wrong)),
+            None => Ok(pages),
+        }
+    }
+
+    fn wrong_page(&self, ledger: &Ledger, page: usize) -> Option<WrongPage> {
+        let (mut content, expected) = ([0; PAGE_BYTES], ledger.generations[page]);
+        // A synthetic guest has one block.
+        let at = PageRef { block: BlockIndex(0), offset: page as u64 * PAGE_SIZE };
+        self.memory.read(at, &mut content);
+        let fault = ledger.pattern.fault(page as u64, expected, &content)?;
+        let block = self.memory.blocks()[0].name.clone();
+        Some(WrongPage { block, page: page as u64, expected, fault })
+    }
+
+    fn hashes(&self) -> Vec<BlockHash> {
+        let mut bytes = vec![0; HASH_BYTES];
+        let hash = |(index, block): (u32, &RamBlock)| {
+            let mut hasher = blake3::Hasher::new();
+            for offset in (0..block.length).step_by(HASH_BYTES) {
+                let length = (block.length - offset).min(HASH_BYTES as u64) as usize;
+                self.memory.read(PageRef { block: BlockIndex(index), offset }, &mut bytes[..length]);
+                hasher.update(&bytes[..length]);
+            }
+            let (name, length) = (block.name.clone(), block.length);
+            BlockHash { name, length, blake3: hasher.finalize().to_string() }
+        };
+        (0..).zip(self.memory.blocks()).map(hash).collect()
+    }
+}
+
+impl Sink for Checked {
+    fn configuration(&self, configuration: &Configuration) -> Result<()> {
+        Sink::configuration(&self.memory, configuration)
+    }
+
+    fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
+        *lock(&self.begun) = Some(Instant::now());
+        Sink::blocks(&self.memory, blocks)?;
+        let populated = self.memory.populate(self.threads)?;
+        *self.outcome_mut() = Outcome { populated: Some(populated), ..Outcome::default() };
+        Ok(())
+    }
+
+    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        self.memory.room(page, length)
+    }
+
+    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.memory.landed(stream, block, offsets)
+    }
+
+    fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
+        self.memory.pages(stream, pages)
+    }
+
+    fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.memory.zero(stream, block, offsets)
+    }
+
+    fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()> {
+        self.memory.current(page, content)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.memory.barrier()
+    }
+
+    fn section_start(&self, section: RamSection) -> Result<()> {
+        self.memory.section_start(section)
+    }
+
+    fn section_end(&self, kind: SectionKind) -> Result<()> {
+        self.memory.section_end(kind)
+    }
+
+    fn device_state(&self, state: DeviceState) -> Result<()> {
+        let begun = *lock(&self.begun);
+        self.outcome_mut().transfer_time = begun.map(|begun| begun.elapsed()).unwrap_or_default();
+        self.memory.device_state(state)
+    }
+
+    fn commit(&self) -> Result<()> {
+        let begun = Instant::now();
+        let ledger = match self.memory.look_at_device_state(Ledger::decode) {
+            Some(ledger) => ledger.map_err(Error::guest)?,
+            None => None,
+        };
+        let (verified_pages, writes, hashes) = match &ledger {
+            Some(ledger) => (Some(self.compare(ledger)?), ledger.writes(), Vec::new()),
+            None => (None, 0, self.hashes()),
+        };
+        let mut outcome = self.outcome_mut();
+        *outcome = Outcome { verified_pages, writes, hashes, check_time: begun.elapsed(), ..outcome.clone() };
+        drop(outcome);
+        self.memory.commit()
+    }
+
+    fn publish(&self) -> Result<()> {
+        self.memory.publish()
+    }
+
+    fn return_path(&self, writer: ReturnPathWriter) {
+        self.memory.return_path(writer);
+    }
+}
+
+impl fmt::Display for BlockHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({} bytes) {}", self.name, self.length, self.blake3)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Values are replaced whole, so a panic elsewhere leaves nothing half-done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,230 @@
+//! What each page of a stopped synthetic guest holds, as its device state.
+//!
+//! ```text
+//!   section "towline-mem" 1:  be64 seed  u8 zero-percent  be64 pages  32 bytes BLAKE3  { varint count  varint generation }*
+//! ```
+//!
+//! Pages stand in their order, those of the same generation in succession as one pair, and the hash is of all that stands
+//! around it: a ledger that was damaged is refused rather than believed. Varints are LEB128.
+
+use towline_protocol::device_state::{Device, DeviceState};
+use towline_protocol::limits::RAM_BYTES_MAX;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::section::{SectionHeader, SectionType, put_footer};
+
+use super::pattern::Pattern;
+
+const SECTION: &str = "towline-mem";
+const VERSION: u32 = 1;
+const SECTION_ID: u32 = 3;
+/// Type, id, counted name, instance, version.
+const HEADER_BYTES: usize = 1 + 4 + 1 + SECTION.len() + 4 + 4;
+const FOOTER_BYTES: usize = 5;
+/// Seed, share of zero pages, pages.
+const FACTS_BYTES: usize = 8 + 1 + 8;
+const HASH_BYTES: usize = 32;
+/// EOF, the description's type and length.
+const TAIL_HEAD_BYTES: usize = 6;
+
+/// See the module's picture.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ledger {
+    pub(super) pattern: Pattern,
+    pub(super) generations: Vec<u32>,
+}
+
+/// What a ledger that came is not.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LedgerError {
+    /// It is of a version that is not known here.
+    #[error(
+        "the synthetic guest's ledger has version {found}, expected {VERSION}: run the same towline at both ends"
+    )]
+    Version {
+        /// Its version.
+        found: u32,
+    },
+    /// It is cut or longer than it should be.
+    #[error("the synthetic guest's ledger is damaged: {what}")]
+    Damaged {
+        /// In what way.
+        what: &'static str,
+    },
+    /// It is of another guest.
+    #[error("the synthetic guest's ledger has {found} pages, its memory {expected}")]
+    Pages {
+        /// Pages of the ledger.
+        found: u64,
+        /// Pages of the memory.
+        expected: u64,
+    },
+}
+
+impl Ledger {
+    /// How many times the load has written a page.
+    pub fn writes(&self) -> u64 {
+        self.generations.iter().map(|&generation| u64::from(generation)).sum()
+    }
+
+    /// The device state of a guest that has nothing else.
+    pub fn encode(&self) -> Vec<u8> {
+        let (mut facts, mut runs) = (Vec::new(), Vec::new());
+        facts.extend(self.pattern.seed.to_be_bytes());
+        facts.push(self.pattern.zero_percent);
+        facts.extend((self.generations.len() as u64).to_be_bytes());
+        for run in self.generations.chunk_by(|first, second| first == second) {
+            put_varint(&mut runs, run.len() as u64);
+            put_varint(&mut runs, run[0].into());
+        }
+        let mut bytes = Vec::new();
+        let header = SectionHeader { id: SECTION_ID, name: SECTION.into(), instance: 0, version: VERSION };
+        header.encode(SectionType::Full, &mut bytes);
+        bytes.extend_from_slice(&facts);
+        bytes.extend_from_slice(hash(&facts, &runs).as_bytes());
+        bytes.extend_from_slice(&runs);
+        put_footer(&mut bytes, SECTION_ID);
+        let description =
+            format!(r#"{{"page_size":4096,"devices":[{{"name":"{SECTION}","instance_id":0}}]}}"#);
+        bytes.extend([SectionType::Eof as u8, SectionType::VmDescription as u8]);
+        bytes.extend(u32::try_from(description.len()).expect("a line").to_be_bytes());
+        bytes.extend(description.bytes());
+        bytes
+    }
+
+    /// Reads it; `None` if the guest is no synthetic one.
+    ///
+    /// # Errors
+    /// It is one, and its ledger is damaged or unknown here.
+    pub fn decode(state: &DeviceState) -> Result<Option<Self>, LedgerError> {
+        let [Device { name, version, offset, .. }] = state.devices() else { return Ok(None) };
+        if name != SECTION {
+            return Ok(None);
+        }
+        if *version != VERSION {
+            return Err(LedgerError::Version { found: *version });
+        }
+        let cut = LedgerError::Damaged { what: "it is too short" };
+        let bytes = state.bytes();
+        // The description is the last thing of a device state, and tells where the only section before it ends.
+        let end = description_start(bytes).and_then(|start| start.checked_sub(FOOTER_BYTES));
+        let body = end.and_then(|end| bytes.get(offset + HEADER_BYTES..end)).ok_or_else(|| cut.clone())?;
+        let (facts, rest) = body.split_at_checked(FACTS_BYTES).ok_or_else(|| cut.clone())?;
+        let (digest, runs) = rest.split_at_checked(HASH_BYTES).ok_or(cut)?;
+        if hash(facts, runs) != *<&[u8; HASH_BYTES]>::try_from(digest).expect("split there") {
+            return Err(LedgerError::Damaged { what: "its BLAKE3 is another" });
+        }
+        let number = |at: usize| u64::from_be_bytes(facts[at..at + 8].try_into().expect("8 bytes"));
+        let pattern = Pattern { seed: number(0), zero_percent: facts[8] };
+        Ok(Some(Self { pattern, generations: generations(runs, number(9))? }))
+    }
+
+    pub(super) fn check_pages(&self, expected: u64) -> Result<(), LedgerError> {
+        let found = self.generations.len() as u64;
+        if found == expected { Ok(()) } else { Err(LedgerError::Pages { found, expected }) }
+    }
+}
+
+fn generations(mut runs: &[u8], pages: u64) -> Result<Vec<u32>, LedgerError> {
+    let damaged = |what| LedgerError::Damaged { what };
+    if pages > RAM_BYTES_MAX / PAGE_SIZE {
+        return Err(damaged("it has more pages than a guest can have"));
+    }
+    let mut generations = Vec::new();
+    while !runs.is_empty() {
+        let count = take_varint(&mut runs).ok_or_else(|| damaged("a count is cut"))?;
+        let generation = take_varint(&mut runs).and_then(|generation| u32::try_from(generation).ok());
+        let generation = generation.ok_or_else(|| damaged("a generation is cut or too large"))?;
+        let end = (generations.len() as u64).saturating_add(count);
+        if end > pages {
+            return Err(damaged("it has more pages than it says"));
+        }
+        generations.resize(usize::try_from(end).expect("pages of memory that is here"), generation);
+    }
+    if generations.len() as u64 == pages {
+        Ok(generations)
+    } else {
+        Err(damaged("it has fewer pages than it says"))
+    }
+}
+
+fn hash(facts: &[u8], runs: &[u8]) -> blake3::Hash {
+    blake3::Hasher::new().update(facts).update(runs).finalize()
+}
+
+/// Where the EOF before the description stands: its length leads exactly to the end.
+fn description_start(bytes: &[u8]) -> Option<usize> {
+    let head = [SectionType::Eof as u8, SectionType::VmDescription as u8];
+    (0..bytes.len().checked_sub(TAIL_HEAD_BYTES)?).rev().find(|&at| {
+        let length = u32::from_be_bytes(bytes[at + 2..at + TAIL_HEAD_BYTES].try_into().expect("4 bytes"));
+        bytes[at..at + 2] == head && at + TAIL_HEAD_BYTES + length as usize == bytes.len()
+    })
+}
+
+fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+fn take_varint(input: &mut &[u8]) -> Option<u64> {
+    let mut value = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = input.split_first()?;
+        *input = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte < 0x80 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ledger(generations: Vec<u32>) -> Ledger {
+        Ledger { pattern: Pattern { seed: 9, zero_percent: 25 }, generations }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(generations in prop::collection::vec(prop_oneof![Just(0), Just(1), any::<u32>()], 0..300)) {
+            let ledger = ledger(generations);
+            let state = DeviceState::parse(&ledger.encode()).unwrap();
+            prop_assert_eq!(Ledger::decode(&state), Ok(Some(ledger)));
+        }
+    }
+
+    #[test]
+    fn a_damaged_ledger_is_refused() {
+        let bytes = ledger(vec![0, 0, 5, 1 << 20]).encode();
+        let facts = HEADER_BYTES..HEADER_BYTES + FACTS_BYTES + HASH_BYTES + 8;
+        for at in facts {
+            let mut bytes = bytes.clone();
+            bytes[at] ^= 1;
+            let state = DeviceState::parse(&bytes).unwrap();
+            assert_eq!(
+                Ledger::decode(&state),
+                Err(LedgerError::Damaged { what: "its BLAKE3 is another" }),
+                "byte {at}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_ledger_that_lies_is_refused() {
+        let lies = |pages: u64, runs: &[u8]| generations(runs, pages).unwrap_err().to_string();
+        assert!(lies(3, &[4, 0]).ends_with("more pages than it says"));
+        assert!(lies(3, &[2, 0]).ends_with("fewer pages than it says"));
+        assert!(lies(3, &[3]).ends_with("a generation is cut or too large"));
+        assert!(lies(3, &[0x80]).ends_with("a count is cut"));
+        assert!(lies(u64::MAX, &[]).ends_with("more pages than a guest can have"));
+        let all = [&[0xff_u8; 9][..], &[1, 0]].concat();
+        assert!(lies(3, &all).ends_with("more pages than it says"));
+    }
+}
