@@ -33,6 +33,11 @@ Endpoints:
   fd:N             an open file descriptor
   exec:COMMAND     the standard input and output of a shell command
   file:PATH, PATH  an image: QEMU's mapped-ram file, and beside it PATH.manifest.json with checksums
+  mem:SIZE         as SOURCE: a synthetic guest of so many bytes (K, M, G) with a checked pattern; options behind
+                   commas: dirty=BYTES a second (0), zero=PERCENT of its pages (25), seed=N, threads=N that write,
+                   backing=private|memfd|hugetlb
+  mem:             as DEST: receive into memory, populated ahead, and verify the pattern, or tell the hashes of any
+                   other guest; with a SIZE the memory is made before the source is asked
   null:            as DEST: count and drop; the source keeps its guest
 
 Exit codes: 0 done; 1 refused or failed, the guest is safe at its source; 2 usage; 3 failed, and the guest's state
@@ -53,6 +58,8 @@ Examples:
     towline copy tcp:0.0.0.0:4444 guest.img
   Compress on the way to a towline on another host, which has the same options:
     towline copy --multifd-channels 4 --compression zstd guest.img tcp:OTHER:4444
+  Measure the way to another host with a guest that dirties 20 MiB/s and is verified there (`towline copy tcp:0.0.0.0:4444 mem:`):
+    towline copy --multifd-channels 4 mem:2G,dirty=20M tcp:OTHER:4444
   Or through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
 "))]

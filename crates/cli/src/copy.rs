@@ -7,6 +7,7 @@ use towline_control::plan::{self, Options, Source};
 
 use crate::Exit;
 use crate::args::{CopyArgs, Method, MoveArgs, Switch, TransferArgs};
+use crate::endpoint::Endpoint;
 use crate::outcome::Outcome;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
@@ -30,11 +31,16 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     if let Some(text) = level_of_nothing(&args.transfer) {
         return Ok(outcome.usage(text));
     }
+    let destinations: Result<Vec<_>, _> = args.destinations.iter().map(Endpoint::destination).collect();
+    let destinations = match destinations {
+        Ok(destinations) => destinations,
+        Err(text) => return Ok(outcome.usage(&text)),
+    };
     let cancel = cancel_on_signals("the source keeps its guest")?;
     let options = Options { resume: args.resume, ..options(&args.transfer) };
     let mut exit = Exit::Done;
-    for destination in &args.destinations {
-        let copied = plan::copy(&source, &destination.destination(), &options, &cancel, &reporter);
+    for (destination, to) in args.destinations.iter().zip(&destinations) {
+        let copied = plan::copy(&source, to, &options, &cancel, &reporter);
         reporter.finish();
         match copied {
             Ok(report) => outcome.done(destination, &report),
@@ -71,9 +77,13 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
     if let Some(text) = level_of_nothing(&args.transfer) {
         return Ok(outcome.usage(text));
     }
+    let destination = match args.destination.destination() {
+        Ok(destination) => destination,
+        Err(text) => return Ok(outcome.usage(&text)),
+    };
     let cancel = cancel_on_signals("the source keeps its guest")?;
     let options = Options { end_source: true, ..options(&args.transfer) };
-    let moved = plan::copy(&source, &args.destination.destination(), &options, &cancel, &reporter);
+    let moved = plan::copy(&source, &destination, &options, &cancel, &reporter);
     reporter.finish();
     Ok(match moved {
         Ok(report) => {

@@ -7,20 +7,22 @@ use std::str::FromStr;
 use towline_channel::Address;
 use towline_control::plan;
 
+use crate::memory::Memory;
+
 /// A URI of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     Qmp(PathBuf),
     Stream(Address),
     Image(PathBuf),
+    Memory(Memory),
     Null,
 }
 
 /// Schemes that are planned, with what they will be.
-const PLANNED: [(&str, &str); 8] = [
+const PLANNED: [(&str, &str); 7] = [
     ("ws://", "WebSocket"),
     ("wss://", "WebSocket"),
-    ("mem:", "synthetic guests"),
     ("s3://", "object stores"),
     ("gs://", "object stores"),
     ("az://", "object stores"),
@@ -42,6 +44,7 @@ impl FromStr for Endpoint {
             }
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
+            "mem" => rest.parse().map(Self::Memory),
             "null" if rest.is_empty() => Ok(Self::Null),
             "tcp" | "unix" | "fd" | "exec" => {
                 text.parse().map(Self::Stream).map_err(|error| format!("{error}"))
@@ -49,7 +52,7 @@ impl FromStr for Endpoint {
             // A path may have a colon in it, but then it has a slash too, or it is written with file: before it.
             _ if text.contains('/') => image(text),
             _ => Err(format!(
-                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, fd:, exec:, file:, null:, or a path (a file of this name is file:{text})"
+                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, fd:, exec:, file:, mem:, null:, or a path (a file of this name is file:{text})"
             )),
         }
     }
@@ -68,6 +71,7 @@ impl fmt::Display for Endpoint {
             Self::Qmp(path) => write!(f, "qmp:{}", path.display()),
             Self::Stream(address) => write!(f, "{address}"),
             Self::Image(path) => write!(f, "file:{}", path.display()),
+            Self::Memory(memory) => write!(f, "{memory}"),
             Self::Null => f.write_str("null:"),
         }
     }
@@ -80,18 +84,20 @@ impl Endpoint {
             Self::Qmp(path) => Ok(plan::Source::Qmp(path.clone())),
             Self::Stream(address) => Ok(plan::Source::Stream(address.clone())),
             Self::Image(path) => Ok(plan::Source::Image(path.clone())),
+            Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
             Self::Null => Err("null: has no guest to copy".into()),
         }
     }
 
     /// As a destination.
-    pub(crate) fn destination(&self) -> plan::Destination {
-        match self {
+    pub(crate) fn destination(&self) -> Result<plan::Destination, String> {
+        Ok(match self {
             Self::Qmp(path) => plan::Destination::Qmp(path.clone()),
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
+            Self::Memory(memory) => plan::Destination::Memory(memory.room()?),
             Self::Null => plan::Destination::Null,
-        }
+        })
     }
 }
 
@@ -109,6 +115,7 @@ mod tests {
             ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
             ("exec:cat > x", "exec:cat > x"),
             ("null:", "null:"),
+            ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
         }

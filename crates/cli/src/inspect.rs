@@ -39,6 +39,10 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
     match source {
         Source::Image(path) => image(&reporter, &path, args.verify),
         Source::Qmp(path) => qemu(&reporter, &path),
+        Source::Memory(_) => {
+            eprintln!("towline: {} is made when it is copied; there is nothing to look at", args.source);
+            Ok(Exit::Usage)
+        }
         Source::Stream(_) => stream(&reporter, &source, args),
     }
 }

@@ -8,6 +8,7 @@ mod bench;
 mod copy;
 mod endpoint;
 mod inspect;
+mod memory;
 mod outcome;
 mod progress;
 mod signals;

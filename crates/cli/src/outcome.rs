@@ -5,6 +5,7 @@ use towline_control::plan::{DestinationState, Error, Failure, GuestState, Report
 
 use crate::Exit;
 use crate::endpoint::Endpoint;
+use crate::memory;
 use crate::progress::{Reporter, ram};
 use crate::units::{count, size};
 
@@ -38,6 +39,7 @@ impl Outcome<'_> {
             DestinationState::Paused => "loaded, paused",
             DestinationState::Stored => "stored, synced",
             DestinationState::Loaded => "loaded",
+            DestinationState::Received => "received into memory, which is gone with this process",
             DestinationState::Dropped => "counted and dropped",
         };
         self.reporter.event(
@@ -54,6 +56,7 @@ impl Outcome<'_> {
                 "source-state": source,
                 "destination-state": state,
                 "ram": ram(moved),
+                "memory": report.memory.as_ref().map(memory::json),
             }),
         );
         self.tell_people(destination, report, [source, state]);
@@ -94,6 +97,9 @@ impl Outcome<'_> {
         if let Some(downtime_ms) = report.downtime_ms {
             reporter.line(&format!("  downtime     {downtime_ms} ms"));
         }
+        if let Some(memory) = &report.memory {
+            memory::tell(reporter, memory);
+        }
         reporter.line(&format!("  source       {source}"));
         reporter.line(&format!("  destination  {state}"));
     }
@@ -108,6 +114,9 @@ impl Outcome<'_> {
         let guest = match &failure.guest {
             GuestState::Safe if matches!(self.source, Endpoint::Image(_)) => {
                 "in its image, which is as it was"
+            }
+            GuestState::Safe if matches!(self.source, Endpoint::Memory(_)) => {
+                "gone, as a synthetic one goes with its process"
             }
             GuestState::Safe => "safe at its source",
             GuestState::Unreached => "not touched; its QEMU could not be reached",

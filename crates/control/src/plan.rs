@@ -19,6 +19,8 @@ mod destination;
 mod error;
 mod fit;
 mod hand_over;
+mod local;
+mod memory;
 mod private_dir;
 mod receive;
 mod restore;
@@ -31,10 +33,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
-use towline_migration::{Compression, Snapshot};
+use towline_migration::{Compression, Snapshot, synthetic};
 
 pub use copy::{copy, survey};
 pub use error::{Error, Failure, GuestState};
+pub use memory::MemoryRoom;
 pub use survey::{Seen, Survey};
 
 /// Where a guest comes from.
@@ -46,6 +49,8 @@ pub enum Source {
     Stream(Address),
     /// An image.
     Image(PathBuf),
+    /// A synthetic guest of this process.
+    Memory(synthetic::Shape),
 }
 
 /// Where it goes.
@@ -57,6 +62,8 @@ pub enum Destination {
     Stream(Address),
     /// An image to be made.
     Image(PathBuf),
+    /// Memory of this process, where it is verified (or hashed) and then dropped.
+    Memory(MemoryRoom),
     /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
     Null,
 }
@@ -178,6 +185,8 @@ pub struct Report {
     pub source: SourceState,
     /// The destination's guest now.
     pub destination: DestinationState,
+    /// What arrived in memory of this process.
+    pub memory: Option<synthetic::Outcome>,
 }
 
 impl Report {
@@ -213,6 +222,8 @@ pub enum DestinationState {
     Stored,
     /// Loaded by somebody else, who decides.
     Loaded,
+    /// Received into memory, looked through, and dropped with it.
+    Received,
     /// Counted and dropped.
     Dropped,
 }

@@ -1,13 +1,14 @@
 //! Which plan it is, and what can be refused before anything is touched.
 
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
-use towline_migration::{Session, Snapshot, Statistics};
+use towline_migration::{Session, Snapshot, Statistics, synthetic};
 
 use super::{
-    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, compression, receive,
-    restore,
+    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, compression, memory,
+    receive, restore,
 };
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
@@ -31,12 +32,13 @@ pub fn copy(
     check_return_path(source, destination, options).map_err(Failure::untouched)?;
     check_end(source, destination, options).map_err(Failure::untouched)?;
     let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
-    let run = Run { options, lanes, cancel, observer, begun: Instant::now() };
+    let run = Run::new(options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
     match source {
         Source::Image(path) => restore::restore(path, destination, &run),
         Source::Qmp(path) => receive::from_qemu(path, destination, &run),
         Source::Stream(address) => receive::from_stream(address, destination, &run),
+        Source::Memory(shape) => memory::from_memory(shape, destination, &run),
     }
 }
 
@@ -56,7 +58,7 @@ pub fn survey(
     };
     let lanes = lanes(source, &Destination::Null, options).map_err(Failure::untouched)?;
     compression::check(source, &Destination::Null, options, lanes).map_err(Failure::untouched)?;
-    receive::survey(address, survey, &Run { options, lanes, cancel, observer, begun: Instant::now() })
+    receive::survey(address, survey, &Run::new(options, lanes, cancel, observer))
 }
 
 /// What every part of a copy needs to know.
@@ -65,10 +67,20 @@ pub(super) struct Run<'a> {
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
-    pub(super) begun: Instant,
+    begun: Instant,
+    memory: OnceLock<synthetic::Outcome>,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    fn new(options: &'a Options, lanes: usize, cancel: &'a Cancel, observer: &'a dyn Observer) -> Self {
+        Self { options, lanes, cancel, observer, begun: Instant::now(), memory: OnceLock::new() }
+    }
+
+    /// Notes what arrived in memory of this process, for the report.
+    pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
+        self.memory.get_or_init(|| outcome);
+    }
+
     /// Ends here if the user said so.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
         match self.cancel.is_cancelled() {
@@ -117,6 +129,7 @@ impl Run<'_> {
             handed_over: false,
             source,
             destination,
+            memory: self.memory.get().cloned(),
         }
     }
 }
@@ -143,14 +156,14 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
 fn stream_address(source: &Source) -> Option<&Address> {
     match source {
         Source::Stream(address) => Some(address),
-        Source::Qmp(_) | Source::Image(_) => None,
+        Source::Qmp(_) | Source::Image(_) | Source::Memory(_) => None,
     }
 }
 
 fn destination_address(destination: &Destination) -> Option<&Address> {
     match destination {
         Destination::Stream(address) => Some(address),
-        Destination::Qmp(_) | Destination::Image(_) | Destination::Null => None,
+        Destination::Qmp(_) | Destination::Image(_) | Destination::Memory(_) | Destination::Null => None,
     }
 }
 
@@ -161,7 +174,7 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
         return Ok(options);
     }
     match destination {
-        Destination::Image(_) | Destination::Null => {}
+        Destination::Image(_) | Destination::Memory(_) | Destination::Null => {}
         Destination::Qmp(_) if options.run == Some(true) => {
             return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
         }
@@ -179,7 +192,12 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
 fn check_end(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
     let text = match (source, destination) {
         _ if !options.end_source => return Ok(()),
-        (Source::Stream(_) | Source::Image(_), _) => "only a qmp: source can be ended: copy this one",
+        (Source::Stream(_) | Source::Image(_) | Source::Memory(_), _) => {
+            "only a qmp: source can be ended: copy this one"
+        }
+        (_, Destination::Memory(_)) => {
+            "mem: is gone with this process, so its source is not ended: copy to it"
+        }
         (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
         _ if options.resume => "a source that is ended cannot run on (--resume)",
         _ => return Ok(()),
@@ -193,10 +211,11 @@ fn check_return_path(source: &Source, destination: &Destination, options: &Optio
     }
     match (source, destination) {
         // An image is as safe afterwards as before, and so is the file behind a pipe.
-        (Source::Image(_), Destination::Stream(_)) | (Source::Stream(_), Destination::Image(_) | Destination::Null) => {
+        (Source::Image(_) | Source::Memory(_), Destination::Stream(_))
+        | (Source::Stream(_), Destination::Image(_) | Destination::Memory(_) | Destination::Null) => {
             Ok(())
         }
-        (Source::Image(_), _) | (Source::Stream(_), _) => Err(Error::Usage(
+        (Source::Image(_) | Source::Stream(_) | Source::Memory(_), _) => Err(Error::Usage(
             "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
         )),
         (Source::Qmp(_), _) => Err(Error::Usage(

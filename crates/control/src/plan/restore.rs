@@ -5,25 +5,21 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Channel, pair};
 use towline_image::{Existing, Image, ImageWriter, Origin};
-use towline_migration::{
-    Compression, Guest as _, Incoming, Outgoing, Session, Statistics, incoming, outgoing,
-};
+use towline_migration::{Compression, Guest as _, Outgoing, Session, Statistics, outgoing};
 
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::Guest;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
+    local, memory,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
 /// How often a QEMU that loads by itself is asked.
 const ASK_INTERVAL: Duration = Duration::from_millis(2);
-/// Bytes on the way between the two halves of an image-to-image copy.
-const PAIR_BYTES: usize = 4 << 20;
 
 /// Copies the image at `path`; the image stays as it is.
 pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
@@ -49,6 +45,7 @@ pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> 
             Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))
         }
         Destination::Image(path) => to_image(&image, path, run).map_err(Failure::untouched),
+        Destination::Memory(room) => memory::from_image(&image, room, run).map_err(Failure::untouched),
         Destination::Null => Err(Failure::untouched(Error::Usage(
             "null: takes a stream; to check an image, `inspect --verify` it".into(),
         ))),
@@ -109,8 +106,9 @@ fn stream(
     })
 }
 
-fn send(
-    image: &Image,
+/// Sends a guest that is here, and calls `look` again and again meanwhile.
+pub(super) fn send(
+    guest: &dyn towline_migration::Guest,
     connections: &outgoing::Connections,
     run: &Run<'_>,
     look: &mut dyn FnMut() -> Result<(), Error>,
@@ -122,6 +120,7 @@ fn send(
     let options = outgoing::Options {
         return_path: run.options.return_path,
         max_bandwidth: run.options.max_bandwidth,
+        downtime_limit: run.options.downtime_limit,
         answer_timeout: run.options.connect_timeout,
         compression: run.options.compression,
         ..outgoing::Options::default()
@@ -131,7 +130,7 @@ fn send(
         run.report(&statistics, Progress::default());
         look()
     };
-    run.supervise(&session, &mut look, || engine.run(connections, image))?;
+    run.supervise(&session, &mut look, || engine.run(connections, guest))?;
     run.report(&statistics, Progress::default());
     Ok(statistics.snapshot())
 }
@@ -167,31 +166,6 @@ fn to_image(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Error> 
     let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
     let origin = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let writer = ImageWriter::create(path, existing, origin)?;
-    let connect = || -> (Arc<dyn Channel>, Arc<dyn Channel>) {
-        let (left, right) = pair(PAIR_BYTES);
-        (Arc::new(left), Arc::new(right))
-    };
-    let (out_main, in_main) = connect();
-    let out = outgoing::Connections { main: out_main, lanes: Vec::new(), uuid: [0; 16] };
-    let into = incoming::Connections::single(in_main);
-    let options = incoming::Options::default();
-    let session = Arc::new(Session::default());
-    let receiver = Incoming::new(Arc::clone(&session), Arc::default(), options);
-    let (sent, received) = thread::scope(|scope| {
-        let received = scope.spawn(|| receiver.run(&into, &writer));
-        let sent = send(image, &out, run, &mut || Ok(()));
-        if sent.is_err() {
-            session.fail(towline_migration::Error::Cancelled);
-        }
-        (sent, received.join())
-    });
-    match received {
-        Ok(Ok(())) => Ok(run.done(sent?, SourceState::Unchanged, DestinationState::Stored)),
-        // The half that failed by itself says why; the other one only saw it go.
-        Ok(Err(error)) => Err(match sent {
-            Err(why) if blame::is_ours(&why) || matches!(error, towline_migration::Error::Cancelled) => why,
-            _ => error.into(),
-        }),
-        Err(panic) => std::panic::resume_unwind(panic),
-    }
+    let moved = local::copy(image, &writer, 0, run)?;
+    Ok(run.done(moved, SourceState::Unchanged, DestinationState::Stored))
 }

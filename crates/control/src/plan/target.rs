@@ -6,13 +6,14 @@ use std::time::Instant;
 use towline_channel::Address;
 use towline_image::{Existing, ImageWriter, Origin};
 use towline_migration::incoming::Connections;
+use towline_migration::synthetic::Checked;
 use towline_migration::{Relay, Session, Sink, outgoing};
 
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
-use super::{Destination, DestinationState, Error, Phase, blame};
+use super::{Destination, DestinationState, Error, Phase, blame, memory};
 
 /// Where a stream goes.
 pub(super) enum Target {
@@ -27,6 +28,7 @@ pub(super) enum Target {
         uuid: [u8; 16],
         relay: Option<Box<Relay>>,
     },
+    Memory(Box<Checked>),
     Null(Survey),
 }
 
@@ -54,6 +56,7 @@ impl Target {
                 let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
                 Self::Stream { address: address.clone(), uuid, relay: None }
             }
+            Destination::Memory(room) => Self::Memory(Box::new(memory::room(room)?)),
             Destination::Null => Self::Null(Survey::default()),
         })
     }
@@ -89,7 +92,7 @@ impl Target {
                 let connected = outgoing::connect(address, run.lanes, *uuid, deadline, run.cancel);
                 *to = relay(connected.map_err(|error| blame::lanes_lost(error.into(), run))?)?;
             }
-            Self::Image(_) | Self::Null(_) => {}
+            Self::Image(_) | Self::Memory(_) | Self::Null(_) => {}
         }
         Ok(())
     }
@@ -100,6 +103,7 @@ impl Target {
             Self::Qemu { relay, .. } | Self::Stream { relay, .. } => {
                 relay.as_deref().expect("connected before anything is received")
             }
+            Self::Memory(memory) => memory.as_ref(),
             Self::Null(survey) => survey,
         }
     }
@@ -152,6 +156,10 @@ impl Target {
         match self {
             Self::Image(_) => Ok(DestinationState::Stored),
             Self::Stream { .. } => Ok(DestinationState::Loaded),
+            Self::Memory(memory) => {
+                run.set_memory(memory.outcome());
+                Ok(DestinationState::Received)
+            }
             Self::Null(_) => Ok(DestinationState::Dropped),
             Self::Qemu { destination, .. } => {
                 if runs {

@@ -1,0 +1,80 @@
+//! A copy within this process: one half of the engine sends, the other receives, over memory or, with lanes, over TCP on the
+//! loopback, so that lanes are what they are between two hosts.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Channel, Listener, connect, pair};
+use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outgoing};
+
+use super::copy::Run;
+use super::{Error, blame, restore};
+
+/// Bytes on the way between the two halves of a copy without lanes.
+const PAIR_BYTES: usize = 4 << 20;
+/// How long a connection to ourselves may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Copies `guest` into `sink` over `lanes` lanes.
+pub(super) fn copy(
+    guest: &dyn Guest,
+    sink: &dyn Sink,
+    lanes: usize,
+    run: &Run<'_>,
+) -> Result<Snapshot, Error> {
+    let (out, into) = connections(lanes, run)?;
+    let options = incoming::Options { compression: run.options.compression, ..incoming::Options::default() };
+    let session = Arc::new(Session::default());
+    let receiver = Incoming::new(Arc::clone(&session), Arc::default(), options);
+    let (main, lanes) = into;
+    let (sent, received) = thread::scope(|scope| {
+        let received = scope.spawn(|| {
+            let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
+            receiver.run(&into, sink)
+        });
+        let sent = restore::send(guest, &out, run, &mut || Ok(()));
+        // Whether it failed or not, nothing more is to be sent.
+        drop(out);
+        if sent.is_err() {
+            session.fail(towline_migration::Error::Cancelled);
+        }
+        (sent, received.join())
+    });
+    match received {
+        Ok(Ok(())) => sent,
+        // The half that failed by itself says why; the other one only saw it go.
+        Ok(Err(error)) => Err(match sent {
+            Err(why) if blame::is_ours(&why) || matches!(error, towline_migration::Error::Cancelled) => why,
+            _ => error.into(),
+        }),
+        Err(panic) => std::panic::resume_unwind(panic),
+    }
+}
+
+type Shared = Arc<dyn Channel>;
+/// To be sent over, and the main channel and the lanes to be received from.
+type Ends = (outgoing::Connections, (Shared, Vec<Shared>));
+
+fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
+    if lanes == 0 {
+        let (left, right) = pair(PAIR_BYTES);
+        let out = outgoing::Connections { main: Arc::new(left), lanes: Vec::new(), uuid: [0; 16] };
+        return Ok((out, (Arc::new(right), Vec::new())));
+    }
+    let loopback = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
+    let listener = Listener::bind(&loopback)?;
+    let one = || -> Result<(Shared, Shared), Error> {
+        let deadline = Instant::now() + CONNECT_TIMEOUT;
+        let out = connect(listener.local_address(), deadline, run.cancel)?;
+        Ok((Arc::from(out), Arc::from(listener.accept(deadline, run.cancel)?)))
+    };
+    let (main, arriving) = one()?;
+    let (mut out_lanes, mut in_lanes) = (Vec::new(), Vec::new());
+    for _ in 0..lanes {
+        let (out, into) = one()?;
+        out_lanes.push(out);
+        in_lanes.push(into);
+    }
+    Ok((outgoing::Connections { main, lanes: out_lanes, uuid: [0; 16] }, (arriving, in_lanes)))
+}

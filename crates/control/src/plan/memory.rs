@@ -1,0 +1,125 @@
+//! `mem:`: a synthetic guest of this process as source, memory of this process as destination.
+//!
+//! ```text
+//!   mem:SIZE ─► fill ─► load runs ─► tcp:, unix:, fd:, exec:          the other end verifies
+//!                                └─► image · mem:                     within this process
+//!   anything ─► mem:    populated ahead, verified (or hashed) before the source hears that its guest has arrived
+//! ```
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::thread;
+use std::time::Instant;
+
+use towline_image::{Existing, Image, ImageWriter, Origin};
+use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
+use towline_migration::{Guest, Memory, MemoryError, Snapshot, outgoing};
+
+use super::copy::Run;
+use super::{
+    Destination, DestinationState, Error, Failure, Phase, Report, SourceState, blame, local, restore,
+};
+
+/// Memory of this process as a destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryRoom {
+    /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
+    /// says so.
+    pub length: Option<u64>,
+    /// In reserved huge pages; needs a length.
+    pub is_huge: bool,
+}
+
+/// Sends a synthetic guest, which ends with this.
+pub(super) fn from_memory(
+    shape: &Shape,
+    destination: &Destination,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    if matches!(destination, Destination::Qmp(_) | Destination::Null) {
+        return Err(Failure::untouched(refused(destination)));
+    }
+    copy(shape, destination, run).map_err(Failure::untouched)
+}
+
+/// Before anything is made.
+fn refused(destination: &Destination) -> Error {
+    let text = match destination {
+        Destination::Null => "null: takes a stream; mem: receives a synthetic guest and verifies it",
+        _ => {
+            "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream"
+        }
+    };
+    Error::Usage(text.into())
+}
+
+fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Report, Error> {
+    let source = Synthetic::new(*shape).map_err(towline_migration::Error::from)?;
+    run.check_cancelled()?;
+    let within = |sink| within(&source, sink, run);
+    let (moved, state) = match destination {
+        Destination::Stream(address) => {
+            run.observer.phase(Phase::Connect);
+            let deadline = Instant::now() + run.options.connect_timeout;
+            let connected = outgoing::connect(address, run.lanes, [0; 16], deadline, run.cancel);
+            let lanes_lost = |error| blame::lanes_lost(error, run);
+            let connections = connected.map_err(|error| lanes_lost(error.into()))?;
+            let sent = source.run(|guest| restore::send(guest, &connections, run, &mut || Ok(())))?;
+            (sent.map_err(lanes_lost)?, DestinationState::Loaded)
+        }
+        Destination::Image(path) => (within(&image_writer(path, run)?)?, DestinationState::Stored),
+        Destination::Memory(room) => {
+            let memory = self::room(room)?;
+            let moved = within(&memory)?;
+            run.set_memory(memory.outcome());
+            (moved, DestinationState::Received)
+        }
+        Destination::Qmp(_) | Destination::Null => return Err(refused(destination)),
+    };
+    Ok(run.done(moved, SourceState::Unchanged, state))
+}
+
+fn within(source: &Synthetic, sink: &dyn towline_migration::Sink, run: &Run<'_>) -> Result<Snapshot, Error> {
+    source.run(|guest| local::copy(guest, sink, run.lanes, run))?
+}
+
+fn image_writer(path: &Path, run: &Run<'_>) -> Result<ImageWriter, Error> {
+    let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
+    let origin = Origin { source: "mem".into(), ..Origin::default() };
+    Ok(ImageWriter::create(path, existing, origin)?)
+}
+
+/// Copies an image into memory.
+pub(super) fn from_image(image: &Image, room: &MemoryRoom, run: &Run<'_>) -> Result<Report, Error> {
+    let memory = self::room(room)?;
+    let moved = local::copy(image as &dyn Guest, &memory, run.lanes, run)?;
+    run.set_memory(memory.outcome());
+    Ok(run.done(moved, SourceState::Unchanged, DestinationState::Received))
+}
+
+/// Makes room for a guest.
+pub(super) fn room(room: &MemoryRoom) -> Result<Checked, Error> {
+    let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    let memory = match room.length {
+        None => Memory::adopting(available_bytes()),
+        Some(length) => {
+            let failed = |source| {
+                let block = synthetic::BLOCK_NAME.to_owned();
+                towline_migration::Error::from(MemoryError::Map { block, length, source })
+            };
+            let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
+            // Its pages stay when this mapping of it goes.
+            synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
+            Memory::adopting_into(file, length)
+        }
+    };
+    Ok(Checked::new(memory, threads))
+}
+
+/// What the kernel says can be had without others losing theirs.
+fn available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib * 1024)
+}
