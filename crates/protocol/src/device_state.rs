@@ -13,6 +13,7 @@
 //! make its tail look complete where the bytes so far end with it. It harms itself only.
 
 use alloc::borrow::Cow;
+use alloc::format;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
@@ -21,7 +22,8 @@ use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use crate::limits;
-use crate::section::SectionType;
+use crate::ram::PAGE_SIZE;
+use crate::section::{SectionHeader, SectionType, put_footer};
 use crate::wire::{Reader, put_counted, put32};
 use crate::{Error, InvalidMessage, Result};
 
@@ -31,6 +33,8 @@ const TAIL_HEAD: [u8; 2] = [SectionType::Eof as u8, SectionType::VmDescription a
 const TAIL_HEAD_BYTES: usize = TAIL_HEAD.len() + 4;
 /// FULL and the section's id.
 const SECTION_HEAD_BYTES: usize = 5;
+/// The id of the first section that is written here; 2 is the memory's.
+const FIRST_SECTION_ID: u32 = 3;
 /// FOOTER and the section's id.
 const FOOTER_BYTES: usize = 5;
 
@@ -73,6 +77,14 @@ impl DeviceState {
         &self.devices
     }
 
+    /// What stands in a device's section, between its header and its footer.
+    pub fn content(&self, device: &Device) -> &[u8] {
+        let start = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8;
+        let next = self.devices.iter().map(|other| other.offset).find(|&offset| offset > device.offset);
+        let end = next.unwrap_or(self.sections_end) - FOOTER_BYTES;
+        self.bytes.get(start..end).unwrap_or_default()
+    }
+
     /// The guest's run state when it was stopped, in QEMU's words (`running`, `paused`), as the section `globalstate`
     /// has it: be32 size, then 100 bytes of text. `None` where there is no such section.
     pub fn run_state(&self) -> Option<&str> {
@@ -88,6 +100,29 @@ impl DeviceState {
         let within = offset < self.sections_end;
         self.devices.iter().rev().find(|device| within && device.offset <= offset)
     }
+}
+
+/// Writes a tail with these sections, by name, version and content: for a source whose devices are not QEMU's. Their instance is
+/// 0; a destination tells them apart by their names.
+///
+/// # Panics
+/// If a name is longer than 255 bytes, or cannot stand in JSON as it is.
+pub fn encode(devices: &[(&str, u32, &[u8])]) -> Vec<u8> {
+    let (mut bytes, mut listed) = (Vec::new(), String::new());
+    for (id, &(name, version, content)) in (FIRST_SECTION_ID..).zip(devices) {
+        let is_plain = |c: char| !c.is_control() && c != '"' && c != '\\';
+        assert!(name.chars().all(is_plain), "{name:?} cannot stand in JSON as it is");
+        SectionHeader { id, name: name.into(), instance: 0, version }.encode(SectionType::Full, &mut bytes);
+        bytes.extend_from_slice(content);
+        put_footer(&mut bytes, id);
+        let comma = if listed.is_empty() { "" } else { "," };
+        listed.push_str(&format!(r#"{comma}{{"name":"{name}","instance_id":0}}"#));
+    }
+    let description = format!(r#"{{"page_size":{PAGE_SIZE},"devices":[{listed}]}}"#);
+    bytes.extend_from_slice(&TAIL_HEAD);
+    put32(&mut bytes, u32::try_from(description.len()).expect("a line for each device"));
+    bytes.extend_from_slice(description.as_bytes());
+    bytes
 }
 
 /// Gathers the tail as it comes.

@@ -7,24 +7,17 @@
 //! Pages stand in their order, those of the same generation in succession as one pair, and the hash is of all that stands
 //! around it: a ledger that was damaged is refused rather than believed. Varints are LEB128.
 
-use towline_protocol::device_state::{Device, DeviceState};
+use towline_protocol::device_state::{self, Device, DeviceState};
 use towline_protocol::limits::RAM_BYTES_MAX;
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 
 use super::pattern::Pattern;
 
 const SECTION: &str = "towline-mem";
 const VERSION: u32 = 1;
-const SECTION_ID: u32 = 3;
-/// Type, id, counted name, instance, version.
-const HEADER_BYTES: usize = 1 + 4 + 1 + SECTION.len() + 4 + 4;
-const FOOTER_BYTES: usize = 5;
 /// Seed, share of zero pages, pages.
 const FACTS_BYTES: usize = 8 + 1 + 8;
 const HASH_BYTES: usize = 32;
-/// EOF, the description's type and length.
-const TAIL_HEAD_BYTES: usize = 6;
 
 /// See the module's picture.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,19 +70,8 @@ impl Ledger {
             put_varint(&mut runs, run.len() as u64);
             put_varint(&mut runs, run[0].into());
         }
-        let mut bytes = Vec::new();
-        let header = SectionHeader { id: SECTION_ID, name: SECTION.into(), instance: 0, version: VERSION };
-        header.encode(SectionType::Full, &mut bytes);
-        bytes.extend_from_slice(&facts);
-        bytes.extend_from_slice(hash(&facts, &runs).as_bytes());
-        bytes.extend_from_slice(&runs);
-        put_footer(&mut bytes, SECTION_ID);
-        let description =
-            format!(r#"{{"page_size":4096,"devices":[{{"name":"{SECTION}","instance_id":0}}]}}"#);
-        bytes.extend([SectionType::Eof as u8, SectionType::VmDescription as u8]);
-        bytes.extend(u32::try_from(description.len()).expect("a line").to_be_bytes());
-        bytes.extend(description.bytes());
-        bytes
+        let content = [&facts, hash(&facts, &runs).as_bytes().as_slice(), &runs].concat();
+        device_state::encode(&[(SECTION, VERSION, &content)])
     }
 
     /// Reads it; `None` if the guest is no synthetic one.
@@ -97,18 +79,14 @@ impl Ledger {
     /// # Errors
     /// It is one, and its ledger is damaged or unknown here.
     pub fn decode(state: &DeviceState) -> Result<Option<Self>, LedgerError> {
-        let [Device { name, version, offset, .. }] = state.devices() else { return Ok(None) };
+        let [device @ Device { name, version, .. }] = state.devices() else { return Ok(None) };
         if name != SECTION {
             return Ok(None);
         }
         if *version != VERSION {
             return Err(LedgerError::Version { found: *version });
         }
-        let cut = LedgerError::Damaged { what: "it is too short" };
-        let bytes = state.bytes();
-        // The description is the last thing of a device state, and tells where the only section before it ends.
-        let end = description_start(bytes).and_then(|start| start.checked_sub(FOOTER_BYTES));
-        let body = end.and_then(|end| bytes.get(offset + HEADER_BYTES..end)).ok_or_else(|| cut.clone())?;
+        let (body, cut) = (state.content(device), LedgerError::Damaged { what: "it is too short" });
         let (facts, rest) = body.split_at_checked(FACTS_BYTES).ok_or_else(|| cut.clone())?;
         let (digest, runs) = rest.split_at_checked(HASH_BYTES).ok_or(cut)?;
         if hash(facts, runs) != *<&[u8; HASH_BYTES]>::try_from(digest).expect("split there") {
@@ -150,15 +128,6 @@ fn generations(mut runs: &[u8], pages: u64) -> Result<Vec<u32>, LedgerError> {
 
 fn hash(facts: &[u8], runs: &[u8]) -> blake3::Hash {
     blake3::Hasher::new().update(facts).update(runs).finalize()
-}
-
-/// Where the EOF before the description stands: its length leads exactly to the end.
-fn description_start(bytes: &[u8]) -> Option<usize> {
-    let head = [SectionType::Eof as u8, SectionType::VmDescription as u8];
-    (0..bytes.len().checked_sub(TAIL_HEAD_BYTES)?).rev().find(|&at| {
-        let length = u32::from_be_bytes(bytes[at + 2..at + TAIL_HEAD_BYTES].try_into().expect("4 bytes"));
-        bytes[at..at + 2] == head && at + TAIL_HEAD_BYTES + length as usize == bytes.len()
-    })
 }
 
 fn put_varint(out: &mut Vec<u8>, mut value: u64) {
@@ -203,8 +172,8 @@ mod tests {
     #[test]
     fn a_damaged_ledger_is_refused() {
         let bytes = ledger(vec![0, 0, 5, 1 << 20]).encode();
-        let facts = HEADER_BYTES..HEADER_BYTES + FACTS_BYTES + HASH_BYTES + 8;
-        for at in facts {
+        let header_bytes = 1 + 4 + 1 + SECTION.len() + 4 + 4;
+        for at in header_bytes..header_bytes + FACTS_BYTES + HASH_BYTES + 8 {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1;
             let state = DeviceState::parse(&bytes).unwrap();

@@ -5,13 +5,15 @@
 //! ```
 //!
 //! - [`WriteProtect`]: the kernel does, for memory that this process writes (vCPU threads, KVM, system calls).
-//! - [`Bitmap`]: somebody else does, who keeps a bit a page: KVM's dirty log, a device's.
+//! - [`Bitmap`]: somebody else does, who keeps a bit a page: KVM's dirty log ([`KvmDirtyLog`] puts its slots
+//!   together), a device's.
 //!
 //! What both miss is written by devices into pinned pages (VFIO) and by other processes through mappings of their own:
 //! whoever does that says so, [`crate::LiveMemory::mark_dirty`].
 
 mod bitmap;
 mod error;
+mod kvm;
 mod mappings;
 mod write_protect;
 
@@ -19,6 +21,7 @@ use towline_protocol::PageRef;
 
 pub use bitmap::{Bitmap, DirtyLog};
 pub use error::TrackerError;
+pub use kvm::{KvmDirtyLog, Slot};
 pub use write_protect::WriteProtect;
 
 use crate::sys::Span;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use towline_protocol::device_state::{Collector, DeviceState};
+use towline_protocol::device_state::{self, Collector, DeviceState};
 use towline_protocol::{Error, InvalidMessage, limits};
 
 use crate::support::*;
@@ -201,5 +201,17 @@ fn beginnings_of_descriptions_cost_no_more_than_their_bytes() {
         collector.push(&piece).unwrap();
         assert_eq!(collector.complete(), Ok(None));
         assert!(Instant::now() < deadline, "only {come} bytes within a minute");
+    }
+}
+
+#[test]
+fn what_is_encoded_is_read_back() {
+    let sections: [(&str, u32, &[u8]); 3] =
+        [("cpus", 1, b"four"), ("nothing", 7, b""), ("net/0", 2, &[0x7e; 99])];
+    for count in 0..=sections.len() {
+        let state = DeviceState::parse(&device_state::encode(&sections[..count])).unwrap();
+        let found =
+            state.devices().iter().map(|device| (&device.name[..], device.version, state.content(device)));
+        assert_eq!(found.collect::<Vec<_>>(), sections[..count]);
     }
 }

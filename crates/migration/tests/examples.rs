@@ -1,0 +1,30 @@
+//! The example VMM does what it says.
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+use std::io::Write;
+use std::process::Command;
+
+use towline_migration::tracker::WriteProtect;
+
+#[test]
+fn the_example_vmm_moves_itself() {
+    if let Err(error) = WriteProtect::new() {
+        let _ = writeln!(std::io::stderr(), "SKIPPED the_example_vmm_moves_itself: {error}");
+        return;
+    }
+    let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["run", "--quiet", "--offline", "--manifest-path", manifest, "--example", "vmm"]);
+    let output = cargo.output().unwrap();
+    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said}{errors}");
+    let after = |text: &str| {
+        let found = said.lines().find_map(|line| line.strip_prefix(text));
+        found.unwrap_or_else(|| panic!("{text:?} is not in {said:?} {errors}")).to_owned()
+    };
+    let stopped = after("source: stopped at ");
+    assert_ne!(stopped, "[0, 0]", "the guest did not run");
+    assert_eq!(after("destination: goes on from "), format!("{stopped}, memory is right"));
+    assert_eq!(after("destination: counted on, "), "memory is right");
+    after("source: the guest has arrived");
+}
