@@ -20,6 +20,7 @@ use alloc::format;
 
 use crate::configuration::{self, Configuration};
 use crate::limits;
+use crate::machine::BarrierForm;
 use crate::ram::{self, PAGE_SIZE, PageRef, RamBlock};
 use crate::section::{Command, CommandKind, SectionHeader, SectionType};
 use crate::wire::{Incomplete, Reader};
@@ -81,6 +82,23 @@ pub enum SectionKind {
     Start,
     Part,
     End,
+}
+
+/// Where the lanes' barriers are, which the stream itself shows: a source of FLUSH records sends one in its first section; one
+/// that sends none there means the end of each section.
+#[derive(Debug, Default)]
+pub struct Barriers(Option<BarrierForm>);
+
+impl Barriers {
+    /// A FLUSH record is a barrier. True where it also ends a pass, as all do but START's own.
+    pub fn flush(&mut self) -> bool {
+        self.0.replace(BarrierForm::FlushRecord).is_some()
+    }
+
+    /// A section ends: whether that is a barrier. Not to be asked without lanes.
+    pub fn section_end(&mut self) -> bool {
+        *self.0.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection
+    }
 }
 
 /// The machine; see the module's picture.

@@ -177,6 +177,65 @@ impl AwaitShut {
     }
 }
 
+/// What the destination has said, and may say next. Unlike the stream, what comes back has no order of its own to follow.
+#[derive(Debug, Default)]
+pub struct Answers {
+    pong: bool,
+    awaits_shut: bool,
+    shut: bool,
+}
+
+/// What a message of the return path means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// It read the stream's head.
+    Pong,
+    /// It has the guest; it says nothing more.
+    Shut,
+    /// Not the writer's business, but that of whoever sends through it.
+    Other,
+}
+
+impl Answers {
+    /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
+    pub fn expect_shut(&mut self) {
+        self.awaits_shut = true;
+    }
+
+    /// Takes a message in.
+    ///
+    /// # Errors
+    /// It failed to load the guest, or says what cannot be, a SHUT before the stream's end above all.
+    pub fn handle(&mut self, message: &Message) -> Result<Answer> {
+        match message {
+            Message::Shut(0) if !self.awaits_shut => {
+                let found = "SHUT before the stream's end".into();
+                Err(PeerMisbehaved::Unexpected { found, expected: "PONG" }.into())
+            }
+            Message::Shut(0) => {
+                self.shut = true;
+                Ok(Answer::Shut)
+            }
+            message => {
+                check_return_path(message)?;
+                let pong = matches!(message, Message::Pong(_));
+                self.pong |= pong;
+                Ok(if pong { Answer::Pong } else { Answer::Other })
+            }
+        }
+    }
+
+    /// Whether the first PING was answered.
+    pub fn has_pong(&self) -> bool {
+        self.pong
+    }
+
+    /// Whether the destination has the guest.
+    pub fn has_shut(&self) -> bool {
+        self.shut
+    }
+}
+
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &Message) -> Result<()> {
     match message {

@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::destination::{Destination, Event, ITEM_BYTES_MAX, SectionKind};
+use towline_protocol::destination::{Barriers, Destination, Event, ITEM_BYTES_MAX, SectionKind};
 use towline_protocol::device_state::{Collector, DeviceState};
-use towline_protocol::machine::BarrierForm;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::section::Command;
@@ -36,8 +35,7 @@ pub(super) struct MainChannel<'a> {
     return_path: Option<ReturnPathWriter>,
     /// The announced RAM in bytes.
     total: u64,
-    /// Known from the first section's end on, if there are lanes.
-    barrier: Option<BarrierForm>,
+    barriers: Barriers,
 }
 
 /// What was received and not yet taken: `bytes[start..end]`.
@@ -68,7 +66,7 @@ impl<'a> MainChannel<'a> {
             batch: Batch::default(),
             return_path: None,
             total: 0,
-            barrier: None,
+            barriers: Barriers::default(),
         }
     }
 
@@ -162,8 +160,7 @@ impl<'a> MainChannel<'a> {
                 sink.section_start(*section)
             }
             Event::Flush => {
-                // The one in START ends no pass.
-                if self.barrier.replace(BarrierForm::FlushRecord).is_some() {
+                if self.barriers.flush() {
                     Statistics::add(&self.shared.statistics.dirty_sync_count, 1);
                 }
                 self.lead()
@@ -189,12 +186,8 @@ impl<'a> MainChannel<'a> {
         if kind == SectionKind::Start {
             self.connections.refuse_extra(EXTRA_TIMEOUT)?;
         }
-        if !self.connections.lanes.is_empty() {
-            // A source that sends FLUSH records sends one in its first section; one that sends none there means the end
-            // of each section.
-            if *self.barrier.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection {
-                self.lead()?;
-            }
+        if !self.connections.lanes.is_empty() && self.barriers.section_end() {
+            self.lead()?;
         }
         self.shared.sink.section_end(kind)
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::return_path::Message;
-use towline_protocol::source;
+use towline_protocol::source::{Answer, Answers};
 use towline_protocol::{PeerMisbehaved, Reader};
 
 use crate::guest::ReturnPathWriter;
@@ -36,10 +36,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Heard {
-    pong: bool,
-    /// The stream is complete but for what is sent next, so that SHUT may come.
-    awaits_shut: bool,
-    shut: bool,
+    answers: Answers,
     /// The listener has ended; if by an error, the session has it.
     ended: bool,
     audience: Audience,
@@ -89,13 +86,13 @@ impl ReturnPath {
 
     /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
-        self.heard().awaits_shut = true;
+        self.heard().answers.expect_shut();
     }
 
     /// Waits for the answer to the first PING.
     pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<()> {
         let deadline = Instant::now() + timeout;
-        match self.wait(session, Some(deadline), |heard| heard.pong)? {
+        match self.wait(session, Some(deadline), |heard| heard.answers.has_pong())? {
             true => Ok(()),
             false => Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes }),
         }
@@ -104,7 +101,7 @@ impl ReturnPath {
     /// Waits until the destination says that it has the guest. If it does, it has it, even if the migration was cancelled
     /// meanwhile.
     pub(crate) fn wait_shut(&self, session: &Session) -> Result<()> {
-        self.wait(session, None, |heard| heard.shut).map(drop)
+        self.wait(session, None, |heard| heard.answers.has_shut()).map(drop)
     }
 
     fn wait(
@@ -155,17 +152,9 @@ impl ReturnPath {
 
     /// Takes a message in; true after the last one.
     fn take(&self, message: Message) -> Result<bool> {
-        if message != Message::Shut(0) {
-            source::check_return_path(&message).map_err(Error::protocol(&self.peer))?;
-        }
         let mut heard = self.heard();
-        match message {
-            Message::Shut(_) if !heard.awaits_shut => {
-                return Err(self.unexpected("SHUT before the stream's end"));
-            }
-            Message::Shut(_) => heard.shut = true,
-            Message::Pong(_) => heard.pong = true,
-            message => match &mut heard.audience {
+        if heard.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
+            match &mut heard.audience {
                 Audience::Nobody => {}
                 Audience::Awaited(messages) if messages.len() < WAITING_MAX => messages.push(message),
                 Audience::Awaited(_) => return Err(self.unexpected("one message after the other")),
@@ -176,10 +165,10 @@ impl ReturnPath {
                     source.send(&message)?;
                     return Ok(false);
                 }
-            },
+            }
         }
         self.shared.changed.notify_all();
-        Ok(heard.shut)
+        Ok(heard.answers.has_shut())
     }
 
     fn unexpected(&self, found: &str) -> Error {
