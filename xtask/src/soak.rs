@@ -12,11 +12,20 @@ struct Soak {
     run: fn() -> Result<()>,
 }
 
-const SOAKS: &[Soak] = &[Soak {
-    name: "rss",
-    about: "memory that towline takes to save and restore a guest of 4 GiB",
-    run: || lab_test("matrix", "footprint::a_copy_takes_little_memory", &[("TOWLINE_SOAK_RSS_MIB", "4096")]),
-}];
+const SOAKS: &[Soak] = &[
+    Soak {
+        name: "rss",
+        about: "memory that towline takes to save and restore a guest of 4 GiB",
+        run: || {
+            lab_test("matrix", "footprint::a_copy_takes_little_memory", &[("TOWLINE_SOAK_RSS_MIB", "4096")])
+        },
+    },
+    Soak {
+        name: "simulation",
+        about: "100,000 migrations in virtual time, others with TOWLINE_SEEDS, and cuts at every byte",
+        run: simulation,
+    },
+];
 
 /// Runs the named one; without a name, lists them.
 pub(crate) fn run(name: Option<&str>) -> Result<()> {
@@ -37,6 +46,17 @@ fn lab_test(target: &str, name: &str, variables: &[(&str, &str)]) -> Result<()> 
     command.args(["--exact", name, "--nocapture"]);
     command.env("TOWLINE_BIN", target_directory()?.join("release/towline"));
     run_command(command.envs(variables.iter().copied()))
+}
+
+/// Migrations in virtual time: `TOWLINE_SEEDS` says how many, and a cut at every byte of some.
+fn simulation() -> Result<()> {
+    let mut command =
+        cargo(["test", "--release", "--package", "towline-migration", "--test", "simulation", "--"]);
+    command.arg("--nocapture");
+    if std::env::var_os("TOWLINE_SEEDS").is_none() {
+        command.env("TOWLINE_SEEDS", "100000");
+    }
+    run_command(command.env("TOWLINE_CUT_STEP", "1"))
 }
 
 fn listing() -> String {
