@@ -122,6 +122,16 @@ pub trait Channel: Debug + Send + Sync {
     /// [`Error::Unsupported`] without [`Capabilities::SHUTDOWN`], otherwise [`Error::Io`].
     fn shutdown(&self, how: Shutdown) -> Result<()>;
 
+    /// Breaks the connection at once and throws away what is not sent yet, so that the kernel lets go of the memory of
+    /// zero-copy sends ([`Channel::lease`]). To be called when both halves are shut down; the peer sees a reset. Where
+    /// there are no zero-copy sends it does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    fn reset(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The longest a call waits for its first byte; `None` is for ever, and how a channel starts. A channel that never
     /// waits for a peer (a file) has no use for them. They hold for calls that begin later.
     ///
@@ -297,6 +307,7 @@ macro_rules! forward_channel {
     (@shutdown $i:ident) => {
         fn shutdown(&self, how: std::net::Shutdown) -> $crate::Result<()> { self.$i.shutdown(how) }
     };
+    (@reset $i:ident) => { fn reset(&self) -> $crate::Result<()> { self.$i.reset() } };
     (@set_timeouts $i:ident) => {
         fn set_timeouts(
             &self,

@@ -71,6 +71,6 @@ pub use listen::{ListenOptions, Listener};
 pub use pair::{PairChannel, pair};
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
-pub use tcp::TcpChannel;
+pub use tcp::{TcpChannel, check_zero_copy};
 pub use unix::UnixChannel;
 pub use zero_copy::{ZeroCopyLease, ZeroCopyStatistics};

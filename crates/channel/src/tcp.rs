@@ -31,6 +31,9 @@ const KEEPALIVE_COUNT: u32 = 6;
 /// How many connections may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
 
+/// What messages call the end that a socket option is asked of.
+const KERNEL: &str = "this kernel";
+
 /// A TCP connection.
 #[derive(Debug)]
 pub struct TcpChannel {
@@ -124,6 +127,14 @@ impl Channel for TcpChannel {
         }
         self.socket.shutdown(how)
     }
+
+    fn reset(&self) -> Result<()> {
+        if self.zero_copy.is_none() {
+            return Ok(());
+        }
+        // Unlike a close, which would wait for the last lease.
+        net::connect_unspec(self.socket.fd()).map_err(|errno| Error::io("reset", self.peer(), errno))
+    }
 }
 
 impl Drop for TcpChannel {
@@ -132,6 +143,20 @@ impl Drop for TcpChannel {
         if self.zero_copy.as_ref().is_some_and(|zero_copy| Arc::strong_count(zero_copy) > 1) {
             let _ = self.shutdown(Shutdown::Both);
         }
+    }
+}
+
+/// Whether this kernel lets a TCP socket send without a copy. Where it does, the way to the peer may still make it copy.
+///
+/// # Errors
+/// [`Error::Unsupported`] if it does not, [`Error::Io`] if it does not tell.
+pub fn check_zero_copy() -> Result<()> {
+    let failed = |source: io::Error| Error::io("setsockopt(SO_ZEROCOPY)", KERNEL, source);
+    let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let socket = socket(&any).map_err(|errno| failed(errno.into()))?;
+    match sys::zero_copy::enable(socket.as_fd()).map_err(failed)? {
+        Enabled::Now | Enabled::Before => Ok(()),
+        Enabled::Never => Err(Error::unsupported(KERNEL, "zero-copy sends: it has no SO_ZEROCOPY")),
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use towline_channel::{
     Capabilities, Channel, ChannelExt, ConnectOptions, Error, Flushed, IoBuf, ListenOptions, Listener,
-    SendFlags, TcpChannel, connect_with,
+    SendFlags, TcpChannel, check_zero_copy, connect_with,
 };
 
 /// Sends that the kernel cannot join: each takes notification memory of its own while the peer does not read.
@@ -169,6 +169,21 @@ fn a_lease_outlives_the_channel_and_the_peer_sees_the_end() {
     assert_eq!(recv_to_end(&*far).unwrap().len() as u64, sent);
     lease.wait(soon()).unwrap();
     assert!(lease.is_done().unwrap());
+}
+
+#[test]
+fn a_reset_frees_the_memory_though_the_peer_reads_nothing() {
+    let (near, far) = stuck();
+    let lease = near.lease();
+    near.shutdown(Shutdown::Both).unwrap();
+    let soon_over = Instant::now() + Duration::from_millis(30);
+    assert!(is_timeout(&lease.wait(soon_over).unwrap_err(), "wait for a lease"));
+    near.reset().unwrap();
+    lease.wait(soon()).unwrap();
+    near.reset().unwrap();
+    let error = recv_to_end(&*far).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(Errno::CONNRESET.raw_os_error()), "{error}");
+    check_zero_copy().unwrap();
 }
 
 #[test]
