@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use towline_migration::Compression;
+use towline_migration::{Compression, ZeroCopySend};
 
 use crate::endpoint::Endpoint;
 use crate::units::{bytes, seconds};
@@ -127,6 +127,9 @@ pub(crate) struct TransferArgs {
     /// How hard zstd tries: 1 (fastest) to 20 (best), 0 is zstd's own default [default: 1]
     #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=20))]
     pub(crate) multifd_zstd_level: Option<u8>,
+    /// Whether the kernel reads pages on TCP lanes where they are: auto (where that pays), on (or fail), off
+    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
+    pub(crate) zero_copy_send: ZeroCopy,
     /// Bytes per second (suffixes K, M, G); default: as fast as it goes
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) max_bandwidth: Option<u64>,
@@ -223,6 +226,24 @@ pub(crate) struct Output {
 pub(crate) enum Switch {
     On,
     Off,
+}
+
+/// QEMU's `zero-copy-send`, with a middle way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ZeroCopy {
+    Auto,
+    On,
+    Off,
+}
+
+impl From<ZeroCopy> for ZeroCopySend {
+    fn from(asked: ZeroCopy) -> Self {
+        match asked {
+            ZeroCopy::Auto => Self::Auto,
+            ZeroCopy::On => Self::On,
+            ZeroCopy::Off => Self::Off,
+        }
+    }
 }
 
 /// QEMU's `multifd-compression`, as far as it needs no hardware.

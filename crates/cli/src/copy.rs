@@ -98,6 +98,7 @@ fn options(args: &TransferArgs) -> Options {
     Options {
         multifd_channels: args.multifd_channels,
         compression: args.compression.at(args.multifd_zlib_level, args.multifd_zstd_level),
+        zero_copy_send: args.zero_copy_send.into(),
         max_bandwidth: args.max_bandwidth,
         downtime_limit: Duration::from_millis(args.downtime_limit),
         verify: args.verify,

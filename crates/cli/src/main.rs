@@ -11,6 +11,7 @@ mod inspect;
 mod memory;
 mod outcome;
 mod progress;
+mod sends;
 mod signals;
 mod units;
 

@@ -7,6 +7,7 @@ use crate::Exit;
 use crate::endpoint::Endpoint;
 use crate::memory;
 use crate::progress::{Reporter, ram};
+use crate::sends;
 use crate::units::{count, size};
 
 /// Tells of what was done to the guest of one source.
@@ -52,6 +53,8 @@ impl Outcome<'_> {
                 "multifd-channels": report.multifd_channels,
                 "multifd-compression": report.compression.method().name(),
                 "compression-ratio": report.compression_ratio(),
+                "zero-copy-send": report.zero_copy_send.to_string(),
+                "lanes": sends::json(&report.lane_sends),
                 "handed-over": report.handed_over,
                 "source-state": source,
                 "destination-state": state,
@@ -93,6 +96,9 @@ impl Outcome<'_> {
             reporter.line(&format!(
                 "  compressed   {pages} of pages into {wire} on lanes, {ratio:.2}:1 ({method})"
             ));
+        }
+        for line in sends::lines(&report.lane_sends) {
+            reporter.line(&format!("  lanes        {line}"));
         }
         if let Some(downtime_ms) = report.downtime_ms {
             reporter.line(&format!("  downtime     {downtime_ms} ms"));

@@ -28,12 +28,13 @@ mod source;
 mod supervise;
 mod survey;
 mod target;
+mod zero_copy;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
-use towline_migration::{Compression, Snapshot, synthetic};
+use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
 pub use copy::{copy, survey};
 pub use error::{Error, Failure, GuestState};
@@ -75,6 +76,8 @@ pub struct Options {
     pub multifd_channels: Option<usize>,
     /// How lanes are compressed; both ends alike. A relay decompresses and compresses again.
     pub compression: Compression,
+    /// Whether the kernel reads the pages on lanes where they are, rather than copying them.
+    pub zero_copy_send: ZeroCopySend,
     /// Bytes per second; `None`: as fast as it goes.
     pub max_bandwidth: Option<u64>,
     /// How long the guest may stand still.
@@ -102,6 +105,7 @@ impl Default for Options {
         Self {
             multifd_channels: None,
             compression: Compression::None,
+            zero_copy_send: ZeroCopySend::Auto,
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
             verify: false,
@@ -179,6 +183,10 @@ pub struct Report {
     pub multifd_channels: usize,
     /// How they were compressed.
     pub compression: Compression,
+    /// What was asked of lanes to the destination.
+    pub zero_copy_send: ZeroCopySend,
+    /// How each lane to the destination sent its pages; none if there is no stream to it.
+    pub lane_sends: Vec<LaneSends>,
     /// QEMU loaded the image itself.
     pub handed_over: bool,
     /// The source's guest now.

@@ -1,9 +1,79 @@
-//! The buffer that a lane receives pages into.
+//! The buffers that a lane receives pages into: one, unless their reader takes its time.
+//!
+//! ```text
+//!   Buffers   current ── filled, handed on ──► lease not done? ──► leased (oldest first) ── done ──► current again
+//! ```
+//!
+//! A sink that sends without a copy ([`crate::Sink::lease`]) reads a buffer after it was handed on. Then another one is
+//! filled, and when there are as many as there may be, the oldest lease is waited for: that makes the source wait.
 
-use towline_channel::IoBufMut;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
-use crate::Result;
+use towline_channel::{Error as ChannelError, IoBufMut, ZeroCopyLease};
+
 use crate::sys::Mapping;
+use crate::{Result, Session};
+
+/// Bytes of buffers that all lanes together have at most, as long as each has one.
+const BUFFER_BYTES_MAX: usize = 96 << 20;
+/// Buffers of one lane: more than a socket's own buffer holds is never on its way.
+const BUFFERS_MAX: usize = 16;
+/// How often who waits for a lease looks whether the migration failed.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// See the module's picture.
+#[derive(Debug)]
+pub(crate) struct Buffers {
+    /// The one to be filled.
+    pub(crate) current: Buffer,
+    leased: VecDeque<(Buffer, ZeroCopyLease)>,
+    length: usize,
+    most: usize,
+}
+
+impl Buffers {
+    /// For one of so many lanes, each buffer of `length` bytes, a multiple of the page size.
+    pub(crate) fn new(length: usize, lanes: usize) -> Result<Self> {
+        let most = (BUFFER_BYTES_MAX / length / lanes.max(1)).clamp(1, BUFFERS_MAX);
+        Ok(Self { current: Buffer::new(length)?, leased: VecDeque::new(), length, most })
+    }
+
+    /// The current buffer was handed on and is read until `lease` is done: sees to it that another one is current then.
+    pub(crate) fn turn(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
+        if lease.is_done()? {
+            return Ok(());
+        }
+        let is_free = match self.leased.front() {
+            Some((_, oldest)) => oldest.is_done()?,
+            None => false,
+        };
+        let fresh = match self.leased.len() + 1 < self.most && !is_free {
+            true => Buffer::new(self.length)?,
+            false => match self.leased.pop_front() {
+                Some((buffer, oldest)) => {
+                    wait(&oldest, session)?;
+                    buffer
+                }
+                // There is but one.
+                None => return wait(&lease, session),
+            },
+        };
+        let handed_on = std::mem::replace(&mut self.current, fresh);
+        self.leased.push_back((handed_on, lease));
+        Ok(())
+    }
+}
+
+/// Waits for a lease, or for the failure of the migration, which resets its connection.
+fn wait(lease: &ZeroCopyLease, session: &Session) -> Result<()> {
+    loop {
+        match lease.wait(Instant::now() + LOOK_INTERVAL) {
+            Err(ChannelError::Timeout { .. }) => session.check()?,
+            result => return Ok(result?),
+        }
+    }
+}
 
 /// Page-aligned memory of its own, so that pages can go from it to a file without the page cache (`O_DIRECT`).
 #[derive(Debug)]

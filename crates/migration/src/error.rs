@@ -90,6 +90,14 @@ pub enum Error {
         /// Its own words.
         text: String,
     },
+    /// Zero-copy sends were asked for where there are none.
+    #[error(
+        "zero-copy sends (--zero-copy-send on) are not possible: {why}; `auto` goes without where it must"
+    )]
+    NoZeroCopy {
+        /// Why not.
+        why: String,
+    },
     /// A lane sent pages that no barrier follows, so that their order is not known.
     #[error(
         "pages came behind the last barrier: the source broke off, or its multifd is not as its machine type says"

@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags};
+use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, ZeroCopyLease};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -59,7 +59,8 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// The memory of `length` bytes from `page` on, within one block.
+    /// The memory of `length` bytes from `page` on, within one block. Where it is sent without a copy the kernel reads it
+    /// after the call too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
 
     /// The same memory, if nobody at all can change it meanwhile: it is compressed where it is, anything else is copied first.
@@ -182,6 +183,13 @@ pub trait Sink: Sync {
     /// # Errors
     /// They cannot be kept; the migration ends.
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()>;
+
+    /// Until when the contents that were given to [`Self::pages`] on this stream are still read, without a copy having been
+    /// made: the buffer that they lie in is not received into before. The default is done from the beginning.
+    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+        let _ = stream;
+        ZeroCopyLease::default()
+    }
 
     /// Pages that are zero.
     ///

@@ -14,6 +14,7 @@
 //! - [`convergence`] decides when a guest that writes is stopped, and when it is told that it will not come to that.
 //! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
+//! - [`ZeroCopySend`]: whether the kernel reads pages where they are; each lane may find out for itself.
 //! - [`Compression`] is of lanes only, and has the one copy that there is.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
 //!
@@ -44,9 +45,9 @@ pub use guest::{Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink, Stream
 pub use incoming::Incoming;
 pub use live::{LiveBlock, LiveMemory};
 pub use memory::{Memory, MemoryError};
-pub use outgoing::Outgoing;
+pub use outgoing::{Outgoing, ZeroCopySend};
 pub use relay::Relay;
 pub use session::Session;
-pub use statistics::{Snapshot, Statistics};
+pub use statistics::{LaneSends, SendReason, SendWay, Snapshot, Statistics, Tally};
 pub use sys::{Region, Span};
 pub use tracker::{DirtyTracker, TrackerError};

@@ -15,7 +15,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use towline_channel::{Channel, IoBuf};
+use towline_channel::{Channel, IoBuf, ZeroCopyLease};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 use towline_protocol::device_state::DeviceState;
@@ -25,8 +25,10 @@ use towline_protocol::source::RamOptions;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::guest::ReturnPathWriter;
-use crate::outgoing::{Audience, Connections, LaneWriter, MainWriter, ReturnPath};
-use crate::{Compression, Error, Pages, Result, Session, Sink, Statistics, Stream};
+use crate::outgoing::{
+    Audience, Connections, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy,
+};
+use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
 
 /// How long the destination may take to answer the stream's head.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -51,18 +53,20 @@ impl Relay {
     /// A relay to a destination that is connected, of lanes that are not compressed. `session` is that of the incoming
     /// migration.
     pub fn new(session: Arc<Session>, connections: Connections) -> Self {
-        Self::compressed(session, connections, Compression::None).expect("nothing but a compressor can fail")
+        let made = Self::with_options(session, connections, LaneOptions::default());
+        made.expect("nothing can fail but a compressor, or zero-copy where it must be")
     }
 
-    /// As [`Self::new`], with lanes that are compressed.
+    /// As [`Self::new`], with lanes that are compressed or must send without a copy.
     ///
     /// # Errors
-    /// [`Error::Compressor`]: there is no memory for one.
-    pub fn compressed(
+    /// [`Error::Compressor`]: there is no memory for one. [`Error::NoZeroCopy`].
+    pub fn with_options(
         session: Arc<Session>,
         connections: Connections,
-        compression: Compression,
+        options: LaneOptions,
     ) -> Result<Self> {
+        check_zero_copy(options.zero_copy_send, options.compression, &connections.lanes)?;
         session.watch(&connections.main);
         for lane in &connections.lanes {
             session.watch(lane);
@@ -71,7 +75,7 @@ impl Relay {
         let packets = Arc::new(AtomicU64::new(0));
         let writer = |lane: &Arc<dyn Channel>| {
             let (packets, statistics) = (Arc::clone(&packets), Arc::clone(&statistics));
-            LaneWriter::new(Arc::clone(lane), packets, statistics, compression).map(Mutex::new)
+            LaneWriter::new(Arc::clone(lane), packets, statistics, options).map(Mutex::new)
         };
         let lanes = connections.lanes.iter().map(writer).collect::<Result<_>>()?;
         let audience = Audience::Awaited(Vec::new());
@@ -126,6 +130,9 @@ impl Relay {
         for lane in 0..self.lanes.len() {
             self.lane(lane)?.sync(self.known()).map_err(Error::lane(lane))?;
         }
+        for lane in 0..self.lanes.len() {
+            self.lane(lane)?.flush().map_err(Error::lane(lane))?;
+        }
         Ok(())
     }
 }
@@ -160,6 +167,15 @@ impl Sink for Relay {
                 let contents: Vec<_> = contents.map(IoBuf::from).collect();
                 self.main().pages(pages.block, pages.offsets, &contents)
             }
+        }
+    }
+
+    fn lease(&self, stream: Stream) -> ZeroCopyLease {
+        match stream {
+            Stream::Lane(lane) => {
+                self.connections.lanes.get(lane).map_or_else(ZeroCopyLease::default, |lane| lane.lease())
+            }
+            Stream::Main => ZeroCopyLease::default(),
         }
     }
 
@@ -218,6 +234,15 @@ impl Sink for Relay {
     fn return_path(&self, writer: ReturnPathWriter) {
         if let Err(error) = self.answers.forward_to(writer) {
             self.session.fail(error);
+        }
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // The buffers that it sent from are the incoming migration's, which has ended.
+        if self.session.is_failed() {
+            self.connections.let_go();
         }
     }
 }

@@ -2,7 +2,12 @@
 //!
 //! The object belongs to one migration; its counters are written by every lane and read at any time.
 
+mod lanes;
+
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub use lanes::{LaneSends, SendReason, SendWay, Tally};
 
 macro_rules! statistics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -10,6 +15,8 @@ macro_rules! statistics {
         #[derive(Debug, Default)]
         pub struct Statistics {
             $($(#[$doc])* pub(crate) $name: AtomicU64,)*
+            /// Each lane that sends has one.
+            lanes: Mutex<Vec<Arc<Mutex<LaneSends>>>>,
         }
 
         /// The counters at one moment.
@@ -49,7 +56,8 @@ statistics! {
     normal_bytes,
     /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records behind the first).
     dirty_sync_count,
-    /// Passes where zero-copy was asked for and the kernel copied everything.
+    /// How often, of each lane in each pass where zero-copy was asked for (`on`), the kernel copied everything: as in QEMU,
+    /// between 0 and `dirty_sync_count` times the lanes.
     dirty_sync_missed_zero_copy,
     /// System calls that moved pages out of or into several buffers at once.
     vectored_calls,
@@ -58,6 +66,19 @@ statistics! {
 }
 
 impl Statistics {
+    /// How the pages of each lane were sent, in the order of the lanes. Empty for a migration that comes in.
+    pub fn lane_sends(&self) -> Vec<LaneSends> {
+        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        lanes.iter().map(|lane| *lane.lock().unwrap_or_else(PoisonError::into_inner)).collect()
+    }
+
+    /// The next lane.
+    pub(crate) fn add_lane(&self, lane: LaneSends) -> Arc<Mutex<LaneSends>> {
+        let lane = Arc::new(Mutex::new(lane));
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&lane));
+        lane
+    }
+
     pub(crate) fn add(counter: &AtomicU64, amount: u64) {
         counter.fetch_add(amount, Ordering::Relaxed);
     }

@@ -192,13 +192,6 @@ fn a_lane_that_ends_wakes_those_that_block() {
     }
 }
 
-fn answer_ping(main: &dyn towline_channel::Channel) {
-    use towline_channel::{ChannelExt, IoBuf, SendFlags};
-    let mut bytes = Vec::new();
-    towline_protocol::return_path::Message::Pong(1).encode(&mut bytes);
-    main.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty()).unwrap();
-}
-
 #[test]
 fn a_destination_that_says_it_has_the_guest_too_early_is_not_believed() {
     use towline_channel::{ChannelExt, IoBuf, SendFlags};

@@ -51,7 +51,8 @@ fn source(address: &Address, lanes: usize) -> JoinHandle<Result<Arc<Memory>, Err
     let address = address.clone();
     thread::spawn(move || {
         let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
-        let connections = outgoing::connect(&address, lanes, UUID, deadline(), &Cancel::new().unwrap())?;
+        let connections =
+            outgoing::connect(&address, lanes, UUID, false, deadline(), &Cancel::new().unwrap())?;
         let options = outgoing::Options { answer_timeout: Duration::from_secs(2), ..options() };
         Outgoing::new(Arc::default(), Arc::default(), options).run(&connections, &*guest)?;
         Ok(guest)
@@ -147,7 +148,7 @@ fn a_lane_that_comes_late_is_refused_before_the_guest_is_committed() {
         Memory::new(configuration(MACHINES[0]), &blocks(&BLOCKS)).unwrap().with_hooks(stop, || Ok(()));
     guest.set_device_state(device_state(1));
     let source = thread::spawn(move || {
-        let connections = outgoing::connect(&address, 1, UUID, deadline(), &Cancel::new().unwrap())?;
+        let connections = outgoing::connect(&address, 1, UUID, false, deadline(), &Cancel::new().unwrap())?;
         Outgoing::new(Arc::default(), Arc::default(), options()).run(&connections, &guest)
     });
     let sink = empty(MACHINES[0], &BLOCKS);

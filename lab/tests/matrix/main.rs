@@ -18,5 +18,6 @@ mod linux;
 mod options;
 mod relays;
 mod reports;
+mod sends;
 mod support;
 mod versions;

@@ -4,11 +4,11 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
-use towline_migration::{Session, Snapshot, Statistics, synthetic};
+use towline_migration::{LaneSends, Session, Snapshot, Statistics, synthetic};
 
 use super::{
     Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, compression, memory,
-    receive, restore,
+    receive, restore, zero_copy,
 };
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
@@ -29,6 +29,7 @@ pub fn copy(
 ) -> Result<super::Report, Failure> {
     let lanes = lanes(source, destination, options).map_err(Failure::untouched)?;
     compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
+    zero_copy::check(source, destination, options, lanes).map_err(Failure::untouched)?;
     check_return_path(source, destination, options).map_err(Failure::untouched)?;
     check_end(source, destination, options).map_err(Failure::untouched)?;
     let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
@@ -69,11 +70,18 @@ pub(super) struct Run<'a> {
     pub(super) observer: &'a dyn Observer,
     begun: Instant,
     memory: OnceLock<synthetic::Outcome>,
+    lane_sends: OnceLock<Vec<LaneSends>>,
 }
 
 impl<'a> Run<'a> {
     fn new(options: &'a Options, lanes: usize, cancel: &'a Cancel, observer: &'a dyn Observer) -> Self {
-        Self { options, lanes, cancel, observer, begun: Instant::now(), memory: OnceLock::new() }
+        let (memory, lane_sends) = (OnceLock::new(), OnceLock::new());
+        Self { options, lanes, cancel, observer, begun: Instant::now(), memory, lane_sends }
+    }
+
+    /// Notes how each lane to the destination sent its pages, for the report.
+    pub(super) fn set_lane_sends(&self, lane_sends: Vec<LaneSends>) {
+        self.lane_sends.get_or_init(|| lane_sends);
     }
 
     /// Notes what arrived in memory of this process, for the report.
@@ -126,6 +134,8 @@ impl<'a> Run<'a> {
             downtime_ms: None,
             multifd_channels: self.lanes,
             compression: self.options.compression,
+            zero_copy_send: self.options.zero_copy_send,
+            lane_sends: self.lane_sends.get().cloned().unwrap_or_default(),
             handed_over: false,
             source,
             destination,

@@ -94,7 +94,7 @@ impl QmpDestination {
         self.listen(format!("unix:{}", path.display()))?;
         let uuid = uuid_bytes(&self.facts().uuid);
         let deadline = Instant::now() + options.connect_timeout;
-        Ok(connect(&Address::Unix(path), lanes, uuid, deadline, cancel)?)
+        Ok(connect(&Address::Unix(path), lanes, uuid, false, deadline, cancel)?)
     }
 
     fn stream_path(&self) -> PathBuf {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Channel, Listener, connect, pair};
+use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, pair};
 use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outgoing};
 
 use super::copy::Run;
-use super::{Error, blame, restore};
+use super::{Error, blame, restore, zero_copy};
 
 /// Bytes on the way between the two halves of a copy without lanes.
 const PAIR_BYTES: usize = 4 << 20;
@@ -64,15 +64,16 @@ fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
     }
     let loopback = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
     let listener = Listener::bind(&loopback)?;
-    let one = || -> Result<(Shared, Shared), Error> {
+    let one = |zero_copy| -> Result<(Shared, Shared), Error> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let out = connect(listener.local_address(), deadline, run.cancel)?;
+        let options = ConnectOptions { zero_copy, ..ConnectOptions::default() };
+        let out = connect_with(listener.local_address(), deadline, run.cancel, &options)?;
         Ok((Arc::from(out), Arc::from(listener.accept(deadline, run.cancel)?)))
     };
-    let (main, arriving) = one()?;
+    let (main, arriving) = one(false)?;
     let (mut out_lanes, mut in_lanes) = (Vec::new(), Vec::new());
     for _ in 0..lanes {
-        let (out, into) = one()?;
+        let (out, into) = one(zero_copy::is_wanted(run.options))?;
         out_lanes.push(out);
         in_lanes.push(into);
     }

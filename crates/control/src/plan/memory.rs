@@ -18,6 +18,7 @@ use towline_migration::{Guest, Memory, MemoryError, Snapshot, outgoing};
 use super::copy::Run;
 use super::{
     Destination, DestinationState, Error, Failure, Phase, Report, SourceState, blame, local, restore,
+    zero_copy,
 };
 
 /// Memory of this process as a destination.
@@ -61,7 +62,14 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
         Destination::Stream(address) => {
             run.observer.phase(Phase::Connect);
             let deadline = Instant::now() + run.options.connect_timeout;
-            let connected = outgoing::connect(address, run.lanes, [0; 16], deadline, run.cancel);
+            let connected = outgoing::connect(
+                address,
+                run.lanes,
+                [0; 16],
+                zero_copy::is_wanted(run.options),
+                deadline,
+                run.cancel,
+            );
             let lanes_lost = |error| blame::lanes_lost(error, run);
             let connections = connected.map_err(|error| lanes_lost(error.into()))?;
             let sent = source.run(|guest| restore::send(guest, &connections, run, &mut || Ok(())))?;

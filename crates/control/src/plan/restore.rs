@@ -13,7 +13,7 @@ use super::destination::QmpDestination;
 use super::fit::Guest;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
-    local, memory,
+    local, memory, zero_copy,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -37,7 +37,14 @@ pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> 
         Destination::Stream(address) => {
             let deadline = Instant::now() + run.options.connect_timeout;
             run.observer.phase(Phase::Connect);
-            let connected = outgoing::connect(address, run.lanes, [0; 16], deadline, run.cancel);
+            let connected = outgoing::connect(
+                address,
+                run.lanes,
+                [0; 16],
+                zero_copy::is_wanted(run.options),
+                deadline,
+                run.cancel,
+            );
             let lanes_lost = |error| Failure::untouched(blame::lanes_lost(error, run));
             let connections = connected.map_err(|error| lanes_lost(error.into()))?;
             let moved = send(&image, &connections, run, &mut || Ok(()));
@@ -123,6 +130,7 @@ pub(super) fn send(
         downtime_limit: run.options.downtime_limit,
         answer_timeout: run.options.connect_timeout,
         compression: run.options.compression,
+        zero_copy_send: run.options.zero_copy_send,
         ..outgoing::Options::default()
     };
     let engine = Outgoing::new(Arc::clone(&session), Arc::clone(&statistics), options);
@@ -132,6 +140,7 @@ pub(super) fn send(
     };
     run.supervise(&session, &mut look, || engine.run(connections, guest))?;
     run.report(&statistics, Progress::default());
+    run.set_lane_sends(statistics.lane_sends());
     Ok(statistics.snapshot())
 }
 

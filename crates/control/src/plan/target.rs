@@ -13,6 +13,7 @@ use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
+use super::zero_copy::{is_wanted, lane_options};
 use super::{Destination, DestinationState, Error, Phase, blame, memory};
 
 /// Where a stream goes.
@@ -80,7 +81,7 @@ impl Target {
     /// Has the destination listen, and reaches it. `session` is that of the incoming migration.
     pub(super) fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
         let relay = |connections| {
-            let relay = Relay::compressed(Arc::clone(session), connections, run.options.compression)?;
+            let relay = Relay::with_options(Arc::clone(session), connections, lane_options(run.options))?;
             Ok::<_, Error>(Some(Box::new(relay)))
         };
         match self {
@@ -89,7 +90,10 @@ impl Target {
             }
             Self::Stream { address, uuid, relay: to } => {
                 let deadline = Instant::now() + run.options.connect_timeout;
-                let connected = outgoing::connect(address, run.lanes, *uuid, deadline, run.cancel);
+                let connected = {
+                    let zero_copy = is_wanted(run.options);
+                    outgoing::connect(address, run.lanes, *uuid, zero_copy, deadline, run.cancel)
+                };
                 *to = relay(connected.map_err(|error| blame::lanes_lost(error.into(), run))?)?;
             }
             Self::Image(_) | Self::Memory(_) | Self::Null(_) => {}
@@ -153,6 +157,9 @@ impl Target {
 
     /// The guest is here: runs it if it may, and puts everything in order.
     pub(super) fn release(&mut self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
+        if let Self::Qemu { relay: Some(relay), .. } | Self::Stream { relay: Some(relay), .. } = self {
+            run.set_lane_sends(relay.statistics().lane_sends());
+        }
         match self {
             Self::Image(_) => Ok(DestinationState::Stored),
             Self::Stream { .. } => Ok(DestinationState::Loaded),

@@ -13,7 +13,7 @@ use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::{Shared, ended};
-use crate::buffer::Buffer;
+use crate::buffer::Buffers;
 use crate::compression::Decompressor;
 use crate::session::Released;
 use crate::statistics::Statistics;
@@ -36,7 +36,7 @@ struct Lane<'a> {
     index: usize,
     channel: &'a dyn Channel,
     shared: &'a Shared<'a>,
-    buffer: Buffer,
+    buffers: Buffers,
     decompressor: Option<Decompressor>,
     /// Pages came since the last barrier.
     outstanding: bool,
@@ -44,9 +44,9 @@ struct Lane<'a> {
 
 impl<'a> Lane<'a> {
     fn new(index: usize, channel: &'a dyn Channel, shared: &'a Shared<'a>) -> Result<Self> {
-        let buffer = Buffer::new(limits::PACKET_DATA_BYTES_MAX)?;
+        let buffers = Buffers::new(limits::PACKET_DATA_BYTES_MAX, shared.lanes)?;
         let decompressor = Decompressor::new(shared.compression)?;
-        Ok(Self { index, channel, shared, buffer, decompressor, outstanding: false })
+        Ok(Self { index, channel, shared, buffers, decompressor, outstanding: false })
     }
 
     fn run(&mut self) -> Result<()> {
@@ -114,7 +114,7 @@ impl<'a> Lane<'a> {
         let length = offsets.len() * PAGE_SIZE as usize;
         if self.decompressor.is_some() {
             self.decompress(packet.data_bytes, offsets.len())?;
-            return sink.pages(stream, &Pages { block, offsets, contents: &[self.buffer.bytes(length)] });
+            return self.hand_on(block, offsets, length);
         }
         let rooms: Option<Vec<_>> =
             runs(offsets).map(|(offset, length)| sink.room(PageRef { block, offset }, length)).collect();
@@ -124,9 +124,17 @@ impl<'a> Lane<'a> {
             self.shared.statistics.count_pages(pages, length as u64, rooms.len());
             return sink.landed(stream, block, offsets);
         }
-        self.channel.recv_exact(&mut [self.buffer.receive(length)])?;
+        self.channel.recv_exact(&mut [self.buffers.current.receive(length)])?;
         self.shared.statistics.count_pages(pages, length as u64, 1);
-        sink.pages(stream, &Pages { block, offsets, contents: &[self.buffer.bytes(length)] })
+        self.hand_on(block, offsets, length)
+    }
+
+    /// Gives the current buffer's pages to the sink.
+    fn hand_on(&mut self, block: BlockIndex, offsets: &[u64], length: usize) -> Result<()> {
+        let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
+        let contents = [self.buffers.current.bytes(length)];
+        sink.pages(stream, &Pages { block, offsets, contents: &contents })?;
+        self.buffers.turn(sink.lease(stream), self.shared.session)
     }
 
     /// Receives so many bytes, which give so many pages, into the buffer.
@@ -134,7 +142,7 @@ impl<'a> Lane<'a> {
         let Some(decompressor) = &mut self.decompressor else { return Ok(()) };
         let compressed = data_bytes as usize;
         self.channel.recv_exact(&mut [decompressor.receive(compressed)])?;
-        let contents = self.buffer.bytes_mut(pages * PAGE_SIZE as usize);
+        let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
         decompressor
             .decompress(compressed, contents)
             .map_err(|error| Error::protocol(self.channel.peer())(error))?;

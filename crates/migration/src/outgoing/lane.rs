@@ -1,16 +1,18 @@
-//! Writing one lane: pages are named, then a packet with them goes out in one vectored call, or compressed in one call.
+//! Writing one lane: pages are named, then a packet with them goes out in vectored calls, or compressed in one call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags, total_len};
+use towline_channel::{Channel, IoBuf, total_len};
 use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use super::LaneOptions;
+use super::sends::PacketSender;
 use crate::compression::Compressor;
 use crate::statistics::Statistics;
-use crate::{Compression, Guest, Result};
+use crate::{Guest, Result};
 
 /// The sending side of a lane.
 #[derive(Debug)]
@@ -21,7 +23,7 @@ pub(crate) struct LaneWriter {
 
 #[derive(Debug)]
 struct PacketWriter {
-    channel: Arc<dyn Channel>,
+    sender: PacketSender,
     /// Numbers the packets of all lanes.
     packets: Arc<AtomicU64>,
     statistics: Arc<Statistics>,
@@ -36,11 +38,13 @@ impl LaneWriter {
         channel: Arc<dyn Channel>,
         packets: Arc<AtomicU64>,
         statistics: Arc<Statistics>,
-        compression: Compression,
+        options: LaneOptions,
     ) -> Result<Self> {
+        let LaneOptions { compression, zero_copy_send } = options;
+        let sender = PacketSender::new(channel, Arc::clone(&statistics), zero_copy_send, compression);
         let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
         let method = compression.method();
-        let out = PacketWriter { channel, packets, statistics, method, packet, header };
+        let out = PacketWriter { sender, packets, statistics, method, packet, header };
         Ok(Self { out, compressor: Compressor::new(compression)? })
     }
 
@@ -48,7 +52,7 @@ impl LaneWriter {
     pub(crate) fn init(&mut self, index: usize, uuid: [u8; 16]) -> Result<()> {
         let id = u8::try_from(index).expect("bounded by LANES_MAX");
         let bytes = Init { uuid, id }.encode();
-        self.out.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())?;
+        self.out.sender.send_plain(&bytes)?;
         self.out.statistics.count_lane(bytes.len());
         Ok(())
     }
@@ -130,6 +134,11 @@ impl LaneWriter {
         self.out.send(&[], blocks)?;
         Ok(())
     }
+
+    /// Waits until the kernel reads none of the memory that was sent.
+    pub(crate) fn flush(&self) -> Result<()> {
+        self.out.sender.flush()
+    }
 }
 
 impl PacketWriter {
@@ -144,12 +153,9 @@ impl PacketWriter {
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };
         packet.encode(blocks, &mut self.header);
-        let mut buffers = Vec::with_capacity(1 + contents.len());
-        buffers.push(IoBuf::from(&self.header[..]));
-        buffers.extend_from_slice(contents);
-        self.channel.send_all(&buffers, SendFlags::empty())?;
+        self.sender.send(&self.header[..], contents)?;
         if normal > 0 {
-            self.statistics.count_pages(normal, data_bytes, buffers.len());
+            self.statistics.count_pages(normal, data_bytes, 1 + contents.len());
         }
         Statistics::add(&self.statistics.duplicate, zero);
         self.statistics.count_lane(HEADER_BYTES);

@@ -15,6 +15,7 @@ mod lane;
 mod main_channel;
 mod pass;
 mod return_path;
+mod sends;
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,6 +31,8 @@ pub use connect::{Connections, connect};
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
 pub(crate) use return_path::{Audience, ReturnPath};
+pub use sends::ZeroCopySend;
+pub(crate) use sends::check as check_zero_copy;
 
 use crate::convergence::{Decision, Limits, Observation, Patience, Policy};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
@@ -54,6 +57,23 @@ pub struct Options {
     pub unconverged: Unconverged,
     /// How the pages on lanes are compressed. To be compressed they are copied, so it excludes zero-copy sends.
     pub compression: Compression,
+    /// Whether the kernel reads the pages on lanes where they are.
+    pub zero_copy_send: ZeroCopySend,
+}
+
+/// How lanes send their pages.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LaneOptions {
+    /// See [`Options::compression`].
+    pub compression: Compression,
+    /// See [`Options::zero_copy_send`].
+    pub zero_copy_send: ZeroCopySend,
+}
+
+impl Options {
+    fn lanes(&self) -> LaneOptions {
+        LaneOptions { compression: self.compression, zero_copy_send: self.zero_copy_send }
+    }
 }
 
 /// What becomes of a guest that writes as fast as it is sent.
@@ -76,6 +96,7 @@ impl Default for Options {
             patience: Patience::default(),
             unconverged: Unconverged::GiveUp,
             compression: Compression::None,
+            zero_copy_send: ZeroCopySend::Auto,
         }
     }
 }
@@ -122,14 +143,21 @@ impl Outgoing {
             self.session.watch(lane);
         }
         let mut stopped = false;
-        let result = guest.start_tracking().and_then(|()| self.phases(connections, guest, &mut stopped));
+        let possible =
+            check_zero_copy(self.options.zero_copy_send, self.options.compression, &connections.lanes);
+        let result = possible.and_then(|()| guest.start_tracking());
+        let result = result.and_then(|()| self.phases(connections, guest, &mut stopped));
         let result = match result {
             Ok(()) => {
                 self.session.succeed();
                 Ok(())
             }
             // The destination learns it before the guest runs again.
-            Err(error) => Err(self.session.end(error)),
+            Err(error) => {
+                let error = self.session.end(error);
+                connections.let_go();
+                Err(error)
+            }
         };
         if let Err(error) = guest.stop_tracking() {
             tracing::warn!(%error, "the guest's memory may still be tracked");
@@ -158,7 +186,7 @@ impl Outgoing {
             .iter()
             .map(|lane| {
                 let (packets, statistics) = (Arc::clone(&packets), Arc::clone(statistics));
-                LaneWriter::new(Arc::clone(lane), packets, statistics, self.options.compression)
+                LaneWriter::new(Arc::clone(lane), packets, statistics, self.options.lanes())
             })
             .collect::<Result<_>>()?;
         let answers = self.begin(connections, &shared)?;
@@ -287,7 +315,9 @@ fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result
         // Compressed, what does not compress is a little longer.
         shared.limiter.give_back(length.saturating_sub(sent));
     }
-    lane.sync(blocks)
+    lane.sync(blocks)?;
+    // The last page is on its way by now, so the network is not idle meanwhile.
+    lane.flush()
 }
 
 /// Returns how many bytes the contents of its pages took.

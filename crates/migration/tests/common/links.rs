@@ -1,14 +1,17 @@
 //! Connections between two ends, with faults in them.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::fault::{Cut, Delay, Direction, ShortIo};
-use towline_channel::{Cancel, Channel, Listener, UnixChannel, connect, pair};
+use towline_channel::fault::{Cut, Delay, Direction, ShortIo, Throttle};
+use towline_channel::{Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, pair};
 use towline_migration::{Stream, outgoing};
 
 use super::UUID;
+
+/// What a destination's socket holds where sends without a copy are tested: less than a packet.
+const WINDOW_BYTES: usize = 100_000;
 
 /// What the channels are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +22,8 @@ pub(crate) enum Kind {
     Unix,
     /// TCP on the loopback.
     Tcp,
+    /// As well; the source can send without a copy, and what it sends stays long with it, as the window is small.
+    TcpZeroCopy,
 }
 
 /// Which end of a channel.
@@ -41,6 +46,8 @@ pub(crate) enum Layer {
     Cut(u64, Direction),
     Short(usize, u64),
     Delay(Duration, u64),
+    /// Bytes per second.
+    Throttle(u64),
 }
 
 /// Both ends of a main channel and its lanes.
@@ -78,6 +85,7 @@ fn wrap(channel: Box<dyn Channel>, side: Side, stream: Stream, faults: &[Fault])
     ours.fold(channel, |channel, fault| match fault.layer {
         Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),
         Layer::Short(most, seed) => Box::new(ShortIo::new(channel, NonZeroUsize::new(most).unwrap(), seed)),
+        Layer::Throttle(rate) => Box::new(Throttle::new(channel, NonZeroU64::new(rate).unwrap())),
         Layer::Delay(longest, seed) => Box::new(Delay::new(channel, Duration::ZERO..=longest, seed)),
     })
 }
@@ -89,8 +97,12 @@ struct Maker {
 
 impl Maker {
     fn new(kind: Kind) -> Self {
-        let listener =
-            (kind == Kind::Tcp).then(|| Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap());
+        let is_tcp = matches!(kind, Kind::Tcp | Kind::TcpZeroCopy);
+        let listener = is_tcp.then(|| Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap()).unwrap());
+        if let (Kind::TcpZeroCopy, Some(listener)) = (kind, &listener) {
+            let fd = listener.as_fd().unwrap();
+            rustix::net::sockopt::set_socket_recv_buffer_size(fd, WINDOW_BYTES).unwrap();
+        }
         Self { kind, listener }
     }
 
@@ -100,9 +112,10 @@ impl Maker {
                 let (one, other) = pair(capacity);
                 (Box::new(one), Box::new(other))
             }
-            (Kind::Tcp, Some(listener)) => {
+            (kind, Some(listener)) => {
                 let (deadline, cancel) = (Instant::now() + super::WATCHDOG, Cancel::new().unwrap());
-                let one = connect(listener.local_address(), deadline, &cancel).unwrap();
+                let options = ConnectOptions { zero_copy: kind == Kind::TcpZeroCopy, ..Default::default() };
+                let one = connect_with(listener.local_address(), deadline, &cancel, &options).unwrap();
                 (one, listener.accept(deadline, &cancel).unwrap())
             }
             _ => {

@@ -11,12 +11,14 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
 use towline_migration::convergence::Patience;
 use towline_migration::outgoing::Unconverged;
 use towline_migration::{
     Compression, Error, Guest, Incoming, Memory, Outgoing, Relay, Session, Sink, Snapshot, Statistics,
     incoming, outgoing,
 };
+use towline_protocol::return_path::Message;
 
 /// Far enough that only a test that hangs meets it, on a machine that does much else.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(20);
@@ -104,7 +106,8 @@ pub(crate) fn migrate_into(
         let number = hops;
         thread::spawn(move || {
             let session = Arc::<Session>::default();
-            let relay = Relay::compressed(Arc::clone(&session), to, compression).unwrap();
+            let options = outgoing::LaneOptions { compression, zero_copy_send: options.zero_copy_send };
+            let relay = Relay::with_options(Arc::clone(&session), to, options).unwrap();
             let (result, statistics) = receive(from, &relay, &session, compression);
             drop(relay);
             let _ = teller.send((number, result, statistics, begun.elapsed()));
@@ -130,7 +133,22 @@ pub(crate) fn migrate_into(
     Outcome { source, destination, relays: ends.collect() }
 }
 
-fn receive(
+/// Answers a source's first question, so that it begins.
+pub(crate) fn answer_ping(main: &dyn Channel) {
+    let mut bytes = Vec::new();
+    Message::Pong(1).encode(&mut bytes);
+    main.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty()).unwrap();
+}
+
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < WATCHDOG, "{what}: not within {WATCHDOG:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub(crate) fn receive(
     end: DestinationEnd,
     sink: &dyn Sink,
     session: &Arc<Session>,

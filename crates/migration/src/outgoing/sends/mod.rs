@@ -1,0 +1,192 @@
+//! Sending a lane's packets: in one vectored call, or the header in a call of its own and the pages without a copy.
+//!
+//! ```text
+//!   plain      send(header, run, run, …)                       the kernel copies
+//!   zero-copy  send(header, MORE) · send(run, run, …, ZERO_COPY)   the kernel reads the pages, until flush
+//! ```
+//!
+//! The header's memory is used again at once, so it never goes without a copy. Completions are read by the channel at each
+//! zero-copy send, and by [`PacketSender::flush`], which every barrier calls.
+
+mod policy;
+
+use std::fmt;
+use std::io::ErrorKind;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+use towline_channel::{
+    Capabilities, Channel, ChannelExt, Error as ChannelError, Flushed, IoBuf, IoCursor, SendFlags, total_len,
+};
+
+use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
+use crate::{Compression, Error, Result};
+use policy::Policy;
+
+/// QEMU's `zero-copy-send`, with a middle way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ZeroCopySend {
+    /// Each lane finds out whether the kernel copies all the same, and if not, which way costs less CPU time.
+    #[default]
+    Auto,
+    /// Every page on lanes. What cannot is refused before anything is sent, and what fails later ends the migration.
+    On,
+    /// None.
+    Off,
+}
+
+impl fmt::Display for ZeroCopySend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        })
+    }
+}
+
+/// Refuses zero-copy sends that were asked for where there are none.
+pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<dyn Channel>]) -> Result<()> {
+    if asked != ZeroCopySend::On {
+        return Ok(());
+    }
+    let cannot = |lane: &&Arc<dyn Channel>| !lane.capabilities().contains(Capabilities::ZERO_COPY);
+    let why = match (lanes, lanes.iter().find(cannot)) {
+        ([], _) => "there are no lanes, and the main channel has none".to_owned(),
+        _ if compression != Compression::None => {
+            "compressed pages lie in a buffer that is used again at once".to_owned()
+        }
+        (_, Some(lane)) => format!("the connection to {} has none", lane.peer()),
+        _ => return Ok(()),
+    };
+    Err(Error::NoZeroCopy { why })
+}
+
+/// The sending side of one lane's channel.
+#[derive(Debug)]
+pub(crate) struct PacketSender {
+    channel: Arc<dyn Channel>,
+    policy: Policy,
+    asked: ZeroCopySend,
+    statistics: Arc<Statistics>,
+    /// What is told of this lane.
+    told: Arc<Mutex<LaneSends>>,
+}
+
+impl PacketSender {
+    pub(crate) fn new(
+        channel: Arc<dyn Channel>,
+        statistics: Arc<Statistics>,
+        asked: ZeroCopySend,
+        compression: Compression,
+    ) -> Self {
+        let can = match channel.capabilities().contains(Capabilities::ZERO_COPY) {
+            _ if compression != Compression::None => Err(SendReason::Compressed),
+            true => Ok(()),
+            false => Err(SendReason::Unsupported),
+        };
+        let policy = Policy::new(asked, can);
+        let (way, reason) = policy.state();
+        let told = statistics.add_lane(LaneSends { way, reason, ..LaneSends::default() });
+        Self { channel, policy, asked, statistics, told }
+    }
+
+    /// Sends bytes that are no packet with pages.
+    pub(crate) fn send_plain(&self, bytes: &[u8]) -> Result<()> {
+        Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
+    }
+
+    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or the channel's lease, says otherwise.
+    pub(crate) fn send(&mut self, header: &[u8], contents: &[IoBuf<'_>]) -> Result<()> {
+        if contents.is_empty() {
+            return self.send_plain(header);
+        }
+        if self.policy.wants_a_look() {
+            // Also reads the completions that have come.
+            self.channel.lease().is_done()?;
+            self.policy.look(self.channel.zero_copy_statistics().unwrap_or_default());
+        }
+        let bytes = total_len(contents);
+        let way = self.policy.way(bytes);
+        let begun = self.policy.measures(bytes).then(cpu_time);
+        match way {
+            SendWay::Plain => {
+                let mut buffers = Vec::with_capacity(1 + contents.len());
+                buffers.push(IoBuf::from(header));
+                buffers.extend_from_slice(contents);
+                self.channel.send_all(&buffers, SendFlags::empty())?;
+            }
+            SendWay::ZeroCopy => {
+                self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
+                self.send_zero_copy(contents)?;
+            }
+        }
+        let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
+        self.policy.sent(bytes, way, cost);
+        self.tell(bytes, way, cost);
+        Ok(())
+    }
+
+    /// Waits until the kernel reads none of the memory that was sent.
+    pub(crate) fn flush(&self) -> Result<()> {
+        let flushed = self.channel.flush()?;
+        if flushed == Flushed::AllCopied && self.asked == ZeroCopySend::On {
+            Statistics::add(&self.statistics.dirty_sync_missed_zero_copy, 1);
+        }
+        if let Some(now) = self.channel.zero_copy_statistics() {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            (told.copied, told.zero_copied) = (now.copied, now.zero_copied);
+        }
+        Ok(())
+    }
+
+    fn send_zero_copy(&mut self, contents: &[IoBuf<'_>]) -> Result<()> {
+        let mut cursor = IoCursor::new(contents);
+        let mut flag = SendFlags::ZERO_COPY;
+        while !cursor.is_empty() {
+            let (chunk, is_last) = cursor.chunk_and_last();
+            let more = if is_last { SendFlags::empty() } else { SendFlags::MORE };
+            match self.channel.send(chunk, flag | more) {
+                Ok(0) => {
+                    let (peer, source) = (self.channel.peer().to_owned(), ErrorKind::WriteZero.into());
+                    return Err(ChannelError::Io { op: "send", peer, source }.into());
+                }
+                Ok(sent) => cursor.advance(sent),
+                Err(error @ ChannelError::ZeroCopyMemory { .. }) if self.policy.is_auto() => {
+                    tracing::debug!(%error, "the lane goes on with plain sends");
+                    self.policy.starve();
+                    flag = SendFlags::empty();
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let state = self.policy.state();
+        told.switches += u64::from(told.way != state.0);
+        (told.way, told.reason) = state;
+        let tally = match way {
+            SendWay::Plain => &mut told.plain,
+            SendWay::ZeroCopy => &mut told.zero_copy,
+        };
+        tally.packets += 1;
+        if let Some(cost) = cost {
+            tally.measured_packets += 1;
+            tally.measured_bytes += bytes as u64;
+            tally.measured_cpu_ns += u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX);
+        }
+    }
+}
+
+/// The CPU time that this thread has used.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::try_from(time).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests;

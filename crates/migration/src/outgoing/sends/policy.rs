@@ -1,0 +1,222 @@
+//! Which of a lane's packets go without a copy: decisions only, no system calls.
+//!
+//! ```text
+//!             one packet              its completion             SAMPLES of each, in turn
+//!   Ask ───── zero-copy ──► Answer ── truly without ──► Compare ── the cheaper way ──► Chosen
+//!    ▲                        └────── copied ──► Chosen(plain) ◄── copied · no memory ───┘ │
+//!    └──────────────────────────── after AGAIN packets ────────────────────────────────────┘
+//! ```
+//!
+//! Cost is the sending thread's CPU time for a byte. What a completion costs elsewhere, and what the network gains or
+//! loses, is not seen. Packets shorter than [`LARGE_BYTES`] go plain and teach nothing.
+
+use std::time::Duration;
+
+use towline_channel::ZeroCopyStatistics;
+
+use super::ZeroCopySend;
+use crate::statistics::{SendReason, SendWay};
+
+/// Below this, pinning the pages and hearing of the completion costs about what the copy does.
+pub(super) const LARGE_BYTES: usize = 64 << 10;
+/// Packets of each way that a decision rests on: their median, as any of them may be disturbed.
+pub(super) const SAMPLES: usize = 16;
+/// Packets until a decision is looked at again: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
+pub(super) const AGAIN: u32 = 4096;
+/// How often a lane in zero-copy looks what became of its sends, in packets.
+const LOOK: u32 = 64;
+/// How much cheaper the other way must be: what is as good as equal stays as it is.
+const GAIN_PERCENT_MIN: u64 = 5;
+/// Of the calls since the last look, one in so many may have wanted for the kernel's memory.
+const NO_MEMORY_SHARE: u64 = 8;
+/// Outside of comparisons every so-manieth packet is measured, for the statistics.
+const MEASURE: u32 = 16;
+
+/// What one lane does with its packets.
+#[derive(Debug)]
+pub(super) struct Policy {
+    setting: Setting,
+    phase: Phase,
+    /// What was chosen last; plain before anything was.
+    held: SendWay,
+    /// Packets since the phase began.
+    packets: u32,
+    /// As of the last look.
+    known: ZeroCopyStatistics,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Setting {
+    /// Nothing is to be decided.
+    Fixed(SendWay, SendReason),
+    Auto,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Ask,
+    Answer,
+    Compare {
+        /// Nanoseconds for a MiB.
+        plain: Vec<u64>,
+        zero_copy: Vec<u64>,
+    },
+    Chosen(SendWay, SendReason),
+}
+
+impl Policy {
+    /// Of a lane whose channel `can` send without a copy, or cannot.
+    pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
+        let setting = match (asked, can) {
+            (ZeroCopySend::Off, _) => Setting::Fixed(SendWay::Plain, SendReason::Asked),
+            (ZeroCopySend::On, _) => Setting::Fixed(SendWay::ZeroCopy, SendReason::Asked),
+            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendWay::Plain, reason),
+            (ZeroCopySend::Auto, Ok(())) => Setting::Auto,
+        };
+        Self {
+            setting,
+            phase: Phase::Ask,
+            held: SendWay::Plain,
+            packets: 0,
+            known: ZeroCopyStatistics::default(),
+        }
+    }
+
+    pub(super) fn is_auto(&self) -> bool {
+        self.setting == Setting::Auto
+    }
+
+    /// How the next packet goes, which has so many bytes.
+    pub(super) fn way(&self, bytes: usize) -> SendWay {
+        match (self.setting, &self.phase) {
+            (Setting::Fixed(way, _), _) => way,
+            (Setting::Auto, _) if bytes < LARGE_BYTES => SendWay::Plain,
+            (Setting::Auto, Phase::Ask) => SendWay::ZeroCopy,
+            (Setting::Auto, Phase::Answer) => SendWay::Plain,
+            (Setting::Auto, Phase::Compare { plain, zero_copy }) if plain.len() <= zero_copy.len() => {
+                SendWay::Plain
+            }
+            (Setting::Auto, Phase::Compare { .. }) => SendWay::ZeroCopy,
+            (Setting::Auto, Phase::Chosen(way, _)) => *way,
+        }
+    }
+
+    /// Whether the next packet's cost is wanted.
+    pub(super) fn measures(&self, bytes: usize) -> bool {
+        let compares = self.is_auto() && matches!(self.phase, Phase::Compare { .. });
+        bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
+    }
+
+    /// Whether, before the next packet, [`Self::look`] wants to know what became of the sends.
+    pub(super) fn wants_a_look(&self) -> bool {
+        self.is_auto()
+            && match self.phase {
+                Phase::Answer => true,
+                Phase::Chosen(SendWay::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
+                _ => false,
+            }
+    }
+
+    /// What became of the channel's sends so far.
+    pub(super) fn look(&mut self, now: ZeroCopyStatistics) {
+        let before = std::mem::replace(&mut self.known, now);
+        let copied = now.copied - before.copied;
+        let zero_copied = now.zero_copied - before.zero_copied;
+        match self.phase {
+            Phase::Answer if copied > 0 => self.choose(SendWay::Plain, SendReason::Copied),
+            Phase::Answer if zero_copied > 0 => self.enter(Phase::compare()),
+            Phase::Chosen(SendWay::ZeroCopy, _) if copied > zero_copied => {
+                self.choose(SendWay::Plain, SendReason::Copied);
+            }
+            Phase::Chosen(SendWay::ZeroCopy, _)
+                if (now.no_memory - before.no_memory) * NO_MEMORY_SHARE > now.sends - before.sends =>
+            {
+                self.choose(SendWay::Plain, SendReason::NoMemory);
+            }
+            _ => {}
+        }
+    }
+
+    /// A packet of so many bytes went `way`; `cost` is its CPU time, if it was measured.
+    pub(super) fn sent(&mut self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+        self.packets = self.packets.wrapping_add(1);
+        if !self.is_auto() || bytes < LARGE_BYTES {
+            return;
+        }
+        match &mut self.phase {
+            Phase::Ask => self.enter(Phase::Answer),
+            Phase::Answer => {}
+            Phase::Compare { plain, zero_copy } => {
+                let samples = if way == SendWay::Plain { plain } else { zero_copy };
+                samples.extend(cost.map(|cost| per_mib(cost, bytes)));
+                self.compare();
+            }
+            Phase::Chosen(_, reason) if self.packets >= AGAIN => {
+                let next = match reason {
+                    SendReason::CostsMore | SendReason::CostsLess => Phase::compare(),
+                    _ => Phase::Ask,
+                };
+                self.enter(next);
+            }
+            Phase::Chosen(..) => {}
+        }
+    }
+
+    /// The kernel has no memory for zero-copy sends at all.
+    pub(super) fn starve(&mut self) {
+        self.choose(SendWay::Plain, SendReason::NoMemory);
+    }
+
+    /// What holds now, and why.
+    pub(super) fn state(&self) -> (SendWay, SendReason) {
+        match (self.setting, &self.phase) {
+            (Setting::Fixed(way, reason), _) => (way, reason),
+            (Setting::Auto, Phase::Chosen(way, reason)) => (*way, *reason),
+            (Setting::Auto, _) => (SendWay::Plain, SendReason::Undecided),
+        }
+    }
+
+    fn compare(&mut self) {
+        let Phase::Compare { plain, zero_copy } = &mut self.phase else { return };
+        if plain.len() < SAMPLES || zero_copy.len() < SAMPLES {
+            return;
+        }
+        let (plain, zero_copy) = (median(plain), median(zero_copy));
+        let (held, other) = match self.held {
+            SendWay::Plain => (plain, zero_copy),
+            SendWay::ZeroCopy => (zero_copy, plain),
+        };
+        let is_kept = other.saturating_mul(100) >= held.saturating_mul(100 - GAIN_PERCENT_MIN);
+        match is_kept == (self.held == SendWay::ZeroCopy) {
+            true => self.choose(SendWay::ZeroCopy, SendReason::CostsLess),
+            false => self.choose(SendWay::Plain, SendReason::CostsMore),
+        }
+    }
+
+    fn choose(&mut self, way: SendWay, reason: SendReason) {
+        self.held = way;
+        self.enter(Phase::Chosen(way, reason));
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        (self.phase, self.packets) = (phase, 0);
+    }
+}
+
+impl Phase {
+    fn compare() -> Self {
+        Self::Compare { plain: Vec::with_capacity(SAMPLES), zero_copy: Vec::with_capacity(SAMPLES) }
+    }
+}
+
+fn per_mib(cost: Duration, bytes: usize) -> u64 {
+    u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX).saturating_mul(1 << 20) / bytes as u64
+}
+
+fn median(values: &mut [u64]) -> u64 {
+    values.sort_unstable();
+    values[values.len() / 2]
+}
+
+#[cfg(test)]
+mod tests;

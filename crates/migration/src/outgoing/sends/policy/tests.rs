@@ -1,0 +1,168 @@
+use super::*;
+
+const FULL: usize = 512 << 10;
+
+/// What is on the other side of the calls.
+struct Kernel {
+    copies: bool,
+    /// Nanoseconds that a packet takes.
+    plain: u64,
+    zero_copy: u64,
+    /// Every so-manieth packet wants for memory.
+    hungry: Option<u64>,
+    statistics: ZeroCopyStatistics,
+    /// Packets by way.
+    counts: [u64; 2],
+}
+
+impl Kernel {
+    fn new(copies: bool, plain: u64, zero_copy: u64) -> Self {
+        let (hungry, statistics, counts) = (None, ZeroCopyStatistics::default(), [0; 2]);
+        Self { copies, plain, zero_copy, hungry, statistics, counts }
+    }
+
+    fn send(&mut self, policy: &mut Policy, bytes: usize) -> SendWay {
+        if policy.wants_a_look() {
+            policy.look(self.statistics);
+        }
+        let (way, measures) = (policy.way(bytes), policy.measures(bytes));
+        self.counts[way as usize] += 1;
+        let cost = match way {
+            SendWay::Plain => self.plain,
+            SendWay::ZeroCopy => {
+                self.statistics.sends += 1;
+                let finished = match self.copies {
+                    true => &mut self.statistics.copied,
+                    false => &mut self.statistics.zero_copied,
+                };
+                *finished += 1;
+                let is_hungry = self.hungry.is_some_and(|every| self.statistics.sends.is_multiple_of(every));
+                self.statistics.no_memory += u64::from(is_hungry);
+                self.zero_copy
+            }
+        };
+        policy.sent(bytes, way, measures.then(|| Duration::from_nanos(cost)));
+        way
+    }
+
+    fn run(&mut self, policy: &mut Policy, packets: u64) {
+        for _ in 0..packets {
+            self.send(policy, FULL);
+        }
+    }
+}
+
+fn auto() -> Policy {
+    Policy::new(ZeroCopySend::Auto, Ok(()))
+}
+
+#[test]
+fn on_and_off_are_what_they_say_whatever_happens() {
+    for (asked, way) in [(ZeroCopySend::On, SendWay::ZeroCopy), (ZeroCopySend::Off, SendWay::Plain)] {
+        let (mut policy, mut kernel) = (Policy::new(asked, Ok(())), Kernel::new(true, 1, 1_000_000));
+        kernel.hungry = Some(1);
+        for bytes in [4096, FULL].into_iter().cycle().take(10_000) {
+            assert_eq!(kernel.send(&mut policy, bytes), way);
+        }
+        assert_eq!(policy.state(), (way, SendReason::Asked));
+        assert!(!policy.is_auto() && !policy.wants_a_look());
+    }
+    let mut policy = Policy::new(ZeroCopySend::Auto, Err(SendReason::Unsupported));
+    Kernel::new(false, 9, 1).run(&mut policy, 100);
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Unsupported));
+}
+
+#[test]
+fn where_the_kernel_copies_one_packet_in_thousands_is_lost() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
+    kernel.run(&mut policy, 2);
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
+    assert_eq!(kernel.counts, [1, 1]);
+    kernel.run(&mut policy, 100_000);
+    assert_eq!(policy.state().0, SendWay::Plain);
+    assert!((20..30).contains(&kernel.counts[1]), "{:?}", kernel.counts);
+}
+
+#[test]
+fn the_cheaper_way_is_found_and_kept() {
+    for (plain, zero_copy, expected) in [
+        (100_000, 30_000, (SendWay::ZeroCopy, SendReason::CostsLess)),
+        (100_000, 99_000, (SendWay::Plain, SendReason::CostsMore)),
+        (30_000, 100_000, (SendWay::Plain, SendReason::CostsMore)),
+    ] {
+        let (mut policy, mut kernel) = (auto(), Kernel::new(false, plain, zero_copy));
+        kernel.run(&mut policy, 1 + 2 * SAMPLES as u64);
+        assert_eq!(policy.state(), expected);
+        assert_eq!(kernel.counts, [SAMPLES as u64, 1 + SAMPLES as u64]);
+        kernel.run(&mut policy, 100_000);
+        let other = kernel.counts[1 - expected.0 as usize];
+        assert!(other < 500, "{expected:?}: {:?}", kernel.counts);
+    }
+}
+
+#[test]
+fn a_way_whose_cost_changes_is_left_and_a_close_call_is_not() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
+    let again = u64::from(AGAIN) + 100;
+    kernel.run(&mut policy, again);
+    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+    kernel.plain = 29_000;
+    kernel.run(&mut policy, again);
+    assert_eq!(policy.state().0, SendWay::ZeroCopy, "3 % are not worth it");
+    kernel.plain = 20_000;
+    kernel.run(&mut policy, again);
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::CostsMore));
+}
+
+#[test]
+fn a_path_that_begins_to_copy_is_noticed_soon() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
+    kernel.run(&mut policy, 100);
+    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+    kernel.copies = true;
+    kernel.run(&mut policy, 2 * u64::from(LOOK));
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
+    // And one that stops to: at the next probe.
+    kernel.copies = false;
+    kernel.run(&mut policy, u64::from(AGAIN) + 100);
+    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+}
+
+#[test]
+fn a_kernel_without_memory_is_left_alone() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
+    kernel.hungry = Some(100);
+    kernel.run(&mut policy, 1000);
+    assert_eq!(policy.state().0, SendWay::ZeroCopy, "now and then is no harm");
+    kernel.hungry = Some(2);
+    kernel.run(&mut policy, 2 * u64::from(LOOK));
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::NoMemory));
+    let mut policy = auto();
+    policy.starve();
+    assert_eq!((policy.way(FULL), policy.state().1), (SendWay::Plain, SendReason::NoMemory));
+}
+
+#[test]
+fn short_packets_go_plain_and_teach_nothing() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
+    for _ in 0..10_000 {
+        assert_eq!(kernel.send(&mut policy, LARGE_BYTES - 4096), SendWay::Plain);
+    }
+    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Undecided));
+    assert_eq!(kernel.send(&mut policy, LARGE_BYTES), SendWay::ZeroCopy);
+}
+
+/// A completion may come much later, and one that is lost must not stop the lane from sending.
+#[test]
+fn until_its_completion_is_there_a_probe_decides_nothing() {
+    let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
+    policy.sent(FULL, policy.way(FULL), None);
+    for _ in 0..1000 {
+        policy.look(kernel.statistics);
+        assert_eq!((policy.way(FULL), policy.state().1), (SendWay::Plain, SendReason::Undecided));
+        policy.sent(FULL, SendWay::Plain, None);
+    }
+    kernel.statistics.copied = 1;
+    policy.look(kernel.statistics);
+    assert_eq!(policy.state().1, SendReason::Copied);
+}

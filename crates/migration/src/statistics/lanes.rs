@@ -1,0 +1,116 @@
+//! How the pages of each lane were sent.
+
+use std::fmt;
+
+/// How a packet's pages go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum SendWay {
+    /// Copied by the kernel, in one vectored call with the header.
+    #[default]
+    Plain,
+    /// Read by the kernel where they are, if the way to the peer allows it.
+    ZeroCopy,
+}
+
+/// Why a lane sends as it does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum SendReason {
+    /// It was asked to.
+    #[default]
+    Asked,
+    /// There were too few packets with many pages to tell.
+    Undecided,
+    /// The channel has no zero-copy sends.
+    Unsupported,
+    /// Compressed pages lie in a buffer that is used again at once.
+    Compressed,
+    /// The kernel copied what was sent without a copy.
+    Copied,
+    /// Without a copy it takes more CPU time than with one.
+    CostsMore,
+    /// It takes less CPU time.
+    CostsLess,
+    /// The kernel lacks the memory that zero-copy sends are charged to.
+    NoMemory,
+}
+
+impl fmt::Display for SendWay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain => "plain",
+            Self::ZeroCopy => "zero-copy",
+        })
+    }
+}
+
+impl fmt::Display for SendReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Asked => "as asked for",
+            Self::Undecided => "too little was sent to decide",
+            Self::Unsupported => "this channel has no zero-copy",
+            Self::Compressed => "the lane is compressed",
+            Self::Copied => {
+                "the kernel copies all the same (loopback, bridge, or a card without scatter-gather)"
+            }
+            Self::CostsMore => "zero-copy takes more CPU time here",
+            Self::CostsLess => "zero-copy takes less CPU time",
+            Self::NoMemory => "the kernel lacks memory for zero-copy (net.core.optmem_max, RLIMIT_MEMLOCK)",
+        })
+    }
+}
+
+/// The packets with pages of one lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LaneSends {
+    /// How they go now.
+    pub way: SendWay,
+    /// Why.
+    pub reason: SendReason,
+    /// How often that has changed.
+    pub switches: u64,
+    /// Those that went plain.
+    pub plain: Tally,
+    /// Those that were sent without a copy, whatever the kernel did then.
+    pub zero_copy: Tally,
+    /// Of the calls that these took, those that the kernel has copied. As of the last barrier.
+    pub copied: u64,
+    /// And those that it has not.
+    pub zero_copied: u64,
+}
+
+/// Packets that went one way. Some of those of 64 KiB and more are measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Tally {
+    /// All of them.
+    pub packets: u64,
+    /// Those that were measured.
+    pub measured_packets: u64,
+    /// Bytes of pages in these.
+    pub measured_bytes: u64,
+    /// CPU time that sending these took the lane's thread, in nanoseconds.
+    pub measured_cpu_ns: u64,
+}
+
+impl Tally {
+    /// CPU time of a packet's calls in nanoseconds, on average; `None` if none was measured.
+    pub fn cpu_ns_per_packet(&self) -> Option<u64> {
+        self.measured_cpu_ns.checked_div(self.measured_packets)
+    }
+
+    /// CPU time for a gigabyte (10⁹ bytes) of pages in milliseconds; `None` if none was measured.
+    pub fn cpu_ms_per_gb(&self) -> Option<f64> {
+        (self.measured_bytes > 0).then(|| self.measured_cpu_ns as f64 * 1e3 / self.measured_bytes as f64)
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            packets: self.packets + other.packets,
+            measured_packets: self.measured_packets + other.measured_packets,
+            measured_bytes: self.measured_bytes + other.measured_bytes,
+            measured_cpu_ns: self.measured_cpu_ns + other.measured_cpu_ns,
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! `--zero-copy-send`: to stock QEMUs over the loopback, where the kernel copies all the same, and what is refused.
+
+use serde_json::Value;
+use towline_lab::{Qemu, require_lab};
+
+use crate::support::{
+    Row, Scratch, WITHIN, boot, completed, copy, listen, prove_equal, qmp, refused, stop, waiting,
+};
+
+const LANES: usize = 2;
+
+/// Copies to a QEMU that listens; what each lane is said to have done.
+fn sent_to(source: &str, destination: &Qemu, asked: &str) -> (Value, Vec<Value>) {
+    let address = listen(destination, LANES);
+    let lanes = LANES.to_string();
+    let arguments = ["--multifd-channels", &lanes, "--zero-copy-send", asked, source, &address];
+    let done = completed(&arguments);
+    assert_eq!(done["zero-copy-send"], asked);
+    let lanes = done["lanes"].as_array().unwrap().clone();
+    assert_eq!(lanes.len(), LANES, "{done}");
+    (done, lanes)
+}
+
+#[test]
+fn stock_qemus_take_what_is_sent_without_a_copy() {
+    if !require_lab("stock_qemus_take_what_is_sent_without_a_copy") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.text("guest.img");
+    for row in [Row::Qemu10_0, Row::Qemu7_2] {
+        let source = boot(row.builder());
+        for (asked, mode) in [("on", "zero-copy"), ("auto", "plain")] {
+            let check = |lanes: &[Value]| {
+                for lane in lanes {
+                    assert_eq!((lane["mode"].as_str(), &lane["sends-zero-copied"]), (Some(mode), &0.into()));
+                    assert!(lane["sends-copied"].as_u64().unwrap() > 0, "{lane}");
+                }
+            };
+            run_a_little(&source);
+            copy(&["--overwrite", &qmp(&source), &image]);
+            let destination = waiting(row.builder());
+            let (done, lanes) = sent_to(&image, &destination, asked);
+            check(&lanes);
+            let missed = done["ram"]["dirty-sync-missed-zero-copy"].as_u64().unwrap();
+            assert_eq!(missed > 0, asked == "on", "{done}");
+            prove_equal(&source, &destination);
+            // Through a relay, which sends from the buffers that it received into.
+            run_a_little(&source);
+            let destination = waiting(row.builder());
+            let (_, lanes) = sent_to(&qmp(&source), &destination, asked);
+            check(&lanes);
+            prove_equal(&source, &destination);
+        }
+    }
+}
+
+/// Its memory is another afterwards, and it may be copied again.
+fn run_a_little(source: &Qemu) {
+    source.qmp().execute("cont", Value::Null).unwrap();
+    source.wait_counting(WITHIN).unwrap();
+    stop(source);
+}
+
+#[test]
+fn on_is_refused_where_there_is_no_zero_copy() {
+    if !require_lab("on_is_refused_where_there_is_no_zero_copy") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (image, other) = (scratch.text("guest.img"), scratch.text("other.img"));
+    let source = boot(Row::Qemu10_0.builder());
+    copy(&["--resume", &qmp(&source), &image]);
+    let (from, to) = (qmp(&source), waiting(Row::Qemu10_0.builder()));
+    let to = qmp(&to);
+    let (tcp, unix) = ("tcp:127.0.0.1:1", format!("unix:{}", scratch.text("s.sock")));
+    let lanes = &["--multifd-channels", "2"][..];
+    let zlib = &["--multifd-channels", "2", "--compression", "zlib"][..];
+    for source in [&from, &image] {
+        for (more, destination, why) in [
+            (&[][..], tcp, "only lanes have it"),
+            (zlib, tcp, "--compression zlib copies every page"),
+            (lanes, &unix, "is no TCP connection"),
+            (lanes, &to, "goes through a Unix socket on this host"),
+            (lanes, &other, "nothing is sent to DEST"),
+        ] {
+            let stderr = refused(2, &[more, &["--zero-copy-send", "on", source, destination]].concat());
+            assert!(
+                stderr.contains(&format!("--zero-copy-send on: {why}")) || stderr.contains(why),
+                "{stderr}"
+            );
+        }
+    }
+    assert_eq!(source.qmp().status().unwrap(), "running");
+    assert!(!std::path::Path::new(&other).exists());
+}
