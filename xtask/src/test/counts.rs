@@ -8,6 +8,8 @@ pub(crate) struct Counts {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
     pub(crate) skipped: usize,
+    /// Names of the tests that failed.
+    pub(crate) failures: Vec<String>,
     returned_early: usize,
 }
 
@@ -20,10 +22,23 @@ impl Counts {
             self.passed += passed.saturating_sub(std::mem::take(&mut self.returned_early));
             self.failed += number_before(result, " failed");
             self.skipped += number_before(result, " ignored");
+        } else if let Some(name) =
+            line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED"))
+        {
+            self.failures.push(name.to_owned());
         } else if line.starts_with("SKIPPED ") && line.contains(": ") {
             self.skipped += 1;
             self.returned_early += 1;
         }
+    }
+}
+
+impl Counts {
+    /// Adds those of one step.
+    pub(crate) fn add(&mut self, other: &Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
     }
 }
 
@@ -50,12 +65,14 @@ mod tests {
             "test a ... ok",
             "SKIPPED b: target/lab is missing; run `cargo xtask setup`",
             "test b ... ok",
+            "test c::d ... FAILED",
             "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out; finished in 0.00s",
             "test result: FAILED. 10 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s",
         ] {
             counts.read(line);
         }
-        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, returned_early: 0 });
+        let failures = vec!["c::d".to_owned()];
+        assert_eq!(counts, Counts { passed: 11, failed: 2, skipped: 2, failures, returned_early: 0 });
         assert_eq!(counts.to_string(), "11 passed, 2 failed, 2 skipped");
     }
 }
