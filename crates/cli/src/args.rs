@@ -136,6 +136,9 @@ pub(crate) struct TransferArgs {
     /// How long a running guest may stand still, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub(crate) downtime_limit: u64,
+    /// Slow the guest of a qmp: SOURCE down if it writes faster than it can be sent (QEMU's auto-converge)
+    #[arg(long)]
+    pub(crate) throttle: bool,
     /// Compare an image with its checksums while it is read; no guest runs from a damaged one
     #[arg(long)]
     pub(crate) verify: bool,
@@ -192,7 +195,8 @@ pub(crate) struct InspectArgs {
 
 /// Measure on real guests, side by side with the peers that this machine has
 ///
-/// Tables: `ram` (save and restore of a guest's memory against QEMU's own). Needs the lab: `cargo xtask setup` in a checkout.
+/// Tables: `ram` (save and restore of a guest's memory against QEMU's own), `live` (a busy guest through towline against QEMU to
+/// QEMU). Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:

@@ -101,6 +101,7 @@ fn options(args: &TransferArgs) -> Options {
         zero_copy_send: args.zero_copy_send.into(),
         max_bandwidth: args.max_bandwidth,
         downtime_limit: Duration::from_millis(args.downtime_limit),
+        throttle: args.throttle,
         verify: args.verify,
         resume: false,
         end_source: false,

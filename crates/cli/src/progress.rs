@@ -82,16 +82,19 @@ impl Observer for Reporter {
         let moved = &progress.moved;
         self.bar.set_length(moved.total);
         self.bar.set_position(((moved.normal + moved.duplicate) * 4096).min(moved.total));
-        let dirty = progress.dirty_rate.filter(|&rate| rate > 0);
-        let dirty = dirty.map(|rate| format!(", dirtied {}/s", size(rate))).unwrap_or_default();
-        self.bar.set_message(format!("pass {}{dirty}", moved.dirty_sync_count.max(1)));
+        self.bar.set_message(live(progress));
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if self.json && told.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *told = Some(Instant::now());
             let rest = json!({
                 "ram": ram(moved),
+                "pass": pass(progress),
+                "bytes-rate": progress.rate,
                 "dirty-bytes-rate": progress.dirty_rate,
                 "remaining": progress.remaining,
+                "cpu-throttle-percentage": progress.throttle_percent,
+                "expected-downtime": progress.expected_downtime.map(|time| time.as_millis() as u64),
+                "expected-time": progress.expected_time().map(|time| time.as_millis() as u64),
             });
             self.event("progress", rest);
         }
@@ -102,6 +105,28 @@ impl Observer for Reporter {
         if !self.json && !self.quiet {
             self.bar.suspend(|| eprintln!("towline: {text}"));
         }
+    }
+}
+
+fn pass(progress: &Progress) -> u64 {
+    progress.pass.unwrap_or(progress.moved.dirty_sync_count).max(1)
+}
+
+/// What there is to say of a guest that runs meanwhile.
+fn live(progress: &Progress) -> String {
+    let mut text = format!("pass {}", pass(progress));
+    if let Some(rate) = progress.dirty_rate.filter(|&rate| rate > 0) {
+        text += &format!(", dirtied {}/s", size(rate));
+    }
+    if let Some(percent) = progress.throttle_percent.filter(|&percent| percent > 0) {
+        text += &format!(", slowed by {percent} %");
+    }
+    if let Some(downtime) = progress.expected_downtime.filter(|_| progress.pass > Some(1)) {
+        text += &format!(", downtime {} ms", downtime.as_millis());
+    }
+    match progress.expected_time().filter(|_| progress.pass > Some(1)) {
+        Some(time) => text + &format!(", {:.0} s left", time.as_secs_f64()),
+        None => text,
     }
 }
 

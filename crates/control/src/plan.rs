@@ -14,6 +14,7 @@
 
 mod blame;
 mod compression;
+mod converge;
 mod copy;
 mod destination;
 mod error;
@@ -82,6 +83,8 @@ pub struct Options {
     pub max_bandwidth: Option<u64>,
     /// How long the guest may stand still.
     pub downtime_limit: Duration,
+    /// Have a `qmp:` source slow its guest down if that writes too fast (QEMU's auto-converge).
+    pub throttle: bool,
     /// Compare an image with its manifest while it is read.
     pub verify: bool,
     /// Let a `qmp:` source run on afterwards, and begin with `cont` if it was copied before.
@@ -108,6 +111,7 @@ impl Default for Options {
             zero_copy_send: ZeroCopySend::Auto,
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
+            throttle: false,
             verify: false,
             resume: false,
             end_source: false,
@@ -164,10 +168,27 @@ pub trait Observer: Sync {
 pub struct Progress {
     /// What this side has counted.
     pub moved: Snapshot,
-    /// How fast the source's guest writes its memory, in bytes per second, if QEMU says so.
+    /// Passes over the memory that the source's QEMU has begun; this and all below only if one says so.
+    pub pass: Option<u64>,
+    /// How fast the source sends, in bytes per second.
+    pub rate: Option<u64>,
+    /// How fast the source's guest writes its memory, in bytes per second.
     pub dirty_rate: Option<u64>,
-    /// What is left, as the source says.
+    /// What is left, in bytes.
     pub remaining: Option<u64>,
+    /// How far the guest is slowed down, in percent.
+    pub throttle_percent: Option<u64>,
+    /// How long the guest would stand still if it were stopped now.
+    pub expected_downtime: Option<Duration>,
+}
+
+impl Progress {
+    /// How long what is left takes while the guest writes on; `None` if that is not known, or does not end.
+    pub fn expected_time(&self) -> Option<Duration> {
+        let (remaining, rate) = (self.remaining?, self.rate?);
+        let gains = rate.checked_sub(self.dirty_rate.unwrap_or(0)).filter(|&gains| gains > 0)?;
+        Duration::try_from_secs_f64(remaining as f64 / gains as f64).ok()
+    }
 }
 
 /// What was done.

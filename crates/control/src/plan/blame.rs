@@ -25,6 +25,11 @@ pub(super) fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_gone())
 }
 
+/// Whether QEMU answered, and would not.
+pub(super) fn is_refusal(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })))
+}
+
 /// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.
 pub(super) fn is_ours(error: &Error) -> bool {
     fn is(error: &MigrationError) -> bool {

@@ -31,6 +31,7 @@ pub fn copy(
     compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
     zero_copy::check(source, destination, options, lanes).map_err(Failure::untouched)?;
     check_return_path(source, destination, options).map_err(Failure::untouched)?;
+    check_throttle(source, options).map_err(Failure::untouched)?;
     check_end(source, destination, options).map_err(Failure::untouched)?;
     let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
     let run = Run::new(options, lanes, cancel, observer);
@@ -196,6 +197,15 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
         }
     }
     Ok(options)
+}
+
+fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
+    match source {
+        Source::Stream(_) | Source::Image(_) if options.throttle => Err(Error::Usage(
+            "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// A source is ended only where its guest goes on, or is kept.

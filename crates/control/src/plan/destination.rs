@@ -204,8 +204,9 @@ impl QmpDestination {
         Err(error)
     }
 
-    /// Puts QEMU's settings back. Returns what to note.
-    pub(super) fn release(&mut self) -> Vec<String> {
+    /// Puts QEMU's settings back. Returns what to note. The last look at a QEMU that has the guest: if it ended meanwhile, that is
+    /// the error.
+    pub(super) fn release(&mut self) -> Result<Vec<String>, Error> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
             restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect();
@@ -217,7 +218,8 @@ impl QmpDestination {
                 self.qemu.socket()
             ));
         }
-        notes
+        self.qemu.status()?;
+        Ok(notes)
     }
 
     /// After a failure: nothing runs here. Says what is left.

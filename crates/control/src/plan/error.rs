@@ -67,10 +67,16 @@ pub enum Error {
     NotCompleted { socket: String, status: String, waited: Duration },
     #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },
+    #[error("{why}{}", slowed(*throttle))]
+    CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
     #[error("a directory for the stream's socket cannot be made in {}: {source}", path.display())]
     PrivateDir { path: PathBuf, source: std::io::Error },
     #[error("cancelled")]
     Cancelled,
+}
+
+fn slowed(throttle: Option<u64>) -> String {
+    throttle.map(|percent| format!(" (it is slowed down by {percent} % already)")).unwrap_or_default()
 }
 
 impl From<qmp::Error> for Error {

@@ -61,7 +61,12 @@ pub(super) fn hand_over(
                 Error::NotRunning { .. } => {
                     "it was run at the destination, which stopped it again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
                 }
-                _ => "paused at both ends: run it on where you want it (`cont`), not at both",
+                error if blame::is_refusal(error) => {
+                    "paused at both ends: run it on where you want it (`cont`), not at both"
+                }
+                _ => {
+                    "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
+                }
             };
             let notes = source.release(false).unwrap_or_default();
             return Err(Failure { notes, ..look_at(error, text) });

@@ -82,17 +82,17 @@ fn to_qemu(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Failure>
     let ran = image.devices().run_state().is_none_or(|state| state == "running");
     let runs = run.options.run.unwrap_or(ran);
     let released = if runs { destination.run() } else { Ok(()) };
-    released.map_err(|error| {
+    if runs && released.is_ok() {
+        run.observer.phase(Phase::Running);
+    }
+    let notes = released.and_then(|()| destination.release()).map_err(|error| {
         let text = match blame::is_gone(&error) {
             true => "its destination was lost when it was to run it, so it may have run there; the image is as it was",
             false => "the destination has loaded the guest and is paused: run it there (`cont`), or end it; the image is as it was",
         };
         Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
     })?;
-    if runs {
-        run.observer.phase(Phase::Running);
-    }
-    destination.release().iter().for_each(|note| run.observer.notice(note));
+    notes.iter().for_each(|note| run.observer.notice(note));
     let state = if runs { DestinationState::Running } else { DestinationState::Paused };
     Ok(Report { handed_over, ..run.done(moved, SourceState::Unchanged, state) })
 }

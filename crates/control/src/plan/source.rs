@@ -2,19 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Listener};
 use towline_migration::incoming::{Connections, gather};
 
+use super::converge::{self, Convergence};
 use super::private_dir::{PrivateDir, open_to_peer};
 use super::{Error, GuestState, Options, Progress, blame, compression};
 use crate::qemu::{Facts, Qemu, Settings, Wanted};
-use crate::qmp;
 use crate::qmp::commands::{
     Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
 };
+use crate::qmp::{self, Event};
 
 /// A rate that no host reaches: QEMU's way to say "as fast as it goes".
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
@@ -60,6 +62,7 @@ pub(super) struct QmpSource {
     dir: PrivateDir,
     asked: Instant,
     progress: Progress,
+    convergence: Convergence,
 }
 
 impl QmpSource {
@@ -89,7 +92,9 @@ impl QmpSource {
         }
         let ran = qemu.facts().status.running;
         let dir = PrivateDir::new(qemu.facts().peer.as_ref())?;
-        Ok(Self { qemu, settings: None, ran, dir, asked: Instant::now(), progress: Progress::default() })
+        let (asked, progress) = (Instant::now(), Progress::default());
+        let convergence = Convergence::new(options, qemu.facts());
+        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence })
     }
 
     /// What was found.
@@ -208,7 +213,11 @@ impl QmpSource {
             .map(|name| (name, false))
             .collect();
         capabilities.insert(Capability::RETURN_PATH, true);
+        capabilities.insert(Capability::EVENTS, true);
         capabilities.insert(Capability::MULTIFD, lanes > 0);
+        if options.throttle {
+            capabilities.insert(Capability::AUTO_CONVERGE, true);
+        }
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
             max_bandwidth: Some(options.max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
@@ -228,10 +237,8 @@ impl QmpSource {
                 let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
-            if let Some(ram) = &migration.ram {
-                self.progress.dirty_rate = Some(ram.dirty_pages_rate * ram.page_size);
-                self.progress.remaining = Some(ram.remaining);
-            }
+            self.progress = converge::progress(&migration);
+            self.convergence.observe(&migration)?;
         }
         Ok(self.progress)
     }
@@ -258,7 +265,17 @@ impl QmpSource {
                     waited: END_TIMEOUT,
                 });
             }
-            thread::sleep(POLL_INTERVAL);
+            self.await_event();
+        }
+    }
+
+    /// Waits until QEMU tells of a new migration status, but no longer than until it is worth asking.
+    fn await_event(&mut self) {
+        let is_migration = |event: &Event| MigrationStatus::of_event(event).is_some();
+        let never = AtomicBool::new(false);
+        if let Err(error) = self.qemu.client().wait_event(is_migration, POLL_INTERVAL, &never) {
+            // A monitor that is gone is found so by the next question.
+            tracing::trace!(%error, "no event");
         }
     }
 

@@ -173,7 +173,7 @@ impl Target {
                     destination.run()?;
                     run.observer.phase(Phase::Running);
                 }
-                let notes = destination.release();
+                let notes = destination.release()?;
                 notes.iter().for_each(|note| run.observer.notice(note));
                 Ok(if runs { DestinationState::Running } else { DestinationState::Paused })
             }
