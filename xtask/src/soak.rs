@@ -25,6 +25,22 @@ const SOAKS: &[Soak] = &[
         about: "100,000 migrations in virtual time, others with TOWLINE_SEEDS, and cuts at every byte",
         run: simulation,
     },
+    Soak {
+        name: "kills",
+        about: "200 moves in which a QEMU, towline or a connection is killed (TOWLINE_SOAK_KILLS, TOWLINE_SOAK_SEED)",
+        run: || lab_test("live", "kills::no_guest_is_lost_or_runs_twice", &[("TOWLINE_SOAK_KILLS", "200")]),
+    },
+    Soak {
+        name: "moves",
+        about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
+        run: || {
+            lab_test(
+                "live",
+                "moves::a_busy_linux_goes_on_at_its_destination",
+                &[("TOWLINE_SOAK_MOVES", "50")],
+            )
+        },
+    },
 ];
 
 /// Runs the named one; without a name, lists them.
@@ -39,13 +55,15 @@ pub(crate) fn run(name: Option<&str>) -> Result<()> {
     }
 }
 
-/// Runs one test of the lab, which looks at these variables for how long to be, on the release build.
+/// Runs one test of the lab, which looks at these variables for how long to be, on the release build. What is set already
+/// stays so.
 fn lab_test(target: &str, name: &str, variables: &[(&str, &str)]) -> Result<()> {
     run_command(&mut cargo(["build", "--release", "--package", "towline-cli"]))?;
     let mut command = cargo(["test", "--package", "towline-lab", "--test", target, "--"]);
     command.args(["--exact", name, "--nocapture"]);
     command.env("TOWLINE_BIN", target_directory()?.join("release/towline"));
-    run_command(command.envs(variables.iter().copied()))
+    let unset = variables.iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    run_command(command.envs(unset.copied()))
 }
 
 /// Migrations in virtual time: `TOWLINE_SEEDS` says how many, and a cut at every byte of some.

@@ -1,5 +1,9 @@
 //! Guests that run, and write their memory, while they go from QEMU to QEMU through towline.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod converge;
+mod footprint;
+mod hosts;
+mod kills;
 mod moves;
 mod support;

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, require_lab};
 
 use crate::support::{
-    MIB, Scratch, WITHIN, assert_ended, completed, counting, linux, prove_alive, qmp, run, small, start,
-    tells, waiting, writing,
+    MIB, Scratch, WITHIN, assert_ended, completed, counting, linux, number, prove_alive, qmp, run, small,
+    start, tells, waiting, writing,
 };
 
 const RATE: u64 = 20_000_000;
@@ -27,7 +27,8 @@ fn a_busy_linux_goes_on_at_its_destination() {
     let (mut source, mut guest) = writing(&builder, RATE, RANGE);
     let mut tick = guest.tick().unwrap();
     drop(guest);
-    for lanes in [4, 0] {
+    for round in 0..number("TOWLINE_SOAK_MOVES", 2) {
+        let lanes = if round % 2 == 0 { 4 } else { 0 };
         let destination = waiting(&builder);
         let line = format!("move --json --multifd-channels {lanes} {} {}", qmp(&source), qmp(&destination));
         let done = completed(&run(&line));
@@ -38,6 +39,7 @@ fn a_busy_linux_goes_on_at_its_destination() {
         let (downtime, total) = (done["downtime"].as_u64().unwrap(), done["total-time"].as_u64().unwrap());
         assert!(downtime < total, "{done}");
         tick = prove_alive(&destination, RANGE, tick);
+        println!("move {round}, {lanes} lanes: {total} ms, downtime {downtime} ms");
         source = destination;
     }
 }

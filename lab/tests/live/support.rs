@@ -11,6 +11,11 @@ use towline_lab::{BootSector, Builder, Finished, LinuxGuest, Qemu, Towline, Vers
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const MIB: u64 = 1 << 20;
 
+/// What this variable says, for long runs.
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+}
+
 /// A directory for images and sockets, that goes with the test.
 pub(crate) struct Scratch(TempDir);
 

@@ -1,0 +1,76 @@
+//! A guest that writes faster than it can be sent: it is told so in figures and runs on, or it is slowed down.
+
+use serde_json::Value;
+use towline_lab::{Qemu, require_lab};
+
+use crate::support::{MIB, assert_ended, completed, events, linux, prove_alive, qmp, run, waiting, writing};
+
+const RATE: u64 = 60_000_000;
+/// A pass over it takes longer than the guest may stand still.
+const RANGE: u64 = 16 * MIB;
+/// Without lanes, over which QEMU sends up to a packet each more than it is allowed at a time.
+const SLOW: &str = "--multifd-channels 0 --max-bandwidth 24M --downtime-limit 100";
+
+fn auto_converge(qemu: &Qemu) -> bool {
+    let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
+    let mut capabilities = capabilities.as_array().unwrap().iter();
+    capabilities.find(|known| known["capability"] == "auto-converge").unwrap()["state"] == true
+}
+
+#[test]
+fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
+    if !require_lab("a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on") {
+        return;
+    }
+    let builder = linux(256);
+    let (source, mut guest) = writing(&builder, RATE, RANGE);
+    let tick = guest.tick().unwrap();
+    drop(guest);
+    let destination = waiting(&builder);
+    let finished = run(&format!("move --json {SLOW} {} {}", qmp(&source), qmp(&destination)));
+    let texts = [
+        "the guest writes ",
+        " MB/s of pages while ",
+        " MB/s get through",
+        "would stand still for ",
+        "of allowed 100.0ms",
+        "--downtime-limit or --max-bandwidth, or slow the guest down with --throttle",
+        "the guest: safe at its source",
+    ];
+    assert_ended(&finished, 1, &texts);
+    prove_alive(&source, RANGE, tick);
+    let progress: Vec<_> =
+        events(&finished.stdout).into_iter().filter(|event| event["event"] == "progress").collect();
+    let last = progress.last().unwrap();
+    assert!(last["pass"].as_u64() > Some(5), "{last}");
+    for name in ["bytes-rate", "dirty-bytes-rate", "remaining", "expected-downtime"] {
+        assert!(progress.iter().any(|event| event[name].as_u64() > Some(0)), "{name} is never told: {last}");
+    }
+}
+
+#[test]
+fn throttle_slows_such_a_guest_down_until_it_can_be_moved() {
+    if !require_lab("throttle_slows_such_a_guest_down_until_it_can_be_moved") {
+        return;
+    }
+    let builder = linux(256);
+    let (source, mut guest) = writing(&builder, RATE, RANGE);
+    let tick = guest.tick().unwrap();
+    drop(guest);
+    let destination = waiting(&builder);
+    let finished = run(&format!("copy --json --throttle {SLOW} {} {}", qmp(&source), qmp(&destination)));
+    completed(&finished);
+    let slowed =
+        events(&finished.stdout).iter().filter_map(|event| event["cpu-throttle-percentage"].as_u64()).max();
+    assert!(slowed > Some(0), "{slowed:?}");
+    assert!(!auto_converge(&source), "it is put back");
+    prove_alive(&destination, RANGE, tick);
+}
+
+#[test]
+fn only_a_qemu_that_is_driven_can_be_told_to_throttle() {
+    for source in ["guest.img", "tcp:127.0.0.1:1"] {
+        let finished = run(&format!("copy --throttle {source} qmp:b.qmp"));
+        assert_ended(&finished, 2, &["--throttle is for a qmp: source"]);
+    }
+}

@@ -1,0 +1,162 @@
+//! What became of the guest, and whether it may.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use towline_lab::{Finished, Qemu};
+
+use super::{Victim, status};
+use crate::support::WITHIN;
+
+/// How long a QEMU that lives may be silent.
+pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// How long a source may take to run on by itself.
+const SETTLE_WITHIN: Duration = Duration::from_secs(8);
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Both QEMUs, seen past towline.
+pub(super) struct Watch<'a> {
+    source: &'a Qemu,
+    destination: &'a Qemu,
+}
+
+/// What was done, and said.
+pub(super) struct Seen {
+    pub(super) victim: Victim,
+    /// Towline waited, so that it had all of its work behind the phase yet to do.
+    pub(super) held: bool,
+    pub(super) phases: Vec<String>,
+    /// How towline ended, if it was not killed.
+    pub(super) said: Option<Finished>,
+}
+
+/// A QEMU's guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Guest {
+    /// Its process has ended.
+    Gone,
+    Runs,
+    /// It has a guest that `cont` runs.
+    Paused,
+    /// A destination that does not have all of it.
+    Part,
+    /// In the middle of a migration, or silent.
+    Busy,
+}
+
+impl<'a> Watch<'a> {
+    pub(super) fn new(source: &'a Qemu, destination: &'a Qemu) -> Self {
+        Self { source, destination }
+    }
+
+    /// Fails if both run. The destination first: from the moment it runs the source must not.
+    pub(super) fn look(&self) -> Result<(), String> {
+        std::thread::sleep(LOOK_INTERVAL);
+        let runs = |qemu: &Qemu| guest(qemu) == Guest::Runs;
+        match runs(self.destination) && runs(self.source) {
+            true => Err("two guests run".into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Waits until nothing changes by itself any more.
+    fn settle(&self) -> Result<(Guest, Guest), String> {
+        let deadline = Instant::now() + SETTLE_WITHIN;
+        loop {
+            self.look()?;
+            let (destination, source) = (guest(self.destination), guest(self.source));
+            if ![destination, source].contains(&Guest::Busy) {
+                return Ok((source, destination));
+            }
+            if Instant::now() >= deadline {
+                return Err(format!(
+                    "it does not settle: source {source:?}, {}; destination {destination:?}, {}",
+                    describe(self.source),
+                    describe(self.destination)
+                ));
+            }
+        }
+    }
+}
+
+/// Compares what became of the guest with what may become of it and what was said.
+pub(super) fn judge(watch: &Watch<'_>, seen: &Seen) -> Result<String, String> {
+    let (source, destination) = watch.settle()?;
+    let code = seen.said.as_ref().and_then(|said| said.status.code());
+    let stderr = seen.said.as_ref().map_or("", |said| said.stderr.trim());
+    let told = |phase: &str| seen.phases.iter().any(|seen| seen == phase);
+    let found = format!(
+        "source {source:?}, destination {destination:?}, exit {code:?}, last phase {}, said {stderr:?}",
+        seen.phases.last().map_or("none", String::as_str)
+    );
+    let alive = [source, destination].iter().any(|guest| matches!(guest, Guest::Runs | Guest::Paused));
+    if !alive {
+        // The killed QEMU's own was the sole complete one: the source's before the destination had it, or the
+        // destination's after it was told to run.
+        let may = match seen.victim {
+            Victim::Source => !told("Loaded"),
+            Victim::Destination => told("CutOver"),
+            Victim::Towline | Victim::Connection => false,
+        };
+        let names =
+            stderr.contains("has ended, and the guest with it") || stderr.contains("could not be reached");
+        let says = match (seen.victim, code) {
+            (Victim::Source, Some(3)) => names,
+            // It was never asked, or not there when it was.
+            (Victim::Source, Some(1)) => stderr.contains("unreached"),
+            (Victim::Destination, Some(3)) => true,
+            // Towline was done before.
+            (Victim::Destination, Some(0)) => !seen.held,
+            _ => false,
+        };
+        return if may && says {
+            Ok(format!("gone with its QEMU: {found}"))
+        } else {
+            Err(format!("lost: {found}"))
+        };
+    }
+    let was_done = seen.victim == Victim::Destination && !seen.held;
+    let fits = match code {
+        // Killed, so nothing was said.
+        None => true,
+        Some(0) => destination == Guest::Runs || (destination == Guest::Gone && was_done),
+        Some(1) => source == Guest::Runs && destination != Guest::Runs,
+        Some(3) => {
+            let at_source = stderr.contains("paused at its source") && source == Guest::Paused;
+            let held = stderr.contains("its source still holds it") && source == Guest::Paused;
+            at_source || held
+        }
+        _ => false,
+    };
+    if !fits {
+        return Err(format!("not as it was told: {found}"));
+    }
+    if [source, destination].contains(&Guest::Runs) {
+        return Ok(found);
+    }
+    let qemu = if source == Guest::Paused { watch.source } else { watch.destination };
+    qemu.qmp().execute("cont", Value::Null).map_err(|error| format!("`cont`: {error:#}: {found}"))?;
+    qemu.wait_counting(WITHIN).map_err(|error| format!("after `cont`: {error:#}: {found}"))?;
+    Ok(format!("goes on with `cont`: {found}"))
+}
+
+fn guest(qemu: &Qemu) -> Guest {
+    if qemu.exited().is_ok_and(|exited| exited.is_some()) {
+        return Guest::Gone;
+    }
+    let Some(status) = status(qemu) else {
+        return if qemu.exited().is_ok_and(|exited| exited.is_some()) { Guest::Gone } else { Guest::Busy };
+    };
+    match status["status"].as_str() {
+        Some("running") => Guest::Runs,
+        Some("paused" | "postmigrate") => Guest::Paused,
+        Some("inmigrate" | "prelaunch") => Guest::Part,
+        _ => Guest::Busy,
+    }
+}
+
+fn describe(qemu: &Qemu) -> String {
+    let migration = qemu.qmp().execute_within("query-migrate", Value::Null, ANSWER_WITHIN);
+    let migration = migration.map(|info| format!("migration {} ({})", info["status"], info["error-desc"]));
+    format!("status {:?}, {}", status(qemu), migration.unwrap_or_else(|error| format!("{error:#}")))
+}

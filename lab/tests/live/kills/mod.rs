@@ -1,0 +1,190 @@
+//! Somebody is killed while a guest moves: a QEMU, towline, or one connection. Afterwards both QEMUs are asked what became
+//! of the guest, and that is compared with what is promised (docs/move.md) and with what towline said.
+//!
+//! ```text
+//!   seed ─► Case ─► Scene: source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
+//! ```
+//! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or followed by a moment, or the
+//! source has just stopped its guest and sends the rest. The others come at any time. `TOWLINE_SOAK_KILLS` says how many, `TOWLINE_SOAK_SEED` where to begin.
+
+mod connections;
+mod hooked;
+mod judge;
+
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use serde_json::Value;
+use towline_control::plan::Phase;
+use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, wait_until};
+
+use crate::support::{Scratch, WITHIN, number, waiting};
+use hooked::Orders;
+use judge::{Seen, Watch};
+
+const RUNS: u64 = 12;
+/// About how long an undisturbed run takes from its process's start, in milliseconds.
+const RUN_MS: u64 = 1600;
+/// How far behind a phase a kill comes that is aimed behind it, in microseconds.
+const BEHIND_US: u64 = 4000;
+/// How far behind the guest's stop, in microseconds: all of the rest and the hand-over fit in.
+const STOPPED_US: u64 = 25_000;
+/// MiB that the guest fills, and pages of it that it writes for ever: few, or half.
+const FILL_MIB: u64 = 16;
+const SWEEPS: [u32; 2] = [64, 2048];
+/// From the guest's stop to its going on elsewhere.
+const WINDOW: [Phase; 5] = [Phase::Switchover, Phase::Loaded, Phase::Release, Phase::CutOver, Phase::Running];
+
+/// Who is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Victim {
+    Source,
+    Destination,
+    Towline,
+    Connection,
+}
+
+/// When.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    /// So long after towline's start.
+    After(Duration),
+    /// While towline waits at the beginning of this phase.
+    At(Phase),
+    /// So long after this phase was told; nobody waits.
+    Behind(Phase, Duration),
+    /// So long after the source stopped its guest.
+    Stopped(Duration),
+}
+
+/// One run, all of which follows from its seed.
+#[derive(Debug)]
+struct Case {
+    victim: Victim,
+    moment: Moment,
+    lanes: usize,
+    sweep_pages: u32,
+    end_source: bool,
+    /// Which connection, of those that there are.
+    pick: u64,
+}
+
+impl Case {
+    fn of(seed: u64) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let victims = [Victim::Source, Victim::Destination, Victim::Towline, Victim::Connection];
+        let victim = victims[rng.usize(..victims.len())];
+        let phase = WINDOW[rng.usize(..WINDOW.len())];
+        let moment = match rng.u8(..6) {
+            0 => Moment::At(phase),
+            1 => Moment::Behind(phase, Duration::from_micros(rng.u64(..BEHIND_US))),
+            2 => Moment::Stopped(Duration::from_micros(rng.u64(..STOPPED_US))),
+            _ => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
+        };
+        let lanes = if rng.bool() { 4 } else { 0 };
+        let (sweep_pages, end_source) = (SWEEPS[rng.usize(..SWEEPS.len())], rng.bool());
+        Self { victim, moment, lanes, sweep_pages, end_source, pick: rng.u64(..) }
+    }
+
+    fn hold(&self) -> Option<Phase> {
+        match self.moment {
+            Moment::At(phase) => Some(phase),
+            Moment::After(_) | Moment::Behind(..) | Moment::Stopped(_) => None,
+        }
+    }
+}
+
+fn guest(case: &Case) -> Builder {
+    let sweep_pages = case.sweep_pages;
+    let boot_sector = BootSector { fill_mib: FILL_MIB, words_per_page: 4, sweep_pages, seed: 1 };
+    Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector)
+}
+
+#[test]
+fn no_guest_is_lost_or_runs_twice() {
+    if !require_lab("no_guest_is_lost_or_runs_twice") {
+        return;
+    }
+    let (runs, first) = (number("TOWLINE_SOAK_KILLS", RUNS), number("TOWLINE_SOAK_SEED", 1));
+    let mut failures = Vec::new();
+    for seed in first..first + runs {
+        let case = Case::of(seed);
+        let begun = Instant::now();
+        let outcome = run(&case);
+        println!("{seed} {case:?}: {outcome:?} in {:.1} s", begun.elapsed().as_secs_f64());
+        if let Err(fault) = outcome {
+            failures.push(format!("TOWLINE_SOAK_SEED={seed} TOWLINE_SOAK_KILLS=1: {case:?}: {fault}"));
+        }
+    }
+    assert!(failures.is_empty(), "{} of {runs}:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// Plays one case; what became of the guest, or what should not have.
+fn run(case: &Case) -> Result<String, String> {
+    let scratch = Scratch::new();
+    let source = guest(case).start().unwrap();
+    source.wait_counting(WITHIN).unwrap();
+    let destination = waiting(&guest(case));
+    let go = scratch.path("go");
+    let orders = Orders { lanes: case.lanes, end_source: case.end_source, hold: case.hold(), go: go.clone() };
+    let mut towline = orders.start(&source, &destination);
+    let watch = Watch::new(&source, &destination);
+    await_moment(case, &source, &mut towline);
+    match case.victim {
+        Victim::Source => source.kill().unwrap(),
+        Victim::Destination => destination.kill().unwrap(),
+        Victim::Towline => towline.kill().unwrap(),
+        Victim::Connection => {
+            let streams = connections::streams(towline.pid());
+            if !streams.is_empty() {
+                connections::cut(&streams[(case.pick % streams.len() as u64) as usize]);
+            }
+        }
+    }
+    std::fs::write(&go, "").unwrap();
+    // It is not waited for first: what happens while it ends is the point.
+    while case.victim != Victim::Towline && towline.runs().unwrap() {
+        watch.look()?;
+    }
+    let phases = phases(&towline.stdout());
+    let said = match case.victim {
+        Victim::Towline => None,
+        _ => Some(towline.wait(WITHIN).map_err(|error| format!("{error:#}"))?),
+    };
+    let seen = Seen { victim: case.victim, held: case.hold().is_some(), phases, said };
+    judge::judge(&watch, &seen)
+}
+
+/// Waits until it is time to kill.
+fn await_moment(case: &Case, source: &Qemu, towline: &mut Towline) {
+    match case.moment {
+        Moment::After(time) => std::thread::sleep(time),
+        Moment::Stopped(time) => {
+            source.qmp().wait_event("STOP", WITHIN).unwrap();
+            std::thread::sleep(time);
+        }
+        Moment::At(phase) | Moment::Behind(phase, _) => {
+            let line = format!("phase {phase:?}.\n");
+            wait_until(&line, WITHIN, || {
+                let is_there = towline.stdout().contains(&line);
+                assert!(is_there || towline.runs()?, "it ended: {}{}", towline.stdout(), towline.stderr());
+                Ok(is_there.then_some(()))
+            })
+            .unwrap();
+            if let Moment::Behind(_, time) = case.moment {
+                std::thread::sleep(time);
+            }
+        }
+    }
+}
+
+/// The phases that were told, in order.
+fn phases(stdout: &str) -> Vec<String> {
+    let names = stdout.lines().filter_map(|line| line.strip_prefix("phase ")?.strip_suffix('.'));
+    names.map(str::to_owned).collect()
+}
+
+/// What a QEMU that lives says of its guest.
+fn status(qemu: &Qemu) -> Option<Value> {
+    qemu.qmp().execute_within("query-status", Value::Null, judge::ANSWER_WITHIN).ok()
+}
