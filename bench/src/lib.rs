@@ -1,7 +1,7 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! towline bench [TABLE...]  ─►  run  ─►  ram::measure  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//! towline bench [TABLE...]  ─►  run  ─►  ram::measure, live::measure  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
 //!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
 //! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
@@ -10,6 +10,8 @@
 //!
 //! What this is not: a test. It asserts nothing about speed, and its figures are of the machine that it ran on.
 
+mod counter;
+pub mod live;
 mod machine;
 pub mod ram;
 mod report;
@@ -55,12 +57,20 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 1] = [Benchmark {
-    name: "ram",
-    measure: |options| {
-        ram::measure(&ram::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+const BENCHMARKS: [Benchmark; 2] = [
+    Benchmark {
+        name: "ram",
+        measure: |options| {
+            ram::measure(&ram::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+        },
     },
-}];
+    Benchmark {
+        name: "live",
+        measure: |options| {
+            live::measure(&live::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+        },
+    },
+];
 
 /// Measures and prints.
 ///
@@ -105,7 +115,7 @@ mod tests {
     #[test]
     fn an_unknown_table_is_named_with_those_that_are_known() {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
-        assert_eq!(error.to_string(), "there is no table \"disk\"; there are: ram");
+        assert_eq!(error.to_string(), "there is no table \"disk\"; there are: ram, live");
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }
 }

@@ -1,11 +1,7 @@
 //! The guests: stock QEMU with the lab's smallest guest, and its counter seen from outside.
 //!
-//! The counter is read through `/proc/PID/mem` at the address that QEMU itself names (`gpa2hva`, asked before the clock
-//! starts). So the first tick is seen within half a millisecond, without a question to QEMU, whose monitor answers nobody
-//! while it loads; and the destination's only page that this touches early is the counter's own.
+//! The first tick is seen within half a millisecond; the destination's only page that this touches early is the counter's own.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -13,6 +9,7 @@ use serde_json::Value;
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version};
 
 use super::Bench;
+use crate::counter::Counter;
 
 /// How long the guest may take to fill its memory.
 const FILL_WITHIN: Duration = Duration::from_secs(180);
@@ -47,12 +44,6 @@ pub(super) struct Destination {
     pub(super) start_time: Duration,
 }
 
-/// The guest's counter, read past QEMU.
-pub(super) struct Counter {
-    memory: File,
-    address: u64,
-}
-
 fn builder(bench: &Bench<'_>, memory: Memory) -> Builder {
     let guest = BootSector {
         fill_mib: bench.parameters.data_mib,
@@ -73,7 +64,7 @@ impl Source {
         eprintln!("ram: filling {} MiB of a guest ({})", bench.parameters.data_mib, memory.as_text());
         let qemu = builder(bench, memory).start()?;
         bench.wait("a guest that has filled its memory", FILL_WITHIN, || Ok(qemu.filled()?.then_some(())))?;
-        let counter = Counter::of(&qemu)?;
+        let counter = Counter::at(&qemu, COUNTER_ADDRESS)?;
         let source = Self { qemu, counter };
         source.stop()?;
         Ok(source)
@@ -102,7 +93,7 @@ impl Destination {
         let started = Instant::now();
         let qemu = builder(bench, memory).incoming_defer().start()?;
         let start_time = started.elapsed();
-        let counter = Counter::of(&qemu)?;
+        let counter = Counter::at(&qemu, COUNTER_ADDRESS)?;
         Ok(Self { qemu, counter, start_time })
     }
 
@@ -117,24 +108,6 @@ impl Destination {
     /// Whether the guest has counted beyond `past`.
     pub(super) fn ticks(&self, past: u64) -> Result<bool> {
         Ok(self.counter.read()? > past)
-    }
-}
-
-impl Counter {
-    fn of(qemu: &Qemu) -> Result<Self> {
-        let said = qemu.qmp().hmp(&format!("gpa2hva {COUNTER_ADDRESS:#x}"))?;
-        let address = said.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
-        let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
-        let address = address.with_context(|| format!("`gpa2hva` says `{}`", said.trim()))?;
-        let path = format!("/proc/{}/mem", qemu.pid());
-        let memory = File::open(&path).with_context(|| format!("{path} cannot be read"))?;
-        Ok(Self { memory, address })
-    }
-
-    pub(super) fn read(&self) -> Result<u64> {
-        let mut word = [0; 8];
-        self.memory.read_exact_at(&mut word, self.address).context("the guest's memory cannot be read")?;
-        Ok(u64::from_le_bytes(word))
     }
 }
 

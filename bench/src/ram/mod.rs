@@ -21,7 +21,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use memmap2::{Advice, MmapOptions};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_channel::Cancel;
@@ -32,7 +31,6 @@ use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
 const MIB: u64 = 1 << 20;
-const PAGE_BYTES: usize = 4096;
 /// Free space beyond two images that a run wants.
 const SPACE_MARGIN: u64 = 1 << 30;
 /// How often a process or a counter is looked at.
@@ -141,17 +139,9 @@ impl<'a> Bench<'a> {
         format!("images on {kind}; removed after every save, so that each save writes new blocks")
     }
 
-    /// Touches more memory than the guest's data will take, in huge pages, and frees it. A virtual machine's host takes
-    /// back what was freed within seconds, and whoever touches it first then pays up to 30 µs for each 4 KiB: which
-    /// contender that is would decide everything. After this all find memory that the host backs, and pay for their own
-    /// first touch only.
+    /// As [`machine::settle`], for more memory than the guest's data will take.
     fn settle(&self) -> Result<()> {
-        let bytes = usize::try_from(self.parameters.data_bytes() / 4 * 5)?;
-        let mut memory = MmapOptions::new().len(bytes).map_anon()?;
-        // A kernel without huge pages gives small ones, which is all that its QEMU gets as well.
-        let _ = memory.advise(Advice::HugePage);
-        memory.iter_mut().step_by(PAGE_BYTES).for_each(|byte| *byte = 1);
-        Ok(())
+        machine::settle(self.parameters.data_bytes() / 4 * 5)
     }
 
     fn path(&self, name: &str) -> PathBuf {

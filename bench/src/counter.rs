@@ -1,0 +1,33 @@
+//! A guest's counter, seen from outside: read through `/proc/PID/mem` where QEMU keeps it, without a question to QEMU, whose
+//! monitor answers nobody while it loads.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result};
+use towline_lab::Qemu;
+
+/// A 64-bit counter in a guest's memory.
+pub(crate) struct Counter {
+    memory: File,
+    address: u64,
+}
+
+impl Counter {
+    /// The counter at this guest-physical address; QEMU is asked (`gpa2hva`) where that is.
+    pub(crate) fn at(qemu: &Qemu, guest_address: u64) -> Result<Self> {
+        let said = qemu.qmp().hmp(&format!("gpa2hva {guest_address:#x}"))?;
+        let address = said.split_whitespace().last().and_then(|word| word.strip_prefix("0x"));
+        let address = address.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+        let address = address.with_context(|| format!("`gpa2hva` says `{}`", said.trim()))?;
+        let path = format!("/proc/{}/mem", qemu.pid());
+        let memory = File::open(&path).with_context(|| format!("{path} cannot be read"))?;
+        Ok(Self { memory, address })
+    }
+
+    pub(crate) fn read(&self) -> Result<u64> {
+        let mut word = [0; 8];
+        self.memory.read_exact_at(&mut word, self.address).context("the guest's memory cannot be read")?;
+        Ok(u64::from_le_bytes(word))
+    }
+}

@@ -1,0 +1,195 @@
+//! `towline bench live`: a busy Linux guest goes from QEMU to QEMU, through towline and directly.
+//!
+//! ```text
+//!   QEMU ── multifd ─────────────────► QEMU        directly
+//!   QEMU ── multifd ─► towline ── multifd ─► QEMU  through it, one hop more
+//! ```
+//! One guest is moved all the time, each run to a QEMU that was just started, and the contenders take turns. It writes
+//! memory in a pattern that it checks itself after every run. How long it stood still is seen from outside: its counter is
+//! read past both QEMUs, and the gap is from the last step at the source to the first one at the destination.
+//!
+//! Limits: one guest, two virtual processors, TCG, both QEMUs on one host.
+
+mod guest;
+mod moves;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use serde_json::{Value, json};
+use towline_channel::Cancel;
+
+use crate::rounds::{self, Contender, Outcome};
+use crate::stats::Summary;
+use crate::table::{Content, Row, Table};
+use guest::Guest;
+use moves::{Means, Moved};
+
+const MIB: u64 = 1 << 20;
+/// At most so many times the standstill and QEMU's own downtime of a direct move.
+const DOWNTIME_MAX: f64 = 1.25;
+/// At most so many times its total time.
+const TOTAL_MAX: f64 = 1.15;
+const MEANS: [Means; 2] = [Means::Direct, Means::Towline];
+
+/// What is measured, on what guest.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// MiB that the guest has.
+    pub memory_mib: u64,
+    /// MiB of it that hold random data.
+    pub data_mib: u64,
+    /// Bytes per second that it writes meanwhile.
+    pub dirty_rate: u64,
+    /// MiB that it writes, round and round.
+    pub dirty_mib: u64,
+    /// How long it may stand still, as both are told.
+    pub downtime_limit: Duration,
+    /// Lanes of towline and channels of QEMU; a group each, 0 for none.
+    pub lanes: Vec<usize>,
+    /// Runs of each row.
+    pub runs: usize,
+    /// The binary under test.
+    pub towline: PathBuf,
+    /// Ends it early.
+    pub cancel: Cancel,
+}
+
+impl Parameters {
+    /// The guest of the published table: 1 GiB, half of it random, 20 MB/s written.
+    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+        Self {
+            memory_mib: 1024,
+            data_mib: 512,
+            dirty_rate: 20_000_000,
+            dirty_mib: 64,
+            downtime_limit: Duration::from_millis(300),
+            lanes: vec![4, 0],
+            runs,
+            towline: towline.into(),
+            cancel,
+        }
+    }
+}
+
+/// Measures all; takes a few minutes with [`Parameters::of`].
+///
+/// # Errors
+/// The lab is not there, the guest does not boot, or it was cancelled. A contender that fails is a row that says so.
+pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
+    if let Some(part) = towline_lab::paths::missing() {
+        anyhow::bail!("{part} is missing; run `cargo xtask setup`");
+    }
+    ensure!(
+        parameters.dirty_mib + parameters.data_mib < parameters.memory_mib,
+        "the guest has no room for that"
+    );
+    let all: Vec<(usize, Means)> =
+        parameters.lanes.iter().flat_map(|&lanes| MEANS.map(|means| (lanes, means))).collect();
+    let contenders: Vec<Contender> = all
+        .iter()
+        .map(|(lanes, means)| Contender { group: group(*lanes), label: means.label().into() })
+        .collect();
+    let mut guest = None;
+    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
+        let (lanes, means) = all[index];
+        // A guest that a contender lost is booted again for the others.
+        let at = match guest.take() {
+            Some(at) => at,
+            None => Guest::boot(parameters)?,
+        };
+        let (moved, there) = moves::run(parameters, &at, means, lanes)?;
+        guest = Some(there);
+        Ok(moved)
+    })?;
+    Ok(vec![table(parameters, &contenders, &outcomes), goals(&contenders, &outcomes)])
+}
+
+fn group(lanes: usize) -> String {
+    match lanes {
+        0 => "without multifd".into(),
+        lanes => format!("{lanes} channels"),
+    }
+}
+
+/// What a column shows of a run.
+type Figure = fn(&Moved) -> f64;
+
+const FIGURES: [(&str, Figure, usize); 4] = [
+    ("standstill, ms", |moved| moved.standstill.as_secs_f64() * 1e3, 0),
+    ("QEMU's downtime, ms", |moved| moved.downtime_ms, 0),
+    ("s to done", |moved| moved.done.as_secs_f64(), 2),
+    ("QEMU's total-time, s", |moved| moved.total_ms / 1e3, 2),
+];
+
+fn values(outcome: &Outcome<Moved>, figure: Figure) -> Vec<f64> {
+    outcome.values.iter().map(figure).collect()
+}
+
+fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<Moved>]) -> Table {
+    let row = |(contender, outcome): (&Contender, &Outcome<Moved>)| {
+        let content = match &outcome.failure {
+            Some(reason) => Content::Missing(reason.clone()),
+            None => {
+                let cell = |(_, figure, digits): (&str, Figure, usize)| {
+                    let summary = Summary::of(values(outcome, figure));
+                    summary.map_or_else(|| "–".into(), |summary| format!("{summary:.digits$}"))
+                };
+                let data = FIGURES.map(|(name, figure, _)| (name.to_owned(), json!(values(outcome, figure))));
+                Content::Measured {
+                    cells: FIGURES.map(cell).into(),
+                    data: Value::Object(data.into_iter().collect()),
+                }
+            }
+        };
+        Row { group: contender.group.clone(), label: contender.label.clone(), content }
+    };
+    Table {
+        name: "live",
+        title: format!(
+            "Live: Linux guest of {} MiB, {} MiB random, 2 processors, writing {} MB/s over {} MiB, {} runs, median (min–max)",
+            parameters.memory_mib,
+            parameters.data_mib,
+            parameters.dirty_rate / 1_000_000,
+            parameters.dirty_mib,
+            parameters.runs
+        ),
+        columns: std::iter::once("what").chain(FIGURES.map(|(name, ..)| name)).collect(),
+        rows: contenders.iter().zip(outcomes).map(row).collect(),
+        notes: vec![
+            format!(
+                "standstill: from the last step of the guest's counter at the source (it steps every 5 ms) to the first at the destination; {} ms allowed",
+                parameters.downtime_limit.as_millis()
+            ),
+            "s to done: from the command (towline: its process's start; directly: `migrate`, settings made before) until towline ends or the source says `completed`, and the guest runs there".into(),
+            "QEMU's: what query-migrate says at the source afterwards".into(),
+            "after every run the guest checks all that it has written; memory for the destination was touched and freed just before".into(),
+        ],
+    }
+}
+
+fn goals(contenders: &[Contender], outcomes: &[Outcome<Moved>]) -> Table {
+    let mut rows = Vec::new();
+    for (pair, labels) in outcomes.chunks_exact(MEANS.len()).zip(contenders.chunks_exact(MEANS.len())) {
+        for ((name, figure, _), max) in
+            FIGURES.into_iter().zip([DOWNTIME_MAX, DOWNTIME_MAX, TOTAL_MAX, TOTAL_MAX])
+        {
+            let Some(ratio) = Summary::of_ratios(&values(&pair[1], figure), &values(&pair[0], figure)) else {
+                continue;
+            };
+            let verdict = if ratio.median <= max { "met" } else { "missed" };
+            let cells = vec![format!("≤ {max} × directly"), ratio.to_string(), verdict.to_owned()];
+            let data = json!({ "median": ratio.median, "min": ratio.min, "max": ratio.max });
+            let label = format!("{}: {name}", labels[0].group);
+            rows.push(Row { group: String::new(), label, content: Content::Measured { cells, data } });
+        }
+    }
+    Table {
+        name: "goals",
+        title: "Goals".into(),
+        columns: vec!["through towline", "goal", "found", ""],
+        rows,
+        notes: vec!["judged by the median; ratios are taken round by round".into()],
+    }
+}

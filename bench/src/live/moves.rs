@@ -1,0 +1,144 @@
+//! One move: by QEMU alone or through towline, with the guest's counter watched at both ends.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+use towline_lab::{Qemu, Towline, wait_until};
+
+use super::guest::{Guest, Waiting};
+use super::{MIB, Parameters};
+use crate::machine;
+
+const MOVE_WITHIN: Duration = Duration::from_secs(120);
+/// How often each counter is read.
+const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+/// QEMU's "as fast as it goes"; its default is 128 MiB/s.
+const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
+
+/// By what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Means {
+    Direct,
+    Towline,
+}
+
+/// What a move showed.
+#[derive(Debug, Clone)]
+pub(super) struct Moved {
+    pub(super) standstill: Duration,
+    pub(super) downtime_ms: f64,
+    pub(super) done: Duration,
+    pub(super) total_ms: f64,
+}
+
+impl Means {
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Direct => "QEMU to QEMU directly",
+            Self::Towline => "through towline",
+        }
+    }
+}
+
+/// Moves the guest; where it is then.
+pub(super) fn run(parameters: &Parameters, at: &Guest, means: Means, lanes: usize) -> Result<(Moved, Guest)> {
+    let there = at.destination(parameters)?;
+    let listens = match means {
+        Means::Direct => Some(prepare(parameters, &at.qemu, &there.qemu, lanes)?),
+        Means::Towline => None,
+    };
+    machine::settle(parameters.memory_mib * MIB)?;
+    parameters.cancel.check()?;
+    let over = AtomicBool::new(false);
+    let (done, standstill) = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| standstill(at, &there, &over));
+        let done = match &listens {
+            Some(uri) => directly(&at.qemu, &there.qemu, uri),
+            None => through(parameters, &at.qemu, &there.qemu, lanes),
+        };
+        if done.is_err() {
+            over.store(true, Ordering::Relaxed);
+        }
+        let watched = watch.join().unwrap_or_else(|_| bail!("the watcher panicked"));
+        done.and_then(|done| Ok((done, watched?)))
+    })?;
+    let info = at.qemu.qmp().execute("query-migrate", Value::Null)?;
+    let number =
+        |name: &str| info[name].as_f64().with_context(|| format!("query-migrate without {name}: {info}"));
+    let moved = Moved { standstill, downtime_ms: number("downtime")?, done, total_ms: number("total-time")? };
+    let guest = at.arrive(there, parameters)?;
+    Ok((moved, guest))
+}
+
+/// From the counter's last step at the source to its first at the destination.
+fn standstill(at: &Guest, there: &Waiting, over: &AtomicBool) -> Result<Duration> {
+    let deadline = Instant::now() + MOVE_WITHIN;
+    let (mut last, mut stepped) = (at.counter.read()?, Instant::now());
+    loop {
+        ensure!(!over.load(Ordering::Relaxed) && Instant::now() < deadline, "the guest did not arrive");
+        let now = at.counter.read()?;
+        if now != last {
+            (last, stepped) = (now, Instant::now());
+        }
+        // The page may come several times before the guest does: it runs when it steps beyond what the source has.
+        if there.counter.read()? > last {
+            return Ok(stepped.elapsed());
+        }
+        std::thread::sleep(LOOK_INTERVAL);
+    }
+}
+
+/// Sets both QEMUs and has the destination listen; where.
+fn prepare(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: usize) -> Result<String> {
+    for qemu in [source, destination] {
+        let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
+        let capabilities = [capability("multifd", lanes > 0), capability("return-path", true)];
+        qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+        let mut wanted = json!({
+            "max-bandwidth": BANDWIDTH_UNLIMITED,
+            "downtime-limit": parameters.downtime_limit.as_millis() as u64,
+        });
+        if lanes > 0 {
+            wanted["multifd-channels"] = lanes.into();
+        }
+        qemu.qmp().execute("migrate-set-parameters", wanted)?;
+    }
+    let uri = format!("unix:{}", destination.directory().join("live.sock").display());
+    destination.qmp().execute("migrate-incoming", json!({ "uri": uri }))?;
+    Ok(uri)
+}
+
+fn directly(source: &Qemu, destination: &Qemu, uri: &str) -> Result<Duration> {
+    let begun = Instant::now();
+    source.qmp().execute("migrate", json!({ "uri": uri }))?;
+    source.qmp().wait_migration("completed", MOVE_WITHIN)?;
+    destination.qmp().wait_status("running", MOVE_WITHIN)?;
+    Ok(begun.elapsed())
+}
+
+fn through(parameters: &Parameters, source: &Qemu, destination: &Qemu, lanes: usize) -> Result<Duration> {
+    let endpoint = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
+    let arguments = [
+        "copy".to_owned(),
+        "--quiet".to_owned(),
+        format!("--multifd-channels={lanes}"),
+        format!("--downtime-limit={}", parameters.downtime_limit.as_millis()),
+        endpoint(source),
+        endpoint(destination),
+    ];
+    let begun = Instant::now();
+    let mut towline = Towline::start(&parameters.towline, arguments)?;
+    let done = wait_until("towline's end", MOVE_WITHIN, || {
+        parameters.cancel.check()?;
+        Ok((!towline.runs()?).then(|| begun.elapsed()))
+    })?;
+    let finished = towline.wait(MOVE_WITHIN)?;
+    ensure!(
+        finished.status.success(),
+        "{}",
+        finished.stderr.lines().next().unwrap_or("towline failed silently")
+    );
+    Ok(done)
+}
