@@ -16,6 +16,7 @@
 
 mod accelerator;
 mod boot_sector;
+pub mod certificates;
 pub mod demo;
 mod linux;
 mod memory;

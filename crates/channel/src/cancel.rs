@@ -41,6 +41,11 @@ impl Cancel {
         self.0.cancelled.load(Ordering::Acquire)
     }
 
+    /// Whether somebody else holds it too.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
     /// [`Error::Cancelled`] if it was pulled, for loops that do not poll.
     ///
     /// # Errors

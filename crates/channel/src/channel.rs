@@ -199,6 +199,12 @@ pub trait Channel: Debug + Send + Sync {
     /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
     fn as_fd(&self) -> Option<BorrowedFd<'_>>;
 
+    /// Whether [`Channel::recv`] gives something (or the end) without a look at the descriptor: what was received ahead. Who
+    /// polls asks this first.
+    fn has_buffered(&self) -> bool {
+        false
+    }
+
     /// Ends our sending half and waits until what stands behind the channel is done: for `exec:` the command, whose
     /// failure is [`Error::Command`]. Nothing to do, and no shutdown, for other kinds.
     ///
@@ -342,6 +348,9 @@ macro_rules! forward_channel {
     };
     (@as_fd $i:ident) => {
         fn as_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> { self.$i.as_fd() }
+    };
+    (@has_buffered $i:ident) => {
+        fn has_buffered(&self) -> bool { self.$i.has_buffered() }
     };
     (@finish $i:ident) => {
         fn finish(&self, deadline: std::time::Instant) -> $crate::Result<()> { self.$i.finish(deadline) }

@@ -2,6 +2,7 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
+use crate::tls::{TlsChannel, TlsClient};
 use crate::wait::Patience;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ pub struct ConnectOptions {
     /// Whether zero-copy sends shall be possible. Where they are not (another kind, an old kernel), the channel opens
     /// all the same and lacks [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
+    /// Speak TLS: the server has to show a certificate.
+    pub tls: Option<TlsClient>,
 }
 
 /// Opens a channel to an address with the default [`ConnectOptions`].
@@ -33,7 +36,7 @@ pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<
 ///
 /// # Errors
 /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
-/// [`Error::BadAddress`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
+/// [`Error::BadAddress`], [`Error::Tls`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
 pub fn connect_with(
     address: &Address,
     deadline: Instant,
@@ -49,9 +52,30 @@ pub fn connect_with(
             {
                 patience.pause(RETRY_INTERVAL)?;
             }
-            result => return result,
+            Ok(channel) => return secured(channel, address, options, deadline, cancel),
+            Err(error) => return Err(error),
         }
     }
+}
+
+/// Does the handshake, if there is to be one.
+fn secured(
+    channel: Box<dyn Channel>,
+    address: &Address,
+    options: &ConnectOptions,
+    deadline: Instant,
+    cancel: &Cancel,
+) -> Result<Box<dyn Channel>> {
+    let Some(tls) = &options.tls else { return Ok(channel) };
+    let host = match (tls.hostname(), address) {
+        (Some(name), _) => name,
+        (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
+        (None, Address::Tcp { host, .. }) => host,
+        (None, _) => {
+            return Err(address.bad("it names no host: say which its certificate is for (--tls-hostname)"));
+        }
+    };
+    Ok(Box::new(TlsChannel::client(channel, tls, host, deadline, cancel)?))
 }
 
 fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {

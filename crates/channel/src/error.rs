@@ -9,9 +9,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call on a channel failed.
 ///
-/// The variants separate a caller who asks too much (`Unsupported`, `BadAddress`, `TooManyFds`), a machine that
-/// says no (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away or is slow (`Closed`, `Timeout`, `FdsTruncated`,
-/// `Command`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
+/// The variants separate a caller who asks too much (`Unsupported`, `BadAddress`, `TooManyFds`, `TlsCredentials`), a machine
+/// that says no (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away or is slow (`Closed`, `Cut`, `Timeout`,
+/// `FdsTruncated`, `Command`), one that is not whom we want (`Tls`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -54,6 +54,30 @@ pub enum Error {
         wanted: usize,
         /// How many came before the end.
         got: usize,
+    },
+    /// The stream ended and nobody said that it should: with TLS a peer does.
+    #[error(
+        "{peer} ended the stream without saying so (TLS close_notify): the connection was cut on its way, or the peer died; its own log may say why"
+    )]
+    Cut {
+        /// The other end.
+        peer: String,
+    },
+    /// The peer and this end cannot trust each other, or what came is not what was sent.
+    #[error("TLS with {peer}: {why}")]
+    Tls {
+        /// The other end.
+        peer: String,
+        /// What is wrong, and the way out where there is one.
+        why: String,
+    },
+    /// A file with a certificate or a key that cannot be used.
+    #[error("TLS credentials, {}: {why}", path.display())]
+    TlsCredentials {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
     },
     /// Somebody called [`Cancel::cancel`](crate::Cancel::cancel).
     #[error("cancelled")]
@@ -156,6 +180,10 @@ impl Error {
 
     pub(crate) fn unsupported(peer: &str, what: &'static str) -> Self {
         Self::Unsupported { peer: peer.to_owned(), what }
+    }
+
+    pub(crate) fn tls(peer: &str, why: impl Into<String>) -> Self {
+        Self::Tls { peer: peer.to_owned(), why: why.into() }
     }
 
     pub(crate) fn timeout(op: &'static str, peer: &str, after: Duration) -> Self {

@@ -6,14 +6,15 @@
 //!                                  Box<dyn Channel>      send · recv · flush · shutdown · *_fds · *_at
 //!              ┌────────┬────────┬────────┼────────┬─────────────┐
 //!             tcp      unix    pipe     exec     file     pair (in memory)        fault::{Cut, Delay, Throttle,
-//!              └─socket─┘        └── fd:N is any of these ──┘                     Capture, ShortIo} wrap any of them
+//!              ├─socket─┘        └── fd:N is any of these ──┘                     Capture, ShortIo} wrap any of them
+//!             TLS
 //! ```
 //!
 //! What it is: system calls behind one trait, [`Channel`], with what each kind can do said beforehand in its
 //! [`Capabilities`]. Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's
 //! live memory.
 //!
-//! What it is not: it knows no protocol, starts no thread but one to resolve a host name, keeps no statistics but those
+//! What it is not: it knows no protocol, starts no thread but one to resolve a host name and one for each handshake with whoever connects, keeps no statistics but those
 //! of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous. It does not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
 //!
 //! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number), at most
@@ -50,11 +51,13 @@ pub mod fault;
 mod fd;
 mod file;
 mod listen;
+mod opening;
 mod pair;
 mod pipe;
 mod socket;
 mod sys;
 mod tcp;
+mod tls;
 mod unix;
 mod unix_listen;
 mod wait;
@@ -72,5 +75,6 @@ pub use pair::{PairChannel, pair};
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
 pub use tcp::{TcpChannel, check_zero_copy};
+pub use tls::{TlsChannel, TlsClient, TlsServer, describe_plain};
 pub use unix::UnixChannel;
 pub use zero_copy::{ZeroCopyLease, ZeroCopyStatistics};

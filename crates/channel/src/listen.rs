@@ -2,7 +2,9 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
+use crate::opening::Openings;
 use crate::tcp::{self, TcpChannel};
+use crate::tls::{TlsChannel, TlsServer};
 use crate::unix::UnixChannel;
 use crate::unix_listen::UnixListener;
 use crate::wait::Patience;
@@ -11,20 +13,27 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
+
+/// The most connections that are accepted before it is looked who is through its handshake.
+const ACCEPTED_AT_ONCE_MAX: usize = 64;
 
 /// How to listen.
 #[derive(Debug, Clone, Default)]
 pub struct ListenOptions {
     /// Whether zero-copy sends shall be possible on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
     pub zero_copy: bool,
+    /// Speak TLS: whoever connects has to show a certificate.
+    pub tls: Option<TlsServer>,
 }
 
 /// A place where others connect. Several threads may accept from one.
 #[derive(Debug)]
 pub struct Listener {
     address: Address,
+    // Before the socket that it watches.
+    openings: Option<Openings>,
     kind: Kind,
     options: ListenOptions,
 }
@@ -79,7 +88,23 @@ impl Listener {
                 single(Single::Open(Box::new(FileChannel::open(path, *offset)?)))
             }
         };
-        Ok(Self { address: local, kind, options: options.clone() })
+        let openings = match (&options.tls, kind.as_fd()) {
+            (Some(tls), Some(fd)) => {
+                let tls = tls.clone();
+                let open = move |connection: Box<dyn Channel>, deadline, cancel: &Cancel| {
+                    let peer = connection.peer().to_owned();
+                    match TlsChannel::server(connection, &tls, deadline, cancel) {
+                        Ok(channel) => Ok(Box::new(channel) as Box<dyn Channel>),
+                        Err(error @ Error::Tls { .. }) => Err(error),
+                        // It is that one's failure, not the listener's.
+                        Err(error) => Err(Error::tls(&peer, error.to_string())),
+                    }
+                };
+                Some(Openings::new(fd, Arc::new(open))?)
+            }
+            _ => None,
+        };
+        Ok(Self { address: local, openings, kind, options: options.clone() })
     }
 
     /// Where it listens, with the port really chosen when 0 was asked for, and the numeric host.
@@ -89,46 +114,78 @@ impl Listener {
 
     /// The descriptor to poll for peers; `None` where there is nothing to wait for.
     pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.kind {
-            Kind::Tcp(fd) => Some(fd.as_fd()),
-            Kind::Unix(listener) => Some(listener.fd()),
-            Kind::Single(_) => None,
+        match &self.openings {
+            Some(openings) => Some(openings.fd()),
+            None => self.kind.as_fd(),
         }
     }
 
-    /// Waits for a peer.
+    /// Waits for a peer; with TLS, for one that is through its handshake.
     ///
     /// # Errors
+    /// [`Error::Tls`] if a peer's handshake failed: there may be others, so the listener goes on.
     /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Unsupported`]
     /// if there is only one channel and it was fetched before, otherwise [`Error::Io`].
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let patience = Patience::new("accept", &self.address, deadline, cancel);
-        match &self.kind {
-            Kind::Tcp(fd) => {
-                let channel = TcpChannel::new(next(fd.as_fd(), &patience)?)?;
-                Ok(Box::new(channel.with_zero_copy(self.options.zero_copy)?))
+        if let Kind::Single(single) = &self.kind {
+            let channel = take(single, &patience)?;
+            return Ok(match &self.options.tls {
+                Some(tls) => Box::new(TlsChannel::server(channel, tls, deadline, cancel)?),
+                None => channel,
+            });
+        }
+        let fd = self.kind.as_fd().expect("all but single ones have a socket");
+        let Some(openings) = &self.openings else {
+            loop {
+                patience.wait(fd, PollFlags::IN)?;
+                if let Some(channel) = self.next(fd, &patience)? {
+                    return Ok(channel);
+                }
             }
-            Kind::Unix(listener) => {
-                Ok(Box::new(UnixChannel::new(next(listener.fd(), &patience)?, patience.peer())?))
+        };
+        loop {
+            if let Some(opened) = openings.take() {
+                return opened;
             }
-            Kind::Single(single) => match single.lock().expect("no panic while it is held").take() {
-                Some(Single::Open(channel)) => Ok(channel),
-                Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
-                None => Err(Error::unsupported(patience.peer(), "a second connection; use tcp: or unix:")),
-            },
+            patience.wait(openings.fd(), PollFlags::IN)?;
+            for _ in 0..ACCEPTED_AT_ONCE_MAX {
+                let Some(connection) = self.next(fd, &patience)? else { break };
+                openings.begin(connection)?;
+            }
+        }
+    }
+
+    /// Who has connected; `None` if another thread was quicker.
+    fn next(&self, listener: BorrowedFd<'_>, patience: &Patience<'_>) -> Result<Option<Box<dyn Channel>>> {
+        let fd = match accept_with(listener, SocketFlags::CLOEXEC) {
+            Ok(fd) => fd,
+            // Or the peer gave up before we came.
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => return Ok(None),
+            Err(errno) => return Err(Error::io(patience.op(), patience.peer(), errno)),
+        };
+        Ok(Some(match &self.kind {
+            Kind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
+            _ => Box::new(UnixChannel::new(fd, patience.peer())?),
+        }))
+    }
+}
+
+impl Kind {
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Tcp(fd) => Some(fd.as_fd()),
+            Self::Unix(listener) => Some(listener.fd()),
+            Self::Single(_) => None,
         }
     }
 }
 
-fn next(listener: BorrowedFd<'_>, patience: &Patience<'_>) -> Result<OwnedFd> {
-    loop {
-        patience.wait(listener, PollFlags::IN)?;
-        match accept_with(listener, SocketFlags::CLOEXEC) {
-            Ok(fd) => return Ok(fd),
-            // Another thread was quicker, or the peer gave up before we came.
-            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
-            Err(errno) => return Err(Error::io(patience.op(), patience.peer(), errno)),
-        }
+fn take(single: &Mutex<Option<Single>>, patience: &Patience<'_>) -> Result<Box<dyn Channel>> {
+    match single.lock().expect("no panic while it is held").take() {
+        Some(Single::Open(channel)) => Ok(channel),
+        Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
+        None => Err(Error::unsupported(patience.peer(), "a second connection; use tcp: or unix:")),
     }
 }

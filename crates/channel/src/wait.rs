@@ -53,7 +53,12 @@ pub(crate) struct Patience<'a> {
 
 impl<'a> Patience<'a> {
     pub(crate) fn new(op: &'static str, address: &Address, deadline: Instant, cancel: &'a Cancel) -> Self {
-        Self { op, peer: address.to_string(), started: Instant::now(), deadline, cancel }
+        Self::of_peer(op, address.to_string(), deadline, cancel)
+    }
+
+    /// For somebody who is reached already.
+    pub(crate) fn of_peer(op: &'static str, peer: String, deadline: Instant, cancel: &'a Cancel) -> Self {
+        Self { op, peer, started: Instant::now(), deadline, cancel }
     }
 
     pub(crate) fn op(&self) -> &'static str {

@@ -137,8 +137,42 @@ conformance!(
     delay,
     throttle,
     capture,
-    cut_never
+    cut_never,
+    tls_client_sends,
+    tls_server_sends,
+    tls_over_unix,
+    tls_over_short_io,
+    short_io_over_tls
 );
+
+fn tls_client_sends() -> Ends {
+    Ends::new(common::tls(tcp()))
+}
+
+fn tls_server_sends() -> Ends {
+    let (client, server) = common::tls(tcp());
+    Ends::new((server, client))
+}
+
+fn tls_over_unix() -> Ends {
+    let directory = TempDir::new().unwrap();
+    let ends = through(&Listener::bind(&unix_address(directory.path())).unwrap());
+    Ends::new(common::tls(ends))
+}
+
+fn short(inner: Box<dyn Channel>, seed: u64) -> Box<dyn Channel> {
+    Box::new(ShortIo::new(inner, NonZeroUsize::new(3000).unwrap(), seed))
+}
+
+fn tls_over_short_io() -> Ends {
+    let (near, far) = tcp();
+    Ends::new(common::tls((short(near, 3), short(far, 4))))
+}
+
+fn short_io_over_tls() -> Ends {
+    let (near, far) = common::tls(tcp());
+    Ends::new((short(near, 5), short(far, 6)))
+}
 
 fn tcp_kind() -> Ends {
     Ends::new(tcp())

@@ -40,7 +40,7 @@ fn is_timeout(error: &Error, wanted: &str) -> bool {
 #[test]
 fn on_loopback_all_is_copied_and_flush_says_so() {
     for address in ["tcp:127.0.0.1:0", "tcp:[::1]:0"] {
-        let options = ListenOptions { zero_copy: true };
+        let options = ListenOptions { zero_copy: true, ..Default::default() };
         let listener = match Listener::bind_with(&address.parse().unwrap(), &options) {
             Err(error) if error.raw_os_error() == Some(Errno::ADDRNOTAVAIL.raw_os_error()) => {
                 println!("skipped: {address}: {error}");

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 use towline_channel::{
     Address, Cancel, Channel, ChannelExt, ConnectOptions, IoBuf, IoBufMut, ListenOptions, Listener, Result,
-    SendFlags, connect, connect_with,
+    SendFlags, TlsChannel, TlsClient, TlsServer, connect, connect_with,
 };
+use towline_lab::certificates::Authority;
 
 /// Far enough that only a test that hangs meets it.
 pub(crate) fn soon() -> Instant {
@@ -35,11 +37,37 @@ pub(crate) fn tcp() -> (Box<dyn Channel>, Box<dyn Channel>) {
 
 /// A connection whose two ends can send without copying.
 pub(crate) fn tcp_zero_copy() -> (Box<dyn Channel>, Box<dyn Channel>) {
-    let options = ListenOptions { zero_copy: true };
+    let options = ListenOptions { zero_copy: true, ..Default::default() };
     let listener = Listener::bind_with(&"tcp:127.0.0.1:0".parse().unwrap(), &options).unwrap();
     let options = ConnectOptions { zero_copy: true, ..Default::default() };
     let near = connect_with(listener.local_address(), soon(), &cancel(), &options).unwrap();
     (near, listener.accept(soon(), &cancel()).unwrap())
+}
+
+/// A directory with good certificates for both ends.
+pub(crate) fn credentials() -> TempDir {
+    let directory = TempDir::new().unwrap();
+    Authority::new("the test's CA").unwrap().furnish(directory.path()).unwrap();
+    directory
+}
+
+/// TLS over both ends of a connection: its client, its server. What is between them may be a fault layer.
+pub(crate) fn tls_over(
+    (near, far): (Box<dyn Channel>, Box<dyn Channel>),
+) -> (Result<TlsChannel>, Result<TlsChannel>) {
+    let directory = credentials();
+    let client = TlsClient::load(directory.path(), None).unwrap();
+    let server = TlsServer::load(directory.path()).unwrap();
+    std::thread::scope(|scope| {
+        let near = scope.spawn(|| TlsChannel::client(near, &client, "localhost", soon(), &cancel()));
+        let far = TlsChannel::server(far, &server, soon(), &cancel());
+        (near.join().unwrap(), far)
+    })
+}
+
+pub(crate) fn tls(ends: (Box<dyn Channel>, Box<dyn Channel>)) -> (Box<dyn Channel>, Box<dyn Channel>) {
+    let (client, server) = tls_over(ends);
+    (Box::new(client.unwrap()), Box::new(server.unwrap()))
 }
 
 pub(crate) fn unix_address(directory: &Path) -> Address {
@@ -97,4 +125,13 @@ pub(crate) fn spawn_asleep<'s, T: Send + 's>(
         std::thread::sleep(Duration::from_millis(1));
     }
     thread
+}
+
+/// Waits for a condition.
+pub(crate) fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = soon();
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what} never came");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

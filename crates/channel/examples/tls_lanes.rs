@@ -1,0 +1,182 @@
+//! How fast lanes with TLS are beside plain ones on this machine: pages from memory into memory over loopback TCP.
+//!
+//! ```text
+//! cargo run --release -p towline-channel --example tls_lanes -- DIR [GIB [RUNS]]
+//! ```
+//! DIR holds certificates (docs/tls.md). Each lane sends packets as multifd's: a header and 128 pages, which lie in memory
+//! that is larger than the caches. The third row is rustls' own record layer, for comparison: what it would cost to
+//! leave that to it too. Rows take turns; printed are median, least and most of the runs, and the processors' time.
+
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, StreamOwned};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use towline_channel::{
+    Cancel, Channel, ChannelExt, ConnectOptions, IoBuf, IoBufMut, ListenOptions, Listener, SendFlags,
+    TlsClient, TlsServer, connect_with,
+};
+
+type Anything<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+const HEADER_BYTES: usize = 1344;
+const PACKET_BYTES: usize = 128 * 4096;
+const MEMORY_BYTES: usize = 64 << 20;
+
+fn main() -> Anything<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let directory = Path::new(arguments.first().ok_or("which directory?")?);
+    let gib = arguments.get(1).map_or(Ok(2.0), |text| text.parse::<f64>())?;
+    let runs = arguments.get(2).map_or(Ok(5), |text| text.parse::<usize>())?;
+    println!(
+        "{:<8} {:>5}  {:>6} {:>6} {:>6} GB/s  {:>6} CPU-s/GB",
+        "", "lanes", "median", "least", "most", ""
+    );
+    for lanes in [1, 2, 4] {
+        let mut rows: Vec<(&str, Vec<(f64, f64)>)> =
+            ["plain", "tls", "rustls"].map(|row| (row, Vec::new())).into();
+        for _ in 0..runs {
+            for (row, figures) in &mut rows {
+                figures.push(measure(row, directory, lanes, (gib * (1_u64 << 30) as f64) as usize)?);
+            }
+        }
+        for (row, mut figures) in rows {
+            figures.sort_by(|a, b| a.0.total_cmp(&b.0));
+            let (median, cost) = figures[figures.len() / 2];
+            let (least, most) = (figures[0].0, figures[figures.len() - 1].0);
+            println!("{row:<8} {lanes:>5}  {median:>6.2} {least:>6.2} {most:>6.2}       {cost:>6.2}");
+        }
+    }
+    Ok(())
+}
+
+/// GB/s of all lanes together, and seconds of processor time for each GB.
+fn measure(row: &str, directory: &Path, lanes: usize, bytes: usize) -> Anything<(f64, f64)> {
+    let packets = bytes / lanes / PACKET_BYTES;
+    let pairs: Vec<Pair> = (0..lanes).map(|_| connect(row, directory)).collect::<Anything<_>>()?;
+    let memories: Vec<Vec<u8>> = (0..lanes).map(|lane| vec![lane as u8 + 1; MEMORY_BYTES]).collect();
+    let (begun, spent) = (Instant::now(), processor_time());
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for ((mut sender, mut receiver), memory) in pairs.into_iter().zip(&memories) {
+            threads.push(scope.spawn(move || -> Anything<()> {
+                let header = [7; HEADER_BYTES];
+                for packet in 0..packets {
+                    let start = packet * PACKET_BYTES % MEMORY_BYTES;
+                    sender(&header, &memory[start..start + PACKET_BYTES])?;
+                }
+                Ok(())
+            }));
+            threads.push(scope.spawn(move || -> Anything<()> {
+                let (mut header, mut pages) = ([0; HEADER_BYTES], vec![0; PACKET_BYTES]);
+                for _ in 0..packets {
+                    receiver(&mut header, &mut pages)?;
+                }
+                Ok(())
+            }));
+        }
+        threads.into_iter().try_for_each(|thread| thread.join().expect("no panic"))
+    })?;
+    let gigabytes = (packets * PACKET_BYTES * lanes) as f64 / 1e9;
+    let seconds = begun.elapsed().as_secs_f64();
+    Ok((gigabytes / seconds, (processor_time() - spent).as_secs_f64() / gigabytes))
+}
+
+type Sender = Box<dyn FnMut(&[u8], &[u8]) -> Anything<()> + Send>;
+type Receiver = Box<dyn FnMut(&mut [u8], &mut [u8]) -> Anything<()> + Send>;
+type Pair = (Sender, Receiver);
+
+fn connect(row: &str, directory: &Path) -> Anything<Pair> {
+    match row {
+        "rustls" => connect_rustls(directory),
+        row => connect_channels(row == "tls", directory),
+    }
+}
+
+fn connect_channels(tls: bool, directory: &Path) -> Anything<Pair> {
+    let (deadline, cancel) = (Instant::now() + Duration::from_secs(10), Cancel::new()?);
+    let server = tls.then(|| TlsServer::load(directory)).transpose()?;
+    let client = tls.then(|| TlsClient::load(directory, Some("localhost"))).transpose()?;
+    let options = ListenOptions { tls: server, ..Default::default() };
+    let listener = Listener::bind_with(&"tcp:127.0.0.1:0".parse()?, &options)?;
+    let (near, far) = std::thread::scope(|scope| -> Anything<_> {
+        let far = scope.spawn(|| listener.accept(deadline, &cancel));
+        let options = ConnectOptions { tls: client, ..Default::default() };
+        let near = connect_with(listener.local_address(), deadline, &cancel, &options)?;
+        Ok((near, far.join().expect("no panic")?))
+    })?;
+    let near: Arc<dyn Channel> = Arc::from(near);
+    Ok((
+        Box::new(move |header, pages| {
+            Ok(near.send_all(&[IoBuf::from(header), IoBuf::from(pages)], SendFlags::empty())?)
+        }),
+        Box::new(move |header, pages| {
+            far.recv_exact(&mut [IoBufMut::from(header)])?;
+            Ok(far.recv_exact(&mut [IoBufMut::from(pages)])?)
+        }),
+    ))
+}
+
+fn connect_rustls(directory: &Path) -> Anything<Pair> {
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(directory.join("ca-cert.pem"))?)?;
+    let chain = vec![CertificateDer::from_pem_file(directory.join("server-cert.pem"))?];
+    let key = PrivateKeyDer::from_pem_file(directory.join("server-key.pem"))?;
+    let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()?
+        .with_no_client_auth()
+        .with_single_cert(chain, key)?;
+    server.ignore_client_order = true;
+    let mut client = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    // The same cipher as the other row has.
+    let suites = |provider: &rustls::crypto::CryptoProvider| {
+        let mut provider = provider.clone();
+        provider.cipher_suites.retain(|suite| suite.suite() == rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
+        Arc::new(provider)
+    };
+    let aes = suites(client.crypto_provider());
+    client = ClientConfig::builder_with_provider(aes)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates({
+            let mut roots = RootCertStore::empty();
+            roots.add(CertificateDer::from_pem_file(directory.join("ca-cert.pem"))?)?;
+            roots
+        })
+        .with_no_client_auth();
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let near = TcpStream::connect(listener.local_addr()?)?;
+    let (far, _) = listener.accept()?;
+    near.set_nodelay(true)?;
+    let mut tls = ClientConnection::new(Arc::new(client), ServerName::try_from("localhost")?)?;
+    tls.set_buffer_limit(Some(1 << 20));
+    let mut near = StreamOwned::new(tls, near);
+    let mut far = StreamOwned::new(ServerConnection::new(Arc::new(server))?, far);
+    std::thread::scope(|scope| -> Anything<()> {
+        let far = scope.spawn(|| far.conn.complete_io(&mut far.sock).map(drop));
+        near.conn.complete_io(&mut near.sock)?;
+        Ok(far.join().expect("no panic")?)
+    })?;
+    Ok((
+        Box::new(move |header, pages| {
+            near.write_all(header)?;
+            near.write_all(pages)?;
+            Ok(near.flush()?)
+        }),
+        Box::new(move |header, pages| {
+            far.read_exact(header)?;
+            Ok(far.read_exact(pages)?)
+        }),
+    ))
+}
+
+fn processor_time() -> Duration {
+    let usage = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
+}

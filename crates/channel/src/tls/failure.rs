@@ -1,0 +1,179 @@
+//! What went wrong with TLS, in words that name the file and the way out.
+
+use super::credentials::{CA_CERT, CA_CRL, CLIENT_CERT, SERVER_CERT, TlsClient, TlsServer};
+use crate::Error;
+use rustls::{AlertDescription, CertificateError, Error as TlsError, PeerIncompatible};
+use std::path::Path;
+
+/// How many of a peer's first bytes tell what it speaks.
+pub(super) const MAGIC_BYTES: usize = 4;
+/// How TLS begins: a handshake record of any version 3.x.
+const HELLO: [u8; 2] = [0x16, 3];
+
+/// What somebody speaks who begins like this, if it is something that belongs on another port.
+pub fn describe_plain(first: &[u8]) -> Option<&'static str> {
+    match first {
+        b"QEVM" => Some("a migration without TLS"),
+        [0x11, 0x22, 0x33, 0x44] => Some("a migration's lane without TLS"),
+        b"GET " => Some("HTTP without TLS"),
+        [a, b, ..] if [*a, *b] == HELLO => Some("TLS"),
+        _ => None,
+    }
+}
+
+/// A peer that begins with something else than TLS.
+pub(super) fn plain(peer: &str, what: &str) -> Error {
+    let text = format!(
+        "it sent {what}: turn TLS on there (tls-creds at the source's QEMU), or off here (--tls-creds)"
+    );
+    Error::tls(peer, text)
+}
+
+pub(super) fn at_client(peer: &str, tls: &TlsClient, error: &TlsError) -> Error {
+    let directory = tls.directory();
+    let text = match error {
+        TlsError::InvalidCertificate(error) => certificate(directory, "server", error),
+        TlsError::AlertReceived(alert) => refused(*alert, &own_client(tls)),
+        TlsError::InvalidMessage(_) => {
+            "it does not answer with TLS: turn TLS on there (tls-creds at the destination's QEMU), or off here (--tls-creds)".into()
+        }
+        error => other(error),
+    };
+    Error::tls(peer, text)
+}
+
+pub(super) fn at_server(peer: &str, tls: &TlsServer, error: &TlsError) -> Error {
+    let directory = tls.directory();
+    let own = directory.join(SERVER_CERT).display().to_string();
+    let text = match error {
+        TlsError::InvalidCertificate(error) => certificate(directory, "client", error),
+        TlsError::NoCertificatesPresented => format!(
+            "it sent no client certificate, and every client needs one: put {CLIENT_CERT} and its key into its directory, signed by the CA of {}",
+            directory.join(CA_CERT).display()
+        ),
+        TlsError::AlertReceived(alert) => refused(*alert, &own),
+        error => other(error),
+    };
+    Error::tls(peer, text)
+}
+
+/// The peer closed the connection where its answer was expected.
+pub(super) fn ended_at_client(peer: &str, tls: &TlsClient) -> Error {
+    let own = own_client(tls);
+    let text = format!(
+        "it ended the connection in the handshake: either it does not speak TLS (tls-creds at the destination's QEMU), or it does not accept {own}; its own log says which"
+    );
+    Error::tls(peer, text)
+}
+
+pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Error {
+    let own = tls.directory().join(SERVER_CERT);
+    let text = match (describe_plain(first), first) {
+        (Some("TLS"), _) => format!(
+            "it ended the connection in the handshake: it may not accept {} (its CA, date or names); its own log says why",
+            own.display()
+        ),
+        (Some(what), _) => return plain(peer, what),
+        (None, []) => "it ended the connection without a word".into(),
+        (None, _) => "it sent something else than TLS and ended the connection".into(),
+    };
+    Error::tls(peer, text)
+}
+
+/// What it may mean that a server ends the connection before it has sent anything.
+pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
+    let text = "it ended the connection right behind the handshake:";
+    match tls.has_certificate() {
+        true => format!("{text} it may not accept {}; its own log says why", own_client(tls)),
+        false => format!("{text} it may want a client certificate, and there is {}", own_client(tls)),
+    }
+}
+
+/// The same of a client.
+pub(super) fn doubt_at_server(tls: &TlsServer) -> String {
+    format!(
+        "it ended the connection right behind the handshake: it may not accept {} (its CA, date or names); its own log says why",
+        tls.directory().join(SERVER_CERT).display()
+    )
+}
+
+/// An alert that ends a connection which was through its handshake.
+pub(super) fn alert(peer: &str, alert: AlertDescription) -> Error {
+    Error::tls(peer, refused(alert, "this side's certificate"))
+}
+
+fn own_client(tls: &TlsClient) -> String {
+    let path = tls.directory().join(CLIENT_CERT);
+    match tls.has_certificate() {
+        true => path.display().to_string(),
+        false => format!("no {}", path.display()),
+    }
+}
+
+fn certificate(directory: &Path, of: &str, error: &CertificateError) -> String {
+    let in_directory = |name| directory.join(name).display().to_string();
+    match error {
+        CertificateError::UnknownIssuer => {
+            format!("its {of} certificate is not signed by the CA of {}", in_directory(CA_CERT))
+        }
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
+            format!("its {of} certificate has expired: make it a new one")
+        }
+        CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+            format!("its {of} certificate is not valid yet: is the clock right, here and where it was made?")
+        }
+        CertificateError::NotValidForNameContext { expected, presented } => format!(
+            "its certificate is for {}, not for \"{}\": name the host that it is for (--tls-hostname), or give it a certificate with this name",
+            if presented.is_empty() { "no name (subjectAltName)".into() } else { presented.join(", ") },
+            expected.to_str()
+        ),
+        CertificateError::Revoked => format!("its {of} certificate is revoked by {}", in_directory(CA_CRL)),
+        CertificateError::InvalidPurposeContext { .. } | CertificateError::InvalidPurpose => {
+            format!("its certificate is not one for a {of} (extended key usage)")
+        }
+        error => format!("its {of} certificate is not good: {error}"),
+    }
+}
+
+fn refused(alert: AlertDescription, own: &str) -> String {
+    match alert {
+        AlertDescription::UnknownCA => {
+            format!("it does not know the CA that signed {own}: both ends need the same {CA_CERT}")
+        }
+        AlertDescription::CertificateExpired => format!("it says that {own} has expired"),
+        AlertDescription::CertificateRevoked => format!("it says that {own} is revoked"),
+        AlertDescription::CertificateRequired => format!("it wants a client certificate, and there is {own}"),
+        AlertDescription::BadCertificate
+        | AlertDescription::UnsupportedCertificate
+        | AlertDescription::CertificateUnknown
+        | AlertDescription::AccessDenied => format!("it does not accept {own} (alert {alert:?})"),
+        AlertDescription::ProtocolVersion => "it does not speak TLS 1.3, which is needed here".into(),
+        alert => format!("it ended TLS with the alert {alert:?}; its own log may say why"),
+    }
+}
+
+fn other(error: &TlsError) -> String {
+    match error {
+        TlsError::PeerIncompatible(
+            PeerIncompatible::SupportedVersionsExtensionRequired
+            | PeerIncompatible::Tls13RequiredForQuic
+            | PeerIncompatible::Tls12NotOfferedOrEnabled
+            | PeerIncompatible::ServerDoesNotSupportTls12Or13,
+        ) => "it does not speak TLS 1.3, which is needed here".into(),
+        error => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_on_the_wrong_port_is_told_by_its_first_bytes() {
+        assert_eq!(describe_plain(b"QEVM"), Some("a migration without TLS"));
+        assert_eq!(describe_plain(&[0x11, 0x22, 0x33, 0x44]), Some("a migration's lane without TLS"));
+        assert_eq!(describe_plain(&[0x16, 3, 1, 2]), Some("TLS"));
+        assert_eq!(describe_plain(&[0x16]), None);
+        assert_eq!(describe_plain(b""), None);
+    }
+}

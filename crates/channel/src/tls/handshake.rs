@@ -1,0 +1,291 @@
+//! The handshake: rustls says what to send and what it still needs, this module waits for the socket.
+
+use super::credentials::{TlsClient, TlsServer};
+use super::failure;
+use super::keys::{Connection, Keys};
+use super::record::Protection;
+use crate::wait::Patience;
+use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use rustix::event::PollFlags;
+use rustls::ExtractedSecrets;
+use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::ServerName;
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, EncodeError};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// Room for the peer's flights. Longer ones (certificates) are refused; rustls' own limit for a message is as high.
+const INCOMING_BYTES_MAX: usize = 128 << 10;
+/// First room for a flight of ours.
+const OUTGOING_BYTES: usize = 16 << 10;
+/// A handshake takes some dozen steps.
+const STEPS_MAX: usize = 1000;
+
+/// What a handshake ends with.
+pub(super) struct Handshaken {
+    pub(super) tx: Protection,
+    pub(super) rx: Protection,
+    pub(super) keys: Keys,
+    /// Contents of records that came with the last flight.
+    pub(super) contents: Vec<u8>,
+    /// Records that came with it and were not opened.
+    pub(super) records: Vec<u8>,
+    /// See [`super::TlsChannel`].
+    pub(super) doubt: String,
+}
+
+pub(super) fn client(
+    channel: &dyn Channel,
+    tls: &TlsClient,
+    name: ServerName<'static>,
+    patience: &Patience<'_>,
+) -> Result<Handshaken> {
+    let explain = |error: &rustls::Error| failure::at_client(channel.peer(), tls, error);
+    let connection = UnbufferedClientConnection::new(Arc::clone(tls.config()), name);
+    let mut connection = connection.map_err(|error| explain(&error))?;
+    let mut flights = Flights::new(channel, patience);
+    match flights.exchange(&mut connection) {
+        Ok(()) => {}
+        Err(Broken::Tls(error)) => return Err(explain(&error)),
+        Err(Broken::Ended) => return Err(failure::ended_at_client(channel.peer(), tls)),
+        Err(Broken::Channel(error)) => return Err(error),
+    }
+    let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
+    flights.done(&secrets, Connection::Client(kernel), failure::doubt_at_client(tls))
+}
+
+pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, patience: &Patience<'_>) -> Result<Handshaken> {
+    let explain = |error: &rustls::Error| failure::at_server(channel.peer(), tls, error);
+    let connection = UnbufferedServerConnection::new(Arc::clone(tls.config()));
+    let mut connection = connection.map_err(|error| explain(&error))?;
+    let mut flights = Flights::new(channel, patience);
+    match flights.exchange(&mut connection) {
+        Ok(()) => {}
+        Err(Broken::Tls(error)) => {
+            let plain = failure::describe_plain(&flights.first).filter(|what| *what != "TLS");
+            return Err(plain.map_or_else(|| explain(&error), |what| failure::plain(channel.peer(), what)));
+        }
+        Err(Broken::Ended) => return Err(failure::ended_at_server(channel.peer(), tls, &flights.first)),
+        Err(Broken::Channel(error)) => return Err(error),
+    }
+    let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
+    flights.done(&secrets, Connection::Server(kernel), failure::doubt_at_server(tls))
+}
+
+/// What rustls wants next.
+enum Step {
+    /// What it has written is to be sent, if it can.
+    Transmit,
+    /// Nothing yet: ask again.
+    Again,
+    /// More of the peer's bytes, unless it is through.
+    Receive,
+}
+
+/// rustls' two kinds of connection, which have this in common but no trait for it.
+trait Stepping {
+    /// Takes from `incoming` as many bytes as are to be discarded; appends to `outgoing` and `contents`.
+    fn step(
+        &mut self,
+        incoming: &mut [u8],
+        outgoing: &mut Vec<u8>,
+        contents: &mut Vec<u8>,
+    ) -> (usize, Result<Step, rustls::Error>);
+
+    fn is_through(&self) -> bool;
+
+    fn has_outgoing(&self) -> bool;
+}
+
+macro_rules! stepping {
+    ($($connection:ty),*) => {$(
+        impl Stepping for $connection {
+            fn step(
+                &mut self,
+                incoming: &mut [u8],
+                outgoing: &mut Vec<u8>,
+                contents: &mut Vec<u8>,
+            ) -> (usize, Result<Step, rustls::Error>) {
+                let status = self.process_tls_records(incoming);
+                let mut discard = status.discard;
+                let step = match status.state {
+                    Err(error) => Err(error),
+                    Ok(ConnectionState::EncodeTlsData(mut encode)) => {
+                        append(outgoing, |room| match encode.encode(room) {
+                            Ok(length) => Ok(length),
+                            Err(EncodeError::InsufficientSize(need)) => Err(need.required_size),
+                            Err(EncodeError::AlreadyEncoded) => Ok(0),
+                        });
+                        Ok(Step::Again)
+                    }
+                    Ok(ConnectionState::TransmitTlsData(transmit)) => {
+                        transmit.done();
+                        Ok(Step::Transmit)
+                    }
+                    Ok(ConnectionState::ReadTraffic(mut traffic)) => {
+                        let mut read = Ok(Step::Again);
+                        while let Some(record) = traffic.next_record() {
+                            match record {
+                                Ok(record) => {
+                                    discard += record.discard;
+                                    contents.extend_from_slice(record.payload);
+                                }
+                                Err(error) => {
+                                    read = Err(error);
+                                    break;
+                                }
+                            }
+                        }
+                        read
+                    }
+                    Ok(ConnectionState::BlockedHandshake | ConnectionState::WriteTraffic(_)) => {
+                        Ok(Step::Receive)
+                    }
+                    Ok(_) => Err(rustls::Error::HandshakeNotComplete),
+                };
+                (discard, step)
+            }
+
+            fn is_through(&self) -> bool {
+                !self.is_handshaking()
+            }
+
+            fn has_outgoing(&self) -> bool {
+                self.wants_write()
+            }
+        }
+    )*};
+}
+stepping!(UnbufferedClientConnection, UnbufferedServerConnection);
+
+/// Has `write` fill room behind what is in `bytes`; it says how much it wrote, or how much it needs.
+fn append(bytes: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
+    let old = bytes.len();
+    let mut room = OUTGOING_BYTES;
+    loop {
+        bytes.resize(old + room, 0);
+        match write(&mut bytes[old..]) {
+            Ok(length) => {
+                bytes.truncate(old + length);
+                return;
+            }
+            Err(need) => room = need.max(room + 1),
+        }
+    }
+}
+
+/// Why a handshake broke off.
+enum Broken {
+    Tls(rustls::Error),
+    /// The peer closed the connection.
+    Ended,
+    Channel(Error),
+}
+
+impl From<Error> for Broken {
+    fn from(error: Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::EPIPE | libc::ECONNRESET) => Self::Ended,
+            _ => Self::Channel(error),
+        }
+    }
+}
+
+/// The bytes of a handshake, each way.
+struct Flights<'a> {
+    channel: &'a dyn Channel,
+    patience: &'a Patience<'a>,
+    incoming: Vec<u8>,
+    outgoing: Vec<u8>,
+    contents: Vec<u8>,
+    /// The peer's first bytes: they tell who speaks something else.
+    first: Vec<u8>,
+}
+
+impl<'a> Flights<'a> {
+    fn new(channel: &'a dyn Channel, patience: &'a Patience<'a>) -> Self {
+        let (incoming, outgoing, contents) = (Vec::new(), Vec::new(), Vec::new());
+        Self { channel, patience, incoming, outgoing, contents, first: Vec::new() }
+    }
+
+    fn exchange(&mut self, connection: &mut impl Stepping) -> Result<(), Broken> {
+        for _ in 0..STEPS_MAX {
+            let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
+            self.incoming.drain(..discard);
+            match step {
+                Ok(Step::Again) => {}
+                Ok(Step::Transmit) => self.transmit()?,
+                Ok(Step::Receive) => {
+                    self.transmit()?;
+                    if connection.is_through() {
+                        return Ok(());
+                    }
+                    self.receive()?;
+                }
+                Err(error) => {
+                    self.say_why(connection);
+                    return Err(Broken::Tls(error));
+                }
+            }
+        }
+        Err(Broken::Tls(rustls::Error::HandshakeNotComplete))
+    }
+
+    /// Sends the alert that tells the peer, if it still listens.
+    fn say_why(&mut self, connection: &mut impl Stepping) {
+        // Only as long as it has something to send: it must not look at the same bytes again.
+        while connection.has_outgoing() {
+            let (discard, step) = connection.step(&mut self.incoming, &mut self.outgoing, &mut self.contents);
+            self.incoming.drain(..discard);
+            if !matches!(step, Ok(Step::Again)) {
+                break;
+            }
+        }
+        let _ = self.transmit();
+    }
+
+    fn transmit(&mut self) -> Result<(), Broken> {
+        let mut sent = 0;
+        while sent < self.outgoing.len() {
+            self.wait(PollFlags::OUT)?;
+            sent += self.channel.send(&[IoBuf::from(&self.outgoing[sent..])], SendFlags::empty())?;
+        }
+        self.outgoing.clear();
+        Ok(())
+    }
+
+    fn receive(&mut self) -> Result<(), Broken> {
+        let old = self.incoming.len();
+        if old == INCOMING_BYTES_MAX {
+            return Err(Broken::Tls(rustls::Error::PeerSentOversizedRecord));
+        }
+        self.wait(PollFlags::IN)?;
+        self.incoming.resize(INCOMING_BYTES_MAX.min(old + OUTGOING_BYTES), 0);
+        let received =
+            self.channel.recv(&mut [IoBufMut::from(&mut self.incoming[old..])], RecvFlags::empty());
+        self.incoming.truncate(old + received.as_ref().copied().unwrap_or(0));
+        if received? == 0 {
+            return Err(Broken::Ended);
+        }
+        if self.first.len() < failure::MAGIC_BYTES {
+            self.first.extend_from_slice(&self.incoming[old..]);
+            self.first.truncate(failure::MAGIC_BYTES);
+        }
+        Ok(())
+    }
+
+    fn wait(&self, events: PollFlags) -> Result<(), Broken> {
+        let fd = self.channel.as_fd().expect("checked before the handshake");
+        Ok(self.patience.wait(fd.as_fd(), events)?)
+    }
+
+    fn done(self, secrets: &ExtractedSecrets, connection: Connection, doubt: String) -> Result<Handshaken> {
+        let unknown =
+            || Error::tls(self.channel.peer(), "the cipher that both ends agreed on is unknown here");
+        let tx = Protection::new(&secrets.tx).ok_or_else(unknown)?;
+        let rx = Protection::new(&secrets.rx).ok_or_else(unknown)?;
+        let keys = Keys::new(connection);
+        Ok(Handshaken { tx, rx, keys, contents: self.contents, records: self.incoming, doubt })
+    }
+}
