@@ -51,7 +51,8 @@ impl Authority {
     pub fn issue(&self, directory: &Path, holder: Holder<'_>) -> Result<()> {
         let mut params = params(holder.names, holder.role, holder.until)?;
         params.serial_number = Some(holder.serial.into());
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        // QEMU wants the second one too, whatever the key.
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![match holder.role {
             "server" => ExtendedKeyUsagePurpose::ServerAuth,
             _ => ExtendedKeyUsagePurpose::ClientAuth,

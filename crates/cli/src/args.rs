@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use towline_control::plan::Tls;
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::endpoint::Endpoint;
@@ -60,6 +61,8 @@ Examples:
     towline copy --multifd-channels 4 --compression zstd guest.img tcp:OTHER:4444
   Measure the way to another host with a guest that dirties 20 MiB/s and is verified there (`towline copy tcp:0.0.0.0:4444 mem:`):
     towline copy --multifd-channels 4 mem:2G,dirty=20M tcp:OTHER:4444
+  Encrypted from a QEMU elsewhere, whose `migrate` has tls-creds set, with certificates in DIR (docs/tls.md):
+    towline copy --tls-creds DIR tcp:0.0.0.0:4444 guest.img
   Or through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
 "))]
@@ -130,6 +133,8 @@ pub(crate) struct TransferArgs {
     /// Whether the kernel reads pages on TCP lanes where they are: auto (where that pays), on (or fail), off
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
     pub(crate) zero_copy_send: ZeroCopy,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Bytes per second (suffixes K, M, G); default: as fast as it goes
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) max_bandwidth: Option<u64>,
@@ -190,6 +195,8 @@ pub(crate) struct InspectArgs {
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub(crate) return_path: Switch,
     #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    #[command(flatten)]
     pub(crate) output: Output,
 }
 
@@ -213,6 +220,24 @@ pub(crate) struct BenchArgs {
     /// Runs of each row; the median is printed
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub(crate) runs: usize,
+}
+
+/// How streams are encrypted.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TlsArgs {
+    /// Encrypt streams (tcp:, unix:), with certificates of QEMU's file names in this directory (tls-creds-x509)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_creds: Option<PathBuf>,
+    /// The name that a DEST's certificate is for [default: the host of its address]
+    #[arg(long, value_name = "NAME", requires = "tls_creds")]
+    pub(crate) tls_hostname: Option<String>,
+}
+
+impl TlsArgs {
+    pub(crate) fn tls(&self) -> Option<Tls> {
+        let credentials = self.tls_creds.clone()?;
+        Some(Tls { credentials, hostname: self.tls_hostname.clone() })
+    }
 }
 
 /// How to say it.

@@ -99,6 +99,7 @@ fn options(args: &TransferArgs) -> Options {
         multifd_channels: args.multifd_channels,
         compression: args.compression.at(args.multifd_zlib_level, args.multifd_zstd_level),
         zero_copy_send: args.zero_copy_send.into(),
+        tls: args.tls.tls(),
         max_bandwidth: args.max_bandwidth,
         downtime_limit: Duration::from_millis(args.downtime_limit),
         throttle: args.throttle,

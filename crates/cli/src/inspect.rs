@@ -144,6 +144,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let options = Options {
         multifd_channels: Some(args.multifd_channels),
         compression: args.compression.at(None, None),
+        tls: args.tls.tls(),
         return_path: args.return_path == Switch::On,
         ..Options::default()
     };

@@ -29,6 +29,7 @@ mod source;
 mod supervise;
 mod survey;
 mod target;
+mod tls;
 mod zero_copy;
 
 use std::path::PathBuf;
@@ -41,6 +42,7 @@ pub use copy::{copy, survey};
 pub use error::{Error, Failure, GuestState};
 pub use memory::MemoryRoom;
 pub use survey::{Seen, Survey};
+pub use tls::Tls;
 
 /// Where a guest comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,6 +81,8 @@ pub struct Options {
     pub compression: Compression,
     /// Whether the kernel reads the pages on lanes where they are, rather than copying them.
     pub zero_copy_send: ZeroCopySend,
+    /// Streams are encrypted; `None`: they are not.
+    pub tls: Option<Tls>,
     /// Bytes per second; `None`: as fast as it goes.
     pub max_bandwidth: Option<u64>,
     /// How long the guest may stand still.
@@ -109,6 +113,7 @@ impl Default for Options {
             multifd_channels: None,
             compression: Compression::None,
             zero_copy_send: ZeroCopySend::Auto,
+            tls: None,
             max_bandwidth: None,
             downtime_limit: Duration::from_millis(300),
             throttle: false,

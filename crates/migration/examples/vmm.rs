@@ -115,7 +115,7 @@ fn source() -> Result<()> {
     let mut child = std::process::Command::new(std::env::current_exe()?).arg(address.to_string()).spawn()?;
     let accept = || listener.accept(Instant::now() + WITHIN, &cancel).map(Arc::from);
     let (main, lanes) = (accept()?, (0..LANES).map(|_| accept()).collect::<Result<_, _>>()?);
-    let connections = outgoing::Connections { main, lanes, uuid: [0; 16] };
+    let connections = outgoing::Connections { main, lanes, uuid: [0; 16], introduced: false };
     Outgoing::new(Arc::default(), Arc::default(), outgoing::Options::default()).run(&connections, &guest)?;
     println!("source: the guest has arrived");
     if child.wait()?.success() { Ok(()) } else { Err("the destination failed".into()) }

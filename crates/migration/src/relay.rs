@@ -142,7 +142,9 @@ impl Sink for Relay {
         self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
         self.main().begin(configuration, true)?;
         for lane in 0..self.lanes.len() {
-            self.lane(lane)?.init(lane, self.connections.uuid).map_err(Error::lane(lane))?;
+            self.lane(lane)?
+                .init(lane, self.connections.uuid, self.connections.introduced)
+                .map_err(Error::lane(lane))?;
         }
         Ok(())
     }

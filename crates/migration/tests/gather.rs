@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use towline_channel::{
-    Address, Cancel, Channel, ChannelExt, Error as ChannelError, IoBuf, Listener, SendFlags, connect,
+    Address, Cancel, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf, Listener, SendFlags,
+    connect,
 };
 use towline_migration::{Error, Incoming, Memory, Outgoing, incoming, outgoing};
 use towline_protocol::multifd::Init;
@@ -51,8 +52,14 @@ fn source(address: &Address, lanes: usize) -> JoinHandle<Result<Arc<Memory>, Err
     let address = address.clone();
     thread::spawn(move || {
         let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
-        let connections =
-            outgoing::connect(&address, lanes, UUID, false, deadline(), &Cancel::new().unwrap())?;
+        let connections = outgoing::connect(
+            &address,
+            lanes,
+            UUID,
+            &ConnectOptions::default(),
+            deadline(),
+            &Cancel::new().unwrap(),
+        )?;
         let options = outgoing::Options { answer_timeout: Duration::from_secs(2), ..options() };
         Outgoing::new(Arc::default(), Arc::default(), options).run(&connections, &*guest)?;
         Ok(guest)
@@ -148,7 +155,14 @@ fn a_lane_that_comes_late_is_refused_before_the_guest_is_committed() {
         Memory::new(configuration(MACHINES[0]), &blocks(&BLOCKS)).unwrap().with_hooks(stop, || Ok(()));
     guest.set_device_state(device_state(1));
     let source = thread::spawn(move || {
-        let connections = outgoing::connect(&address, 1, UUID, false, deadline(), &Cancel::new().unwrap())?;
+        let connections = outgoing::connect(
+            &address,
+            1,
+            UUID,
+            &ConnectOptions::default(),
+            deadline(),
+            &Cancel::new().unwrap(),
+        )?;
         Outgoing::new(Arc::default(), Arc::default(), options()).run(&connections, &guest)
     });
     let sink = empty(MACHINES[0], &BLOCKS);

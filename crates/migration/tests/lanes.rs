@@ -124,7 +124,7 @@ fn watched(capacity: usize) -> (outgoing::Connections, DestinationEnd, Vec<Arc<S
         (Arc::new(Watched { inner: Box::new(near), state: Arc::clone(state) }), Arc::new(far))
     };
     let (lanes, far): (Vec<_>, Vec<_>) = states.iter().map(lane).unzip();
-    let source = outgoing::Connections { main: Arc::new(near), lanes, uuid: UUID };
+    let source = outgoing::Connections { main: Arc::new(near), lanes, uuid: UUID, introduced: false };
     (source, DestinationEnd { main: Arc::new(main), lanes: far }, states)
 }
 

@@ -276,7 +276,8 @@ fn a_relay_refuses_pages_in_the_first_section() {
     send(&source, &bytes);
     send(&destination, &message(&Message::Pong(1)));
     let session = Arc::<Session>::default();
-    let connections = outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID };
+    let connections =
+        outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };
     let relay = Arc::new(Relay::new(Arc::clone(&session), connections));
     let error = receive(Box::new(main), Vec::new(), relay, &session).unwrap_err();
     assert!(error.to_string().contains("pages before the first PART section"), "{error}");
@@ -292,7 +293,8 @@ fn a_relay_with_fewer_lanes_says_so() {
     let (to, destination) = pair(1 << 20);
     send(&destination, &message(&Message::Pong(1)));
     let session = Arc::<Session>::default();
-    let connections = outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID };
+    let connections =
+        outgoing::Connections { main: Arc::new(to), lanes: Vec::new(), uuid: UUID, introduced: false };
     let relay = Arc::new(Relay::new(Arc::clone(&session), connections));
     let error = receive(Box::new(main), vec![arriving], relay, &session).unwrap_err();
     let is_right = |error: &Error| matches!(error, Error::LaneTooMany { id: 0, expected: 0 });

@@ -46,6 +46,12 @@ pub fn lanes_carry_zero_pages(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 9)
 }
 
+/// True where the machine type's source ends its lanes in order, with TLS by a close_notify
+/// (`multifd-clean-tls-termination`, machine types ≥ 10.0). Below that they may just break off when all is sent.
+pub fn lanes_are_closed(machine_type: &str) -> bool {
+    MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,6 +69,13 @@ mod tests {
         assert_eq!(BarrierForm::of("pc-q35-8.0"), BarrierForm::EachSection);
         assert_eq!(BarrierForm::of("pc-q35-8.1"), BarrierForm::FlushRecord);
         assert_eq!(BarrierForm::of("microvm"), BarrierForm::FlushRecord);
+    }
+
+    #[test]
+    fn lanes_are_closed_in_order_from_10_0() {
+        assert!(!lanes_are_closed("pc-q35-9.2"));
+        assert!(lanes_are_closed("pc-q35-10.0"));
+        assert!(lanes_are_closed("microvm"));
     }
 
     #[test]

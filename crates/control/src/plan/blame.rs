@@ -51,11 +51,11 @@ pub(super) fn is_ours(error: &Error) -> bool {
 pub(super) fn lanes_lost(error: Error, run: &Run<'_>) -> Error {
     let (lanes, compression) = (run.lanes, run.options.compression.method().name());
     match error {
-        Error::Migration(MigrationError::Channel(ChannelError::Timeout { op: "connect", peer, after }))
-            if lanes > 0 =>
-        {
-            Error::LanesNotTaken { peer, lanes, waited: after }
-        }
+        Error::Migration(MigrationError::Channel(ChannelError::Timeout {
+            op: "connect" | "TLS handshake",
+            peer,
+            after,
+        })) if lanes > 0 => Error::LanesNotTaken { peer, lanes, waited: after },
         Error::Migration(MigrationError::Lane { lane, source })
             if matches!(*source, MigrationError::Channel(_)) =>
         {
@@ -96,7 +96,9 @@ fn peer(error: &ChannelError) -> Option<&str> {
         ChannelError::Unsupported { peer, .. }
         | ChannelError::Io { peer, .. }
         | ChannelError::Timeout { peer, .. }
-        | ChannelError::Closed { peer, .. } => Some(peer),
+        | ChannelError::Closed { peer, .. }
+        | ChannelError::Cut { peer }
+        | ChannelError::Tls { peer, .. } => Some(peer),
         _ => None,
     }
 }

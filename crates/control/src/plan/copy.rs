@@ -4,11 +4,11 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
-use towline_migration::{LaneSends, Session, Snapshot, Statistics, synthetic};
+use towline_migration::{LaneSends, Session, Snapshot, Statistics, outgoing, synthetic};
 
 use super::{
-    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, compression, memory,
-    receive, restore, zero_copy,
+    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression,
+    memory, receive, restore, tls, zero_copy,
 };
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
@@ -29,6 +29,7 @@ pub fn copy(
 ) -> Result<super::Report, Failure> {
     let lanes = lanes(source, destination, options).map_err(Failure::untouched)?;
     compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
+    tls::check(source, destination, options).map_err(Failure::untouched)?;
     zero_copy::check(source, destination, options, lanes).map_err(Failure::untouched)?;
     check_return_path(source, destination, options).map_err(Failure::untouched)?;
     check_throttle(source, options).map_err(Failure::untouched)?;
@@ -60,6 +61,7 @@ pub fn survey(
     };
     let lanes = lanes(source, &Destination::Null, options).map_err(Failure::untouched)?;
     compression::check(source, &Destination::Null, options, lanes).map_err(Failure::untouched)?;
+    tls::check(source, &Destination::Null, options).map_err(Failure::untouched)?;
     receive::survey(address, survey, &Run::new(options, lanes, cancel, observer))
 }
 
@@ -88,6 +90,14 @@ impl<'a> Run<'a> {
     /// Notes what arrived in memory of this process, for the report.
     pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
         self.memory.get_or_init(|| outcome);
+    }
+
+    /// Connects to a stream's destination.
+    pub(super) fn reach(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
+        let deadline = Instant::now() + self.options.connect_timeout;
+        let options = tls::connecting(self.options)?;
+        let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
+        connected.map_err(|error| blame::lanes_lost(error.into(), self))
     }
 
     /// Ends here if the user said so.

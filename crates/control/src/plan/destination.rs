@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel};
+use towline_channel::{Address, Cancel, ConnectOptions};
 use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
 
@@ -94,7 +94,8 @@ impl QmpDestination {
         self.listen(format!("unix:{}", path.display()))?;
         let uuid = uuid_bytes(&self.facts().uuid);
         let deadline = Instant::now() + options.connect_timeout;
-        Ok(connect(&Address::Unix(path), lanes, uuid, false, deadline, cancel)?)
+        let plain = ConnectOptions::default();
+        Ok(connect(&Address::Unix(path), lanes, uuid, &plain, deadline, cancel)?)
     }
 
     fn stream_path(&self) -> PathBuf {

@@ -59,7 +59,12 @@ type Ends = (outgoing::Connections, (Shared, Vec<Shared>));
 fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
     if lanes == 0 {
         let (left, right) = pair(PAIR_BYTES);
-        let out = outgoing::Connections { main: Arc::new(left), lanes: Vec::new(), uuid: [0; 16] };
+        let out = outgoing::Connections {
+            main: Arc::new(left),
+            lanes: Vec::new(),
+            uuid: [0; 16],
+            introduced: false,
+        };
         return Ok((out, (Arc::new(right), Vec::new())));
     }
     let loopback = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
@@ -77,5 +82,8 @@ fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
         out_lanes.push(out);
         in_lanes.push(into);
     }
-    Ok((outgoing::Connections { main, lanes: out_lanes, uuid: [0; 16] }, (arriving, in_lanes)))
+    Ok((
+        outgoing::Connections { main, lanes: out_lanes, uuid: [0; 16], introduced: false },
+        (arriving, in_lanes),
+    ))
 }

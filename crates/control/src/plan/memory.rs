@@ -9,16 +9,14 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::thread;
-use std::time::Instant;
 
 use towline_image::{Existing, Image, ImageWriter, Origin};
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
-use towline_migration::{Guest, Memory, MemoryError, Snapshot, outgoing};
+use towline_migration::{Guest, Memory, MemoryError, Snapshot};
 
 use super::copy::Run;
 use super::{
     Destination, DestinationState, Error, Failure, Phase, Report, SourceState, blame, local, restore,
-    zero_copy,
 };
 
 /// Memory of this process as a destination.
@@ -61,17 +59,8 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
     let (moved, state) = match destination {
         Destination::Stream(address) => {
             run.observer.phase(Phase::Connect);
-            let deadline = Instant::now() + run.options.connect_timeout;
-            let connected = outgoing::connect(
-                address,
-                run.lanes,
-                [0; 16],
-                zero_copy::is_wanted(run.options),
-                deadline,
-                run.cancel,
-            );
             let lanes_lost = |error| blame::lanes_lost(error, run);
-            let connections = connected.map_err(|error| lanes_lost(error.into()))?;
+            let connections = run.reach(address, [0; 16])?;
             let sent = source.run(|guest| restore::send(guest, &connections, run, &mut || Ok(())))?;
             (sent.map_err(lanes_lost)?, DestinationState::Loaded)
         }

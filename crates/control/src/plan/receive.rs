@@ -17,6 +17,7 @@ use super::survey::Survey;
 use super::target::Target;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
+    tls,
 };
 
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
@@ -127,7 +128,7 @@ pub(super) fn from_stream(
 }
 
 fn listen(address: &Address, run: &Run<'_>) -> Result<Connections, Error> {
-    let listener = Listener::bind(address)?;
+    let listener = Listener::bind_with(address, &tls::listening(run.options)?)?;
     run.observer.notice(&format!("listening on {}", listener.local_address()));
     let deadline = Instant::now() + LISTEN_TIMEOUT;
     Ok(gather(listener, run.lanes, deadline, LANES_TIMEOUT, run.cancel)?)

@@ -13,7 +13,7 @@ use super::destination::QmpDestination;
 use super::fit::Guest;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
-    local, memory, zero_copy,
+    local, memory,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -35,18 +35,9 @@ pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> 
     match destination {
         Destination::Qmp(path) => to_qemu(&image, path, run),
         Destination::Stream(address) => {
-            let deadline = Instant::now() + run.options.connect_timeout;
             run.observer.phase(Phase::Connect);
-            let connected = outgoing::connect(
-                address,
-                run.lanes,
-                [0; 16],
-                zero_copy::is_wanted(run.options),
-                deadline,
-                run.cancel,
-            );
             let lanes_lost = |error| Failure::untouched(blame::lanes_lost(error, run));
-            let connections = connected.map_err(|error| lanes_lost(error.into()))?;
+            let connections = run.reach(address, [0; 16]).map_err(Failure::untouched)?;
             let moved = send(&image, &connections, run, &mut || Ok(()));
             let moved = moved.map_err(lanes_lost)?;
             Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))

@@ -1,19 +1,18 @@
 //! Where a stream goes: checked, reached when its source is ready, put in order afterwards.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use towline_channel::Address;
 use towline_image::{Existing, ImageWriter, Origin};
 use towline_migration::incoming::Connections;
 use towline_migration::synthetic::Checked;
-use towline_migration::{Relay, Session, Sink, outgoing};
+use towline_migration::{Relay, Session, Sink};
 
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
-use super::zero_copy::{is_wanted, lane_options};
+use super::zero_copy::lane_options;
 use super::{Destination, DestinationState, Error, Phase, blame, memory};
 
 /// Where a stream goes.
@@ -89,12 +88,7 @@ impl Target {
                 *to = relay(destination.start(run.lanes, run.options, run.cancel)?)?;
             }
             Self::Stream { address, uuid, relay: to } => {
-                let deadline = Instant::now() + run.options.connect_timeout;
-                let connected = {
-                    let zero_copy = is_wanted(run.options);
-                    outgoing::connect(address, run.lanes, *uuid, zero_copy, deadline, run.cancel)
-                };
-                *to = relay(connected.map_err(|error| blame::lanes_lost(error.into(), run))?)?;
+                *to = relay(run.reach(address, *uuid)?)?;
             }
             Self::Image(_) | Self::Memory(_) | Self::Null(_) => {}
         }

@@ -42,6 +42,9 @@ fn over_tcp(options: &Options, lanes: usize) -> Result<(), Error> {
         let name = options.compression.method().name();
         return Err(refused(&format!("--compression {name} copies every page; leave one of the two out")));
     }
+    if options.tls.is_some() {
+        return Err(refused("--tls-creds encrypts a copy of every page; leave one of the two out"));
+    }
     Ok(check_zero_copy()?)
 }
 
@@ -51,7 +54,8 @@ fn refused(why: &str) -> Error {
 
 /// Whether lanes are to be connected so that they can.
 pub(super) fn is_wanted(options: &Options) -> bool {
-    options.zero_copy_send != ZeroCopySend::Off && options.compression == Compression::None
+    let copied = options.compression != Compression::None || options.tls.is_some();
+    options.zero_copy_send != ZeroCopySend::Off && !copied
 }
 
 /// How lanes send.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{
     Cancel, Capabilities, Channel, ChannelExt, Error as ChannelError, IoBufMut, Listener, RecvFlags,
+    describe_plain,
 };
 use towline_protocol::configuration;
 use towline_protocol::multifd::{self, INIT_BYTES, Init, Roster};
@@ -26,6 +27,8 @@ const EXTRA_MAX: usize = 16;
 const STRANGERS_MAX: usize = 64;
 /// Most connections of a migration that is not taken which are closed after its main channel.
 const REFUSED_MAX: usize = 256;
+/// How long a look may take that has to wait for the rest of what began to come.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 /// When a connection is looked at again that has sent less than its magic: it would be ready all the time.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -100,6 +103,10 @@ fn gather_into(
             match listener.accept(Instant::now(), cancel) {
                 Ok(channel) => gathering.accepted(Arc::from(channel), single, deadline)?,
                 Err(ChannelError::Timeout { .. }) => {}
+                // Whoever cannot be trusted is a stranger.
+                Err(error @ ChannelError::Tls { .. }) => {
+                    tracing::warn!(%error, "a connection was dropped");
+                }
                 Err(error) => return Err(error.into()),
             }
         }
@@ -170,11 +177,11 @@ impl Connections {
                 match if ready.has(&candidate.channel) { candidate.look()? } else { Seen::Unknown } {
                     Seen::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
                     Seen::Unknown => unknown.push(candidate),
-                    Seen::Main | Seen::Stranger => dropped(&candidate),
+                    Seen::Main | Seen::Stranger => candidate.dropped(),
                 }
             }
             if unknown.is_empty() || left == 0 || Instant::now() >= deadline {
-                unknown.drain(..).for_each(|candidate| dropped(&candidate));
+                unknown.drain(..).for_each(|candidate| candidate.dropped());
                 return Ok(());
             }
         }
@@ -218,6 +225,8 @@ struct Candidate {
     init: Vec<u8>,
     /// Not looked at before.
     next_look: Instant,
+    /// Why it is a stranger, if it is one that can be told.
+    why: Option<String>,
 }
 
 /// What a look at a candidate showed.
@@ -269,7 +278,7 @@ impl Gathering {
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
         if !single && can_wait(channel.as_ref()) {
             if self.candidates.len() == self.lanes.len() + STRANGERS_MAX {
-                dropped(&self.candidates.remove(0));
+                self.candidates.remove(0).dropped();
             }
             self.candidates.push(Candidate::new(channel));
             return Ok(());
@@ -306,9 +315,15 @@ impl Gathering {
                 continue;
             }
             match candidate.look()? {
-                Seen::Main if self.main.is_none() => self.main = Some(candidate.channel),
-                Seen::Lane(init) => self.admit(&candidate.channel, &init)?,
-                Seen::Main | Seen::Stranger => dropped(&candidate),
+                Seen::Main if self.main.is_none() => {
+                    candidate.channel.set_timeouts(None, None)?;
+                    self.main = Some(candidate.channel);
+                }
+                Seen::Lane(init) => {
+                    candidate.channel.set_timeouts(None, None)?;
+                    self.admit(&candidate.channel, &init)?;
+                }
+                Seen::Main | Seen::Stranger => candidate.dropped(),
                 Seen::Unknown => self.candidates.push(candidate),
             }
         }
@@ -318,7 +333,32 @@ impl Gathering {
 
 impl Candidate {
     fn new(channel: Arc<dyn Channel>) -> Self {
-        Self { channel, init: Vec::new(), next_look: Instant::now() }
+        // A cipher gives nothing before a whole record has come.
+        if let Err(error) = channel.set_timeouts(Some(LOOK_TIMEOUT), None) {
+            tracing::debug!(peer = channel.peer(), %error, "set_timeouts");
+        }
+        Self { channel, init: Vec::new(), next_look: Instant::now(), why: None }
+    }
+
+    fn dropped(&self) {
+        let peer = self.channel.peer();
+        match &self.why {
+            Some(why) => tracing::warn!(peer, why, "a connection that is no migration's was dropped"),
+            None => tracing::warn!(peer, "a connection that is no migration's was dropped"),
+        }
+    }
+
+    /// Somebody who ended, failed, or says something else.
+    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Seen {
+        self.why = match peeked {
+            Ok(0) => None,
+            Ok(_) if describe_plain(first) == Some("TLS") => Some(
+                "it begins with TLS: give --tls-creds here, or turn TLS off there (tls-creds at the source's QEMU)".into(),
+            ),
+            Ok(_) => None,
+            Err(error) => Some(error.to_string()),
+        };
+        Seen::Stranger
     }
 
     fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
@@ -337,12 +377,15 @@ impl Candidate {
                     self.next_look = Instant::now() + LOOK_INTERVAL;
                     return Ok(Seen::Unknown);
                 }
-                _ => return Ok(Seen::Stranger),
+                (Err(ChannelError::Timeout { .. }), _) => return Ok(Seen::Unknown),
+                (peeked, _) => return Ok(self.stranger(peeked, &magic)),
             }
         }
         let (mut bytes, had) = ([0; INIT_BYTES], self.init.len());
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[had..])], RecvFlags::empty()) {
-            Ok(0) | Err(_) => return Ok(Seen::Stranger),
+            Err(ChannelError::Timeout { .. }) => return Ok(Seen::Unknown),
+            Ok(0) => return Ok(Seen::Stranger),
+            Err(error) => return Ok(self.stranger(Err(error), &[])),
             Ok(received) => self.init.extend_from_slice(&bytes[had..had + received]),
         }
         match self.init.as_slice().try_into() {
@@ -355,10 +398,6 @@ impl Candidate {
 /// Whether it can be waited for beside others and looked into.
 fn can_wait(channel: &dyn Channel) -> bool {
     channel.capabilities().contains(Capabilities::PEEK) && channel.as_fd().is_some()
-}
-
-fn dropped(candidate: &Candidate) {
-    tracing::warn!(peer = candidate.channel.peer(), "a connection that is no migration's was dropped");
 }
 
 fn receive_init(channel: &dyn Channel, timeout: Duration) -> Result<Init> {

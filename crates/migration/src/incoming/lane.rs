@@ -6,10 +6,10 @@
 use std::time::Instant;
 
 use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut};
-use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, Method, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
+use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::{Shared, ended};
@@ -59,6 +59,7 @@ impl<'a> Lane<'a> {
             match self.channel.recv_exact(&mut [IoBufMut::from(&mut header[..])]) {
                 Ok(()) => {}
                 Err(ChannelError::Closed { got: 0, .. }) if !self.outstanding => return Ok(()),
+                Err(ChannelError::Cut { .. }) if !self.outstanding && self.may_be_cut() => return Ok(()),
                 Err(ChannelError::Closed { .. }) if self.shared.session.is_closed() => {
                     return Err(Error::BehindBarrier);
                 }
@@ -71,6 +72,11 @@ impl<'a> Lane<'a> {
                 return Ok(());
             }
         }
+    }
+
+    /// Whether the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
+    fn may_be_cut(&self) -> bool {
+        self.shared.machine_type.get().is_some_and(|name| !machine::lanes_are_closed(name))
     }
 
     fn take(&mut self, packet: &Packet) -> Result<Released> {

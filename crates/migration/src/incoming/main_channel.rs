@@ -139,7 +139,10 @@ impl<'a> MainChannel<'a> {
     fn apply(&mut self, event: &Event<'static>, state: &Destination) -> Result<()> {
         let sink = self.shared.sink;
         match event {
-            Event::Configuration(configuration) => sink.configuration(configuration),
+            Event::Configuration(configuration) => {
+                self.shared.machine_type.get_or_init(|| configuration.machine_type.clone());
+                sink.configuration(configuration)
+            }
             Event::Command(command) => self.command(command),
             Event::Total(total) => {
                 self.total = *total;

@@ -71,6 +71,8 @@ struct Shared<'a> {
     compression: Compression,
     watch: &'a (dyn Fn(Stage) + Sync),
     blocks: OnceLock<Vec<RamBlock>>,
+    /// The guest's, when the main channel has it.
+    machine_type: OnceLock<String>,
     /// Pulled when the main channel has everything: no lane waits for more.
     complete: Cancel,
 }
@@ -118,6 +120,7 @@ impl Incoming {
             compression: self.options.compression,
             watch,
             blocks: OnceLock::new(),
+            machine_type: OnceLock::new(),
             complete: Cancel::new()?,
         };
         self.session.watch(&connections.main);

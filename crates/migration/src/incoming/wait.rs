@@ -41,14 +41,19 @@ pub(super) fn wait<'a>(
     let now = Instant::now();
     let mut until = deadline;
     let mut watched = Vec::new();
+    let mut ahead = Vec::new();
     for (channel, next_look) in channels {
         match channel.as_fd() {
+            Some(_) if next_look <= now && channel.has_buffered() => ahead.push(Arc::clone(channel)),
             Some(fd) if next_look <= now => watched.push((channel, fd)),
             _ => until = until.min(next_look),
         }
     }
     let mut fds = vec![PollFd::new(cancel, PollFlags::IN), PollFd::from_borrowed_fd(listener, PollFlags::IN)];
     fds.extend(watched.iter().map(|(_, fd)| PollFd::new(fd, PollFlags::IN)));
+    if !ahead.is_empty() {
+        until = now;
+    }
     let left = until.saturating_duration_since(now);
     let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 });
     match poll(&mut fds, Some(&timeout)) {
@@ -62,6 +67,6 @@ pub(super) fn wait<'a>(
     cancel.check()?;
     let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
     let channels = watched.iter().zip(&fds[2..]).filter(|(_, fd)| is_ready(fd));
-    let channels = channels.map(|((channel, _), _)| Arc::clone(channel)).collect();
-    Ok(Ready { listener: is_ready(&fds[1]), channels })
+    ahead.extend(channels.map(|((channel, _), _)| Arc::clone(channel)));
+    Ok(Ready { listener: is_ready(&fds[1]), channels: ahead })
 }

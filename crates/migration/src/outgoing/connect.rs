@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel, Channel, ConnectOptions};
+use towline_channel::{Address, Cancel, Channel, ChannelExt, ConnectOptions, IoBuf, SendFlags, connect_with};
 
+use super::lane::init;
 use crate::Result;
 
 /// How long a failed migration waits for the kernel to be done with what was sent without a copy, before it breaks the
@@ -22,6 +23,8 @@ pub struct Connections {
     pub lanes: Vec<Arc<dyn Channel>>,
     /// The uuid that lanes carry: a QEMU destination compares it with its own.
     pub uuid: [u8; 16],
+    /// The lanes' init packets were sent.
+    pub introduced: bool,
 }
 
 impl Connections {
@@ -42,7 +45,9 @@ impl Connections {
     }
 }
 
-/// Connects the main channel and `lanes` lanes; `zero_copy` makes zero-copy sends possible on the lanes where the kernel can.
+/// Connects the main channel and `lanes` lanes, to which zero-copy of the options applies, and sends the lanes' init packets:
+/// a QEMU that does TLS looks at nobody else while it waits for one. With TLS each connection does its own handshake, the
+/// main channel before the first lane connects.
 ///
 /// # Errors
 /// The address cannot be reached by `deadline`, or refuses.
@@ -50,15 +55,18 @@ pub fn connect(
     address: &Address,
     lanes: usize,
     uuid: [u8; 16],
-    zero_copy: bool,
+    options: &ConnectOptions,
     deadline: Instant,
     cancel: &Cancel,
 ) -> Result<Connections> {
-    let one = |zero_copy| {
-        let options = ConnectOptions { zero_copy, ..ConnectOptions::default() };
-        towline_channel::connect_with(address, deadline, cancel, &options).map(Arc::from)
+    let plain = ConnectOptions { zero_copy: false, ..options.clone() };
+    let main = connect_with(address, deadline, cancel, &plain)?.into();
+    let lane = |index| -> Result<Arc<dyn Channel>> {
+        let lane = connect_with(address, deadline, cancel, options)?;
+        let init = init(index, uuid);
+        lane.send_all(&[IoBuf::from(&init[..])], SendFlags::empty())?;
+        Ok(lane.into())
     };
-    let main = one(false)?;
-    let lanes = (0..lanes).map(|_| one(zero_copy)).collect::<Result<_, _>>()?;
-    Ok(Connections { main, lanes, uuid })
+    let lanes = (0..lanes).map(lane).collect::<Result<_, _>>()?;
+    Ok(Connections { main, lanes, uuid, introduced: true })
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::{Channel, IoBuf, total_len};
-use towline_protocol::multifd::{HEADER_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
@@ -48,11 +48,12 @@ impl LaneWriter {
         Ok(Self { out, compressor: Compressor::new(compression)? })
     }
 
-    /// Sends the lane's first bytes.
-    pub(crate) fn init(&mut self, index: usize, uuid: [u8; 16]) -> Result<()> {
-        let id = u8::try_from(index).expect("bounded by LANES_MAX");
-        let bytes = Init { uuid, id }.encode();
-        self.out.sender.send_plain(&bytes)?;
+    /// Sends the lane's first bytes, unless who connected it did.
+    pub(crate) fn init(&mut self, index: usize, uuid: [u8; 16], introduced: bool) -> Result<()> {
+        let bytes = init(index, uuid);
+        if !introduced {
+            self.out.sender.send_plain(&bytes)?;
+        }
         self.out.statistics.count_lane(bytes.len());
         Ok(())
     }
@@ -139,6 +140,12 @@ impl LaneWriter {
     pub(crate) fn flush(&self) -> Result<()> {
         self.out.sender.flush()
     }
+}
+
+/// A lane's first bytes.
+pub(super) fn init(index: usize, uuid: [u8; 16]) -> [u8; INIT_BYTES] {
+    let id = u8::try_from(index).expect("bounded by LANES_MAX");
+    Init { uuid, id }.encode()
 }
 
 impl PacketWriter {

@@ -231,7 +231,7 @@ impl Outgoing {
         form: BarrierForm,
     ) -> Result<()> {
         for (index, lane) in lanes.iter_mut().enumerate() {
-            lane.init(index, connections.uuid).map_err(Error::lane(index))?;
+            lane.init(index, connections.uuid, connections.introduced).map_err(Error::lane(index))?;
         }
         // A destination reads nothing more of any lane before it knows all of them.
         for (index, lane) in lanes.iter_mut().enumerate() {

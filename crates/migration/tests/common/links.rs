@@ -75,7 +75,7 @@ pub(crate) fn link_with(kind: Kind, lanes: usize, faults: &[Fault]) -> Link {
     let (main, arriving) = end(Stream::Main);
     let (leaving, lanes) = (0..lanes).map(|lane| end(Stream::Lane(lane))).unzip();
     Link {
-        source: outgoing::Connections { main, lanes: leaving, uuid: UUID },
+        source: outgoing::Connections { main, lanes: leaving, uuid: UUID, introduced: false },
         destination: DestinationEnd { main: arriving, lanes },
     }
 }

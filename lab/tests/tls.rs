@@ -1,0 +1,358 @@
+//! Encrypted streams against stock QEMUs (`tls-creds-x509`), each way, and every way in which two ends do not trust each
+//! other: a reason in seconds, and a guest that runs on.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_lab::certificates::{Authority, Holder};
+use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, require_lab, towline, wait_until};
+
+const WITHIN: Duration = Duration::from_secs(60);
+/// How long anybody may take to say that it trusts nobody.
+const REFUSES_WITHIN: Duration = Duration::from_secs(5);
+const V10_0: Version = Version::V10_0;
+const V7_2: Version = Version::V7_2;
+
+/// A directory for the certificates of each of the two ends, and for the rest.
+struct Place {
+    authority: Authority,
+    directory: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        let authority = Authority::new("the lab's CA").unwrap();
+        for end in ["qemu", "towline"] {
+            let at = directory.path().join(end);
+            std::fs::create_dir(&at).unwrap();
+            authority.furnish(&at).unwrap();
+        }
+        Self { authority, directory }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn end(&self, end: &str) -> PathBuf {
+        self.directory.path().join(end)
+    }
+
+    /// A QEMU with an object for TLS, whose guest is to come.
+    fn qemu(&self, version: Version, machine: Version, endpoint: &str) -> Builder {
+        // `-cpu max` is not the same in two versions.
+        let builder = Qemu::builder(version).machine(machine.machine()).cpu("Nehalem");
+        let object = format!("tls-creds-x509,id=tls,dir={},endpoint={endpoint}", self.path("qemu"));
+        builder.memory_mib(64).boot_sector(BootSector::default()).args(["-object", &object])
+    }
+
+    /// A guest that counts, on a QEMU that can connect with TLS. On 7.2 it is stopped then: before 9.0 an emulated guest's
+    /// writes may be lost to a migration.
+    fn boot(&self, version: Version, machine: Version) -> Qemu {
+        let qemu = self.qemu(version, machine, "client").start().unwrap();
+        qemu.wait_counting(WITHIN).unwrap();
+        if version == V7_2 {
+            qemu.qmp().execute("stop", Value::Null).unwrap();
+        }
+        qemu
+    }
+
+    /// `towline copy` with its own certificates.
+    fn copy(&self, arguments: &[&str]) -> Towline {
+        let credentials = self.path("towline");
+        towline([&["copy", "--tls-creds", &credentials], arguments].concat()).unwrap()
+    }
+
+    fn refused(&self, code: i32, arguments: &[&str]) -> String {
+        let begun = Instant::now();
+        let finished = self.copy(arguments).wait(WITHIN).unwrap();
+        assert_eq!(finished.status.code(), Some(code), "{}{}", finished.stdout, finished.stderr);
+        assert!(begun.elapsed() < REFUSES_WITHIN, "{:?}: {}", begun.elapsed(), finished.stderr);
+        finished.stderr.replace(self.directory.path().to_str().unwrap(), "DIR")
+    }
+
+    /// An image of a guest of this machine type.
+    fn image(&self) -> String {
+        let (source, image) = (self.boot(V10_0, V10_0), self.path("guest.img"));
+        let from = format!("qmp:{}", source.qmp_path().display());
+        towline(["copy", &from, &image]).unwrap().wait_done(WITHIN).unwrap();
+        image
+    }
+}
+
+/// Sets a QEMU as a user would who drives it without towline.
+fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
+    let set = |name, state| json!({ "capability": name, "state": state });
+    let capabilities = json!({ "capabilities": [set("multifd", lanes > 0), set("return-path", true)] });
+    qemu.qmp().execute("migrate-set-capabilities", capabilities).unwrap();
+    let mut parameters = json!({ "multifd-channels": lanes.max(1), "max-bandwidth": 1_u64 << 40 });
+    parameters.as_object_mut().unwrap().append(&mut tls.as_object().unwrap().clone());
+    qemu.qmp().execute("migrate-set-parameters", parameters).unwrap();
+}
+
+/// Where a towline listens, once it does.
+fn listens_at(towline: &mut Towline) -> String {
+    says(towline, "listening on ");
+    let stderr = towline.stderr();
+    let line = stderr.lines().find_map(|line| line.split_once("listening on ")).unwrap();
+    line.1.trim().to_owned()
+}
+
+fn says(towline: &mut Towline, text: &str) {
+    wait_until(text, WITHIN, || {
+        assert!(towline.runs()?, "towline ended: {}", towline.stderr());
+        Ok(towline.stderr().contains(text).then_some(()))
+    })
+    .map_err(|error| format!("{error}: {}", towline.stderr()))
+    .unwrap();
+}
+
+/// Has a waiting QEMU listen; returns where.
+fn listen(qemu: &Qemu, uri: &str) -> String {
+    let mut arguments = json!({ "uri": uri });
+    if qemu.version() == V10_0 {
+        arguments["exit-on-error"] = false.into();
+    }
+    qemu.qmp().execute("migrate-incoming", arguments).unwrap();
+    if uri.starts_with("unix:") {
+        return uri.to_owned();
+    }
+    let said = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
+    format!("tcp:127.0.0.1:{}", said["socket-address"][0]["port"].as_str().unwrap())
+}
+
+/// The destination has the guest, and it goes on there. What was stopped is equal in every byte.
+fn prove_equal(source: &Qemu, destination: &Qemu) {
+    let ran = source.version() != V7_2;
+    let loaded = if ran { "running" } else { "paused" };
+    destination.qmp().wait_status(loaded, WITHIN).unwrap();
+    match ran {
+        true => drop(destination.qmp().execute("stop", Value::Null).unwrap()),
+        false => assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap()),
+    }
+    destination.check_filled().unwrap();
+    destination.qmp().execute("cont", Value::Null).unwrap();
+    assert!(destination.wait_counting(WITHIN).unwrap() > source.counter().unwrap());
+}
+
+/// A stock QEMU connects to towline with TLS, and towline to another one.
+fn through_towline(version: Version, machine: Version, lanes: u64) {
+    let (place, count) = (Place::new(), lanes.to_string());
+    let (image, source) = (place.path("guest.img"), place.boot(version, machine));
+    let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+    let uri = listens_at(&mut towline);
+    set(&source, lanes, &json!({ "tls-creds": "tls" }));
+    source.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
+    let done = towline.wait(WITHIN).unwrap();
+    assert_eq!(done.status.code(), Some(0), "{}", done.stderr);
+    source.qmp().wait_migration("completed", WITHIN).unwrap();
+    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+
+    let destination = place.qemu(version, machine, "server").incoming_defer().start().unwrap();
+    set(&destination, lanes, &json!({ "tls-creds": "tls" }));
+    let there = listen(&destination, "tcp:127.0.0.1:0");
+    let copied =
+        place.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
+    assert_eq!(copied.status.code(), Some(0), "{}{}", copied.stderr, destination.stderr());
+    prove_equal(&source, &destination);
+}
+
+macro_rules! tests {
+    ($($name:ident: $call:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            if require_lab(stringify!($name)) {
+                $call;
+            }
+        }
+    )*};
+}
+
+tests! {
+    qemu_10_0_and_back_without_lanes: through_towline(V10_0, V10_0, 0);
+    qemu_10_0_and_back_with_lanes: through_towline(V10_0, V10_0, 4);
+    qemu_10_0_and_back_as_an_old_machine: through_towline(V10_0, V7_2, 2);
+    qemu_7_2_and_back_without_lanes: through_towline(V7_2, V7_2, 0);
+    qemu_7_2_and_back_with_lanes: through_towline(V7_2, V7_2, 4);
+    two_towlines_carry_a_guest: two_towlines();
+    a_qemu_that_is_not_trusted_or_does_not_trust_runs_on: sources();
+    a_destination_that_is_not_trusted_or_does_not_trust_is_named: destinations();
+}
+
+/// One on each host: the source's QEMU and the destination's are theirs, by QMP.
+fn two_towlines() {
+    let (place, source) = (Place::new(), Place::new().boot(V10_0, V10_0));
+    let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+    let to = format!("qmp:{}", destination.qmp_path().display());
+    let mut far = place.copy(&["--multifd-channels", "2", "tcp:127.0.0.1:0", &to]);
+    let uri = listens_at(&mut far);
+    let from = format!("qmp:{}", source.qmp_path().display());
+    let near = place.copy(&["--multifd-channels", "2", &from, &uri]).wait(WITHIN).unwrap();
+    assert_eq!(near.status.code(), Some(0), "{}", near.stderr);
+    let far = far.wait(WITHIN).unwrap();
+    assert_eq!(far.status.code(), Some(0), "{}", far.stderr);
+    prove_equal(&source, &destination);
+}
+
+/// A QEMU connects to a towline that listens. It fails, its guest runs on, and towline says why and goes on listening.
+fn sources() {
+    let at_good = |_: &Place| {};
+    let spoil_ca = |place: &Place| Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
+    let expire = |place: &Place| {
+        let expired = Holder { until: 2011, ..Holder::SERVER };
+        place.authority.issue(&place.end("towline"), expired).unwrap();
+    };
+    let without_client = |place: &Place| {
+        for name in ["client-cert.pem", "client-key.pem"] {
+            std::fs::remove_file(place.end("qemu").join(name)).unwrap();
+        }
+    };
+    let right_behind = "it ended the connection right behind the handshake: it may not accept";
+    type Case<'a> = (&'a str, &'a dyn Fn(&Place), Value, &'a str);
+    let cases: [Case<'_>; 5] = [
+        ("wrong CA", &spoil_ca, json!({ "tls-creds": "tls" }), "TLS with tcp:127.0.0.1:"),
+        ("expired", &expire, json!({ "tls-creds": "tls" }), right_behind),
+        ("wrong name", &at_good, json!({ "tls-creds": "tls", "tls-hostname": "other.lab" }), right_behind),
+        (
+            "no client certificate",
+            &without_client,
+            json!({ "tls-creds": "tls" }),
+            "it sent no client certificate",
+        ),
+        (
+            "no TLS",
+            &at_good,
+            json!({ "tls-creds": "" }),
+            "it sent a migration without TLS: turn TLS on there",
+        ),
+    ];
+    for (name, spoil, tls, text) in cases {
+        for lanes in [0, 2] {
+            let place = Place::new();
+            spoil(&place);
+            let (count, image) = (lanes.to_string(), place.path("guest.img"));
+            let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+            let uri = listens_at(&mut towline);
+            let source = place.boot(V10_0, V10_0);
+            set(&source, lanes, &tls);
+            fails_and_runs_on(&source, &uri, &mut towline, text);
+            println!("{name}, {lanes} lanes: {}", towline.stderr());
+            assert!(!Path::new(&image).exists());
+        }
+    }
+    // TLS where none is expected.
+    let place = Place::new();
+    let mut plain = towline(["copy", "tcp:127.0.0.1:0", &place.path("guest.img")]).unwrap();
+    let uri = listens_at(&mut plain);
+    let source = place.boot(V10_0, V10_0);
+    set(&source, 0, &json!({ "tls-creds": "tls" }));
+    fails_and_runs_on(&source, &uri, &mut plain, "it begins with TLS: give --tls-creds here");
+}
+
+fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str) {
+    let begun = Instant::now();
+    // It may be refused by QEMU itself, at once.
+    let _ = source.qmp().execute("migrate", json!({ "uri": uri }));
+    says(towline, text);
+    source.qmp().wait_migration("failed", WITHIN).unwrap();
+    assert!(begun.elapsed() < REFUSES_WITHIN, "{:?}", begun.elapsed());
+    assert_eq!(source.qmp().status().unwrap(), "running");
+    source.wait_counting(WITHIN).unwrap();
+}
+
+/// Towline connects to a QEMU that waits.
+fn destinations() {
+    let place = Place::new();
+    let image = place.image();
+    let waiting = |place: &Place, tls: &Value| {
+        let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+        set(&destination, 0, tls);
+        destination
+    };
+    let with_tls = || json!({ "tls-creds": "tls" });
+    let refuse = |destination: &Qemu, options: &[&str], text: &str| {
+        let there = listen(destination, "tcp:127.0.0.1:0");
+        let said = place.refused(1, &[options, &[&image, &there]].concat());
+        println!("{said}");
+        assert!(said.contains(text) && said.contains(&there), "{said}");
+        assert!(said.contains("the guest: in its image, which is as it was"), "{said}");
+    };
+    let name = "not for \"other.lab\": name the host that it is for (--tls-hostname)";
+    refuse(&waiting(&place, &with_tls()), &["--tls-hostname", "other.lab"], name);
+    let no_tls = "in the handshake: either it does not speak TLS (tls-creds at the destination's QEMU)";
+    refuse(&waiting(&place, &json!({})), &[], no_tls);
+
+    let destination = waiting(&place, &with_tls());
+    let there = listen(&destination, "tcp:127.0.0.1:0");
+    let plain = towline(["copy", &image, &there]).unwrap().wait(WITHIN).unwrap();
+    assert_eq!(plain.status.code(), Some(1), "{}", plain.stderr);
+    println!("plain to TLS: {}", plain.stderr);
+
+    for name in ["client-cert.pem", "client-key.pem"] {
+        std::fs::remove_file(place.end("towline").join(name)).unwrap();
+    }
+    let wanted = "it may want a client certificate, and there is no DIR/towline/client-cert.pem";
+    refuse(&waiting(&place, &with_tls()), &[], wanted);
+
+    place.authority.furnish(&place.end("towline")).unwrap();
+    place.authority.issue(&place.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
+    // QEMU itself takes no expired certificate.
+    let expired = place.qemu(V10_0, V10_0, "server").incoming_defer().start();
+    assert!(expired.is_err_and(|error| format!("{error:#}").contains("expired")));
+
+    Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
+    let unknown = "its server certificate is not signed by the CA of DIR/towline/ca-cert.pem";
+    refuse(&waiting(&place, &with_tls()), &[], unknown);
+}
+
+#[test]
+fn what_cannot_be_encrypted_is_refused() {
+    let place = Place::new();
+    let refused = |arguments: &[&str]| place.refused(2, arguments);
+    let said = refused(&["qmp:/nowhere", "qmp:/elsewhere"]);
+    assert!(
+        said.starts_with("towline: --tls-creds is for a stream (tcp:, unix:), and neither end is one"),
+        "{said}"
+    );
+    let said = refused(&["a.img", "exec:cat"]);
+    assert!(said.starts_with("towline: --tls-creds with exec:cat: only tcp: and unix: speak TLS"), "{said}");
+    let said = refused(&["a.img", "unix:/nowhere"]);
+    assert!(said.contains("say with --tls-hostname which its certificate is for"), "{said}");
+    let said = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
+    assert!(said.contains("--tls-hostname is the name of a destination"), "{said}");
+    let lanes = ["--zero-copy-send", "on", "--multifd-channels", "2", "a.img", "tcp:127.0.0.1:1"];
+    let said = refused(&lanes);
+    assert!(said.contains("--zero-copy-send on: --tls-creds encrypts a copy of every page"), "{said}");
+    std::fs::remove_file(place.end("towline").join("ca-cert.pem")).unwrap();
+    let said = place.refused(1, &["a.img", "tcp:127.0.0.1:1"]);
+    assert!(said.starts_with("towline: TLS credentials, DIR/towline/ca-cert.pem: No such file"), "{said}");
+    let finished: Finished =
+        towline(["copy", "--tls-hostname", "x", "a.img", "tcp:127.0.0.1:1"]).unwrap().wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(2), "{}", finished.stderr);
+}
+
+/// What docs/tls.md says makes certificates that both ends take.
+#[test]
+fn the_documentation_s_lines_make_good_certificates() {
+    let documentation = std::fs::read_to_string(towline_lab::paths::workspace().join("docs/tls.md")).unwrap();
+    let (_, lines) = documentation.split_once("```sh\n").unwrap();
+    let (lines, _) = lines.split_once("```").unwrap();
+    let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+    let mut shell = std::process::Command::new("sh");
+    let made = shell.args(["-ec", lines]).env("HOST", "localhost").current_dir(directory.path()).output();
+    let made = made.unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let credentials = directory.path().to_str().unwrap();
+    let copy = |arguments: &[&str]| {
+        let options = ["copy", "--tls-creds", credentials, "--multifd-channels", "2"];
+        towline([&options[..], arguments].concat()).unwrap()
+    };
+    let mut far = copy(&["tcp:127.0.0.1:0", "mem:"]);
+    let port = listens_at(&mut far).rsplit_once(':').unwrap().1.to_owned();
+    copy(&["mem:16M", &format!("tcp:localhost:{port}")]).wait_done(WITHIN).unwrap();
+    far.wait_done(WITHIN).unwrap();
+}
