@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
 use crate::boot_sector::BootSector;
+use crate::network::Network;
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
 use crate::{accelerator, paths, process};
@@ -95,6 +96,8 @@ pub struct Builder {
     paused: bool,
     kernel_arguments: String,
     arguments: Vec<String>,
+    /// What stands before the emulator's own command.
+    prefix: Vec<String>,
 }
 
 /// A running QEMU. Dropping it kills the process and removes its files; it dies with this process as well.
@@ -217,6 +220,12 @@ impl Builder {
         self
     }
 
+    /// Has it live in a network of its own.
+    pub fn within(mut self, network: &Network) -> Self {
+        self.prefix = network.prefix();
+        self
+    }
+
     /// Starts it and waits until its monitor answers.
     pub fn start(self) -> Result<Qemu> {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
@@ -282,7 +291,11 @@ impl Builder {
         }
         self.guest_arguments(&mut command, directory)?;
         command.args(&self.arguments);
-        Ok(command)
+        let Some((first, rest)) = self.prefix.split_first() else { return Ok(command) };
+        let mut prefixed = Command::new(first);
+        prefixed.args(rest).arg(command.get_program()).args(command.get_args());
+        prefixed.envs(command.get_envs().filter_map(|(key, value)| Some((key, value?))));
+        Ok(prefixed)
     }
 
     fn guest_arguments(&self, command: &mut Command, directory: &Path) -> Result<()> {
@@ -320,6 +333,7 @@ impl Qemu {
             paused: false,
             kernel_arguments: String::new(),
             arguments: Vec::new(),
+            prefix: Vec::new(),
         }
     }
 

@@ -1,0 +1,74 @@
+//! A network of its own, gone with the value that stands for it.
+//!
+//! ```text
+//!   unshare --net sleep     holds the namespace; dies with this process, and the namespace, taps and all, with its last user
+//!   nsenter --net PROGRAM   a QEMU (Builder::within) or a towline that lives in it
+//! ```
+//! Nothing of it is seen outside, and nothing outside is reached from it. Limits: needs root.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::process;
+use crate::wait::wait_until;
+
+const MADE_WITHIN: Duration = Duration::from_secs(10);
+
+/// See the module's picture.
+pub struct Network {
+    holder: Child,
+}
+
+impl Network {
+    /// A namespace with a loopback that is up.
+    pub fn new() -> Result<Self> {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "sleep", "infinity"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let holder = process::spawn(command).context("unshare cannot be started")?;
+        let mut network = Self { holder };
+        let ours = std::fs::read_link("/proc/self/ns/net")?;
+        let theirs = PathBuf::from(format!("/proc/{}/ns/net", network.holder.id()));
+        wait_until("network namespace", MADE_WITHIN, || {
+            let ended = network.holder.try_wait()?;
+            ensure!(ended.is_none(), "no network namespace can be made here (root is needed)");
+            Ok(std::fs::read_link(&theirs).is_ok_and(|theirs| theirs != ours).then_some(()))
+        })?;
+        network.run(&["ip", "link", "set", "lo", "up"])?;
+        Ok(network)
+    }
+
+    /// Makes a tap for one QEMU (`-netdev tap,ifname=NAME,script=no,downscript=no`) with this address, as `10.0.2.2/24`. It
+    /// takes packets of any size without checksums, so the guest's card offers scatter-gather.
+    pub fn add_tap(&self, name: &str, address: &str) -> Result<()> {
+        self.run(&["ip", "tuntap", "add", "dev", name, "mode", "tap", "vnet_hdr"])?;
+        self.run(&["ip", "address", "add", address, "dev", name])?;
+        self.run(&["ip", "link", "set", name, "up"])
+    }
+
+    /// What stands before a program and its arguments to have it run in here.
+    pub fn prefix(&self) -> Vec<String> {
+        let holder = self.holder.id().to_string();
+        ["nsenter", "--target", &holder, "--net", "--"].map(str::to_owned).to_vec()
+    }
+
+    fn run(&self, line: &[&str]) -> Result<()> {
+        let prefix = self.prefix();
+        let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output();
+        let output = output.with_context(|| format!("{prefix:?} cannot be started"))?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), said.trim());
+        Ok(())
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        // It may be gone already, and a destructor has nobody to tell.
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}

@@ -1,0 +1,73 @@
+//! Programs of this machine, run in a guest: on a disk, with the libraries that they load.
+//!
+//! ```text
+//!   host   ldd PROGRAM ─► tar of bin/PROGRAM and its libraries ─► a raw disk    guest   tar -x -f /dev/vda
+//! ```
+//! So the very binary under test runs there, whatever it is linked with. Limits: the guest's processor can do what the
+//! host's code was compiled for (`-cpu max` can); what a program opens by itself while it runs is not there.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tempfile::{NamedTempFile, TempDir};
+
+use crate::LinuxGuest;
+
+/// An emulated disk gives some hundred MiB in a second.
+const UNPACK_WITHIN: Duration = Duration::from_secs(60);
+
+/// A disk to be given to one guest or several. Its file goes with it.
+pub struct ProgramDisk {
+    file: NamedTempFile,
+}
+
+impl ProgramDisk {
+    /// Packs these programs, which will be in the guest's `/bin`.
+    pub fn pack(programs: &[&Path]) -> Result<Self> {
+        let tree = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
+        for program in programs {
+            let name = program.file_name().context("a program has a name")?;
+            place(&tree, Path::new("bin").join(name).as_path(), program)?;
+            for library in libraries(program)? {
+                place(&tree, library.strip_prefix("/")?, &library)?;
+            }
+        }
+        let file = tempfile::Builder::new().prefix("towline-lab-").suffix(".tar").tempfile()?;
+        let tar =
+            Command::new("tar").arg("-cf").arg(file.path()).arg("-C").arg(tree.path()).arg(".").status()?;
+        ensure!(tar.success(), "tar ends with {tar}");
+        Ok(Self { file })
+    }
+
+    /// For [`Builder::args`](crate::Builder::args): the guest's first disk.
+    pub fn arguments(&self) -> [String; 4] {
+        let path = self.file.path().display();
+        let drive = format!("id=programs,if=none,format=raw,readonly=on,file={path}");
+        ["-drive".into(), drive, "-device".into(), "virtio-blk-pci,drive=programs".into()]
+    }
+}
+
+impl LinuxGuest {
+    /// Puts the programs of the guest's [`ProgramDisk`] in their places.
+    pub fn unpack_programs(&mut self) -> Result<()> {
+        self.shell("busybox tar -x -f /dev/vda -C /", UNPACK_WITHIN).map(drop)
+    }
+}
+
+fn place(tree: &TempDir, at: &Path, file: &Path) -> Result<()> {
+    let at = tree.path().join(at);
+    std::fs::create_dir_all(at.parent().expect("it is below the tree"))?;
+    std::fs::copy(file, &at).with_context(|| format!("{} cannot be read", file.display()))?;
+    Ok(())
+}
+
+/// What the program's loader will look for, itself included.
+fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("ldd cannot be started")?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    // It fails for a program that needs none.
+    let path = |line: &str| line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
+    Ok(said.lines().filter_map(path).collect())
+}

@@ -1,0 +1,135 @@
+//! Zero-copy really happening: towline inside a guest sends over its virtio network card.
+//!
+//! ```text
+//!   guest   towline copy mem: tcp:10.0.2.2:PORT ── virtio-net ── tap ──► network of its own   towline copy tcp:… mem:
+//!           towline copy mem: mem:              ── loopback (the kernel copies)
+//! ```
+//! The loopback and local virtual links always copy, so this is the only place where a send of ours is without a copy. (Over
+//! QEMU's user network, without a tap, the guest's card has no scatter-gather, and its kernel copies too.)
+//! Nothing is asserted of time; the table of CPU time is printed.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::Value;
+use towline_lab::{
+    LinuxGuest, Network, ProgramDisk, Qemu, Towline, Version, require_lab, skip, towline_binary, wait_until,
+};
+
+const WITHIN: Duration = Duration::from_secs(120);
+const LANES: &str = "2";
+/// Enough full packets on each lane for a decision: no zero pages.
+const GUEST: &str = "mem:160M,zero=0";
+/// All of it.
+const PAGES: u64 = 160 << 8;
+/// Packets that it makes.
+const PACKETS: u64 = PAGES / 128;
+
+/// A Linux with a network card towards a network of this host, and towline in it.
+fn guest(network: &Network) -> (Qemu, LinuxGuest) {
+    let disk = ProgramDisk::pack(&[&towline_binary().unwrap()]).unwrap();
+    let card =
+        ["-netdev", "tap,id=net,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net"];
+    let builder = Qemu::builder(Version::V10_0).linux().memory_mib(1024).processors(2).within(network);
+    let qemu = builder.args(disk.arguments()).args(card).start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    guest.unpack_programs().unwrap();
+    let up = "ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up";
+    guest.shell(up, WITHIN).unwrap();
+    // Bit 0 of a virtio card's features: it takes packets without checksums, and so from many places.
+    let features = guest.shell("cat /sys/class/net/eth0/device/features", WITHIN).unwrap();
+    assert!(
+        features.starts_with('1'),
+        "the guest's card has neither checksums nor scatter-gather: {features}"
+    );
+    (qemu, guest)
+}
+
+/// What a towline in the guest reports in the end.
+fn report(guest: &mut LinuxGuest, arguments: &str) -> Value {
+    let line = format!("towline copy --json --multifd-channels {LANES} {arguments}");
+    let said = guest.shell(&line, WITHIN).unwrap();
+    let last: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
+    assert_eq!(last["event"], "completed", "{said}");
+    last
+}
+
+/// Sends to a towline on this host, which verifies every page.
+fn over_the_card(network: &Network, guest: &mut LinuxGuest, asked: &str) -> Value {
+    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
+    let receive = ["copy", "--json", "--multifd-channels", LANES, "tcp:10.0.2.2:0", "mem:"];
+    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]).chain(receive);
+    let mut receiver = Towline::start(Path::new(&prefix[0]), line).unwrap();
+    let port = wait_until("towline that listens", WITHIN, || {
+        let stdout = receiver.stdout();
+        let port = stdout.split_once("listening on tcp:10.0.2.2:").map(|(_, rest)| rest.to_owned());
+        assert!(port.is_some() || receiver.runs()?, "it ended: {stdout}{}", receiver.stderr());
+        Ok(port.and_then(|rest| Some(rest.split_once('"')?.0.to_owned())))
+    });
+    let to = format!("--zero-copy-send {asked} {GUEST} tcp:10.0.2.2:{}", port.unwrap());
+    let report = report(guest, &to);
+    let received = receiver.wait_done(WITHIN).unwrap();
+    let last: Value = serde_json::from_str(received.stdout.lines().last().unwrap()).unwrap();
+    assert_eq!(last["memory"]["verified-pages"], PAGES, "{last}");
+    report
+}
+
+fn lanes(report: &Value) -> &[Value] {
+    report["lanes"].as_array().unwrap()
+}
+
+fn number(lane: &Value, key: &str) -> u64 {
+    lane[key].as_u64().unwrap()
+}
+
+/// A row of the table: what the first lane measured of one way.
+fn row(label: &str, lane: &Value, way: &str) {
+    let of = &lane[way];
+    println!(
+        "{label:<28} {:>8} packets  {:>10} ns CPU a packet  {:>8.0} ms CPU a GB",
+        of["packets"],
+        of["cpu-ns-per-packet"],
+        of["cpu-ms-per-gb"].as_f64().unwrap_or(f64::NAN)
+    );
+}
+
+#[test]
+fn over_a_virtio_card_nothing_is_copied_and_on_loopback_all() {
+    let name = "over_a_virtio_card_nothing_is_copied_and_on_loopback_all";
+    if !require_lab(name) {
+        return;
+    }
+    let network =
+        match Network::new().and_then(|network| network.add_tap("tap0", "10.0.2.2/24").map(|()| network)) {
+            Ok(network) => network,
+            Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
+        };
+    let (_qemu, mut guest) = guest(&network);
+    // Plain sends first: what the others are compared with.
+    let off = over_the_card(&network, &mut guest, "off");
+    let on = over_the_card(&network, &mut guest, "on");
+    let auto = over_the_card(&network, &mut guest, "auto");
+    row("vectored", &lanes(&off)[0], "plain");
+    row("zero-copy on", &lanes(&on)[0], "zero-copy");
+    row("auto, its plain packets", &lanes(&auto)[0], "plain");
+    row("auto, its zero-copy packets", &lanes(&auto)[0], "zero-copy");
+    assert_eq!(on["ram"]["dirty-sync-missed-zero-copy"], 0, "every flush says done: {on}");
+    let sends: u64 = lanes(&on).iter().map(|lane| number(lane, "sends-zero-copied")).sum();
+    assert!(sends >= PACKETS, "{on}");
+    for lane in lanes(&on) {
+        assert_eq!(number(lane, "sends-copied"), 0, "{lane}");
+    }
+    for lane in lanes(&auto) {
+        assert_eq!((lane["mode"].as_str(), number(lane, "sends-copied")), (Some("zero-copy"), 0), "{lane}");
+        assert!(number(lane, "sends-zero-copied") > 20, "{lane}");
+    }
+    let on = report(&mut guest, &format!("--zero-copy-send on {GUEST} mem:"));
+    let passes = number(&on["ram"], "dirty-sync-count");
+    let missed = number(&on["ram"], "dirty-sync-missed-zero-copy");
+    assert!((2..=2 * passes).contains(&missed), "a flush of each lane says that all was copied: {on}");
+    for lane in lanes(&on) {
+        assert!(number(lane, "sends-copied") > 0 && number(lane, "sends-zero-copied") == 0, "{lane}");
+    }
+    row("zero-copy on, on loopback", &lanes(&on)[0], "zero-copy");
+}
