@@ -4,6 +4,7 @@ use crate::exec::ExecChannel;
 use crate::file::FileChannel;
 use crate::tls::{TlsChannel, TlsClient};
 use crate::wait::Patience;
+use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
 
@@ -36,13 +37,14 @@ pub fn connect(address: &Address, deadline: Instant, cancel: &Cancel) -> Result<
 ///
 /// # Errors
 /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Resolve`],
-/// [`Error::BadAddress`], [`Error::Tls`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
+/// [`Error::BadAddress`], [`Error::Tls`], [`Error::WebSocket`], and [`Error::Io`]: with `ConnectOptions::retry`, that of the last attempt.
 pub fn connect_with(
     address: &Address,
     deadline: Instant,
     cancel: &Cancel,
     options: &ConnectOptions,
 ) -> Result<Box<dyn Channel>> {
+    address.check_tls(options.tls.is_some())?;
     let patience = Patience::new("connect", address, deadline, cancel);
     loop {
         cancel.check()?;
@@ -52,7 +54,10 @@ pub fn connect_with(
             {
                 patience.pause(RETRY_INTERVAL)?;
             }
-            Ok(channel) => return secured(channel, address, options, deadline, cancel),
+            Ok(channel) => {
+                let channel = secured(channel, address, options, deadline, cancel)?;
+                return upgraded(channel, address, deadline, cancel);
+            }
             Err(error) => return Err(error),
         }
     }
@@ -70,7 +75,7 @@ fn secured(
     let host = match (tls.hostname(), address) {
         (Some(name), _) => name,
         (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
-        (None, Address::Tcp { host, .. }) => host,
+        (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => host,
         (None, _) => {
             return Err(address.bad("it names no host: say which its certificate is for (--tls-hostname)"));
         }
@@ -83,6 +88,7 @@ fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) ->
         Address::Tcp { host, port } => {
             Box::new(tcp::connect(host, *port, patience)?.with_zero_copy(options.zero_copy)?)
         }
+        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, patience)?),
         Address::Unix(path) => Box::new(unix::connect(path, patience)?),
         Address::Fd(number) => fd::open(*number)?,
         Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),
@@ -90,10 +96,23 @@ fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) ->
     })
 }
 
+/// Makes a WebSocket of it, if it is to be one.
+fn upgraded(
+    channel: Box<dyn Channel>,
+    address: &Address,
+    deadline: Instant,
+    cancel: &Cancel,
+) -> Result<Box<dyn Channel>> {
+    let (Address::WebSocket { path, .. }, Some(host)) = (address, address.authority()) else {
+        return Ok(channel);
+    };
+    Ok(Box::new(WebSocketChannel::client(channel, &host, path, deadline, cancel)?))
+}
+
 /// Whether this is how it looks when the peer is not there yet.
 fn may_come_yet(address: &Address, error: &Error) -> bool {
     match address {
-        Address::Tcp { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),
+        Address::Tcp { .. } | Address::WebSocket { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),
         Address::Unix(_) => matches!(error.raw_os_error(), Some(libc::ECONNREFUSED | libc::ENOENT)),
         _ => false,
     }

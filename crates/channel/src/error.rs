@@ -11,7 +11,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// The variants separate a caller who asks too much (`Unsupported`, `BadAddress`, `TooManyFds`, `TlsCredentials`), a machine
 /// that says no (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away or is slow (`Closed`, `Cut`, `Timeout`,
-/// `FdsTruncated`, `Command`), one that is not whom we want (`Tls`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
+/// `FdsTruncated`, `Command`), one that is not whom we want (`Tls`, `WebSocket`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -55,9 +55,9 @@ pub enum Error {
         /// How many came before the end.
         got: usize,
     },
-    /// The stream ended and nobody said that it should: with TLS a peer does.
+    /// The stream ended and nobody said that it should: with TLS and WebSocket a peer does.
     #[error(
-        "{peer} ended the stream without saying so (TLS close_notify): the connection was cut on its way, or the peer died; its own log may say why"
+        "{peer} ended the stream without saying so (TLS close_notify, WebSocket Close): the connection was cut on its way, or the peer died; its own log may say why"
     )]
     Cut {
         /// The other end.
@@ -66,6 +66,14 @@ pub enum Error {
     /// The peer and this end cannot trust each other, or what came is not what was sent.
     #[error("TLS with {peer}: {why}")]
     Tls {
+        /// The other end.
+        peer: String,
+        /// What is wrong, and the way out where there is one.
+        why: String,
+    },
+    /// The peer does not speak WebSocket, or not as RFC 6455 has it.
+    #[error("WebSocket with {peer}: {why}")]
+    WebSocket {
         /// The other end.
         peer: String,
         /// What is wrong, and the way out where there is one.

@@ -7,15 +7,16 @@
 //!              ┌────────┬────────┬────────┼────────┬─────────────┐
 //!             tcp      unix    pipe     exec     file     pair (in memory)        fault::{Cut, Delay, Throttle,
 //!              ├─socket─┘        └── fd:N is any of these ──┘                     Capture, ShortIo} wrap any of them
-//!             TLS
+//!             TLS, WebSocket
 //! ```
 //!
 //! What it is: system calls behind one trait, [`Channel`], with what each kind can do said beforehand in its
 //! [`Capabilities`]. Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's
 //! live memory.
 //!
-//! What it is not: it knows no protocol, starts no thread but one to resolve a host name and one for each handshake with whoever connects, keeps no statistics but those
-//! of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous. It does not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
+//! What it is not: it knows no migration, starts no thread but one to resolve a host name and one for each handshake with
+//! whoever connects, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous. It does
+//! not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
 //!
 //! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number), at most
 //! [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was asked for
@@ -50,6 +51,7 @@ mod exec;
 pub mod fault;
 mod fd;
 mod file;
+mod framed;
 mod listen;
 mod opening;
 mod pair;
@@ -61,6 +63,7 @@ mod tls;
 mod unix;
 mod unix_listen;
 mod wait;
+mod websocket;
 mod zero_copy;
 
 pub use address::Address;
@@ -77,4 +80,5 @@ pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut}
 pub use tcp::{TcpChannel, check_zero_copy};
 pub use tls::{TlsChannel, TlsClient, TlsServer, describe_plain};
 pub use unix::UnixChannel;
+pub use websocket::WebSocketChannel;
 pub use zero_copy::{ZeroCopyLease, ZeroCopyStatistics};

@@ -2,12 +2,13 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
-use crate::opening::Openings;
+use crate::opening::{Open, Openings};
 use crate::tcp::{self, TcpChannel};
 use crate::tls::{TlsChannel, TlsServer};
 use crate::unix::UnixChannel;
 use crate::unix_listen::UnixListener;
 use crate::wait::Patience;
+use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -73,12 +74,19 @@ impl Listener {
     /// [`Error::InUse`] if the socket file belongs to somebody else, [`Error::BadAddress`], [`Error::Resolve`],
     /// otherwise [`Error::Io`].
     pub fn bind_with(address: &Address, options: &ListenOptions) -> Result<Self> {
+        address.check_tls(options.tls.is_some())?;
         let single = |single| Kind::Single(Mutex::new(Some(single)));
         let mut local = address.clone();
         let kind = match address {
             Address::Tcp { host, port } => {
                 let (fd, bound) = tcp::bind(host, *port, &address.to_string())?;
                 local = Address::Tcp { host: bound.ip().to_string(), port: bound.port() };
+                Kind::Tcp(fd)
+            }
+            Address::WebSocket { secure, host, port, path } => {
+                let (fd, bound) = tcp::bind(host, *port, &address.to_string())?;
+                let (host, port) = (bound.ip().to_string(), bound.port());
+                local = Address::WebSocket { secure: *secure, host, port, path: path.clone() };
                 Kind::Tcp(fd)
             }
             Address::Unix(path) => Kind::Unix(UnixListener::bind(path)?),
@@ -88,20 +96,8 @@ impl Listener {
                 single(Single::Open(Box::new(FileChannel::open(path, *offset)?)))
             }
         };
-        let openings = match (&options.tls, kind.as_fd()) {
-            (Some(tls), Some(fd)) => {
-                let tls = tls.clone();
-                let open = move |connection: Box<dyn Channel>, deadline, cancel: &Cancel| {
-                    let peer = connection.peer().to_owned();
-                    match TlsChannel::server(connection, &tls, deadline, cancel) {
-                        Ok(channel) => Ok(Box::new(channel) as Box<dyn Channel>),
-                        Err(error @ Error::Tls { .. }) => Err(error),
-                        // It is that one's failure, not the listener's.
-                        Err(error) => Err(Error::tls(&peer, error.to_string())),
-                    }
-                };
-                Some(Openings::new(fd, Arc::new(open))?)
-            }
+        let openings = match (opening(address, options), kind.as_fd()) {
+            (Some(open), Some(fd)) => Some(Openings::new(fd, open)?),
             _ => None,
         };
         Ok(Self { address: local, openings, kind, options: options.clone() })
@@ -120,10 +116,10 @@ impl Listener {
         }
     }
 
-    /// Waits for a peer; with TLS, for one that is through its handshake.
+    /// Waits for a peer; with TLS or WebSocket, for one that is through its handshake.
     ///
     /// # Errors
-    /// [`Error::Tls`] if a peer's handshake failed: there may be others, so the listener goes on.
+    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: there may be others, so the listener goes on.
     /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Unsupported`]
     /// if there is only one channel and it was fetched before, otherwise [`Error::Io`].
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
@@ -180,6 +176,36 @@ impl Kind {
             Self::Single(_) => None,
         }
     }
+}
+
+/// What a connection has to settle before it is a channel, if there is something.
+fn opening(address: &Address, options: &ListenOptions) -> Option<Arc<Open>> {
+    let tls = options.tls.clone();
+    let path = match address {
+        Address::WebSocket { path, .. } => Some(path.clone()),
+        _ => None,
+    };
+    if tls.is_none() && path.is_none() {
+        return None;
+    }
+    Some(Arc::new(move |connection: Box<dyn Channel>, deadline, cancel: &Cancel| {
+        let peer = connection.peer().to_owned();
+        let opened = || -> Result<Box<dyn Channel>> {
+            let secured: Box<dyn Channel> = match &tls {
+                Some(tls) => Box::new(TlsChannel::server(connection, tls, deadline, cancel)?),
+                None => connection,
+            };
+            match &path {
+                Some(path) => Ok(Box::new(WebSocketChannel::server(secured, path, deadline, cancel)?)),
+                None => Ok(secured),
+            }
+        };
+        opened().map_err(|error| match error {
+            Error::Tls { .. } | Error::WebSocket { .. } => error,
+            // It is that one's failure, not the listener's.
+            error => Error::tls(&peer, error.to_string()),
+        })
+    }))
 }
 
 fn take(single: &Mutex<Option<Single>>, patience: &Patience<'_>) -> Result<Box<dyn Channel>> {

@@ -142,8 +142,30 @@ conformance!(
     tls_server_sends,
     tls_over_unix,
     tls_over_short_io,
-    short_io_over_tls
+    short_io_over_tls,
+    websocket_client_sends,
+    websocket_server_sends,
+    websocket_over_tls,
+    websocket_over_short_io
 );
+
+fn websocket_client_sends() -> Ends {
+    Ends::new(common::websocket(tcp()))
+}
+
+fn websocket_server_sends() -> Ends {
+    let (client, server) = common::websocket(tcp());
+    Ends::new((server, client))
+}
+
+fn websocket_over_tls() -> Ends {
+    Ends::new(common::websocket(common::tls(tcp())))
+}
+
+fn websocket_over_short_io() -> Ends {
+    let (near, far) = tcp();
+    Ends::new(common::websocket((short(near, 7), short(far, 8))))
+}
 
 fn tls_client_sends() -> Ends {
     Ends::new(common::tls(tcp()))

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use towline_channel::{
     Address, Cancel, Channel, ChannelExt, ConnectOptions, IoBuf, IoBufMut, ListenOptions, Listener, Result,
-    SendFlags, TlsChannel, TlsClient, TlsServer, connect, connect_with,
+    SendFlags, TlsChannel, TlsClient, TlsServer, WebSocketChannel, connect, connect_with,
 };
 use towline_lab::certificates::Authority;
 
@@ -68,6 +68,17 @@ pub(crate) fn tls_over(
 pub(crate) fn tls(ends: (Box<dyn Channel>, Box<dyn Channel>)) -> (Box<dyn Channel>, Box<dyn Channel>) {
     let (client, server) = tls_over(ends);
     (Box::new(client.unwrap()), Box::new(server.unwrap()))
+}
+
+/// A WebSocket over both ends of a connection: its client, its server.
+pub(crate) fn websocket(
+    (near, far): (Box<dyn Channel>, Box<dyn Channel>),
+) -> (Box<dyn Channel>, Box<dyn Channel>) {
+    std::thread::scope(|scope| {
+        let near = scope.spawn(|| WebSocketChannel::client(near, "localhost:1", "/vm", soon(), &cancel()));
+        let far = WebSocketChannel::server(far, "/vm", soon(), &cancel()).unwrap();
+        (Box::new(near.join().unwrap().unwrap()) as Box<dyn Channel>, Box::new(far) as Box<dyn Channel>)
+    })
 }
 
 pub(crate) fn unix_address(directory: &Path) -> Address {

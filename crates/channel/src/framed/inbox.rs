@@ -1,0 +1,176 @@
+//! What is received: many packets with one call, each taken apart where it lies and its data copied to where they go.
+//!
+//! ```text
+//!   channel below ──▶ [ done │ data that are not taken │ packets that came │ room ]
+//!                            ▲ plain                    ▲ start             ▲ end
+//! ```
+
+use super::{Unpack, Unpacked};
+use crate::{Channel, Error, IoBufMut, IoCursorMut, RecvFlags, Result, scatter, total_len_mut};
+use std::ops::Range;
+
+/// Room for what came: at least some of the longest packets, so that one call brings many.
+const PACKETS: usize = 16;
+/// Packets without data that may come one behind the other (empty ones, new keys, pings): they cost us work and tell nothing.
+const IDLE_PACKETS_MAX: u32 = 64;
+
+/// The receiving half.
+#[derive(Debug)]
+pub(super) struct Inbox<U> {
+    unpack: U,
+    buffer: Box<[u8]>,
+    plain: Range<usize>,
+    start: usize,
+    end: usize,
+    idle_packets: u32,
+    finished: Option<Finished>,
+}
+
+/// How the stream ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Finished {
+    /// The peer said so.
+    Closed,
+    /// It cannot go on; the text is for [`Unpack::fault`].
+    Failed(String),
+}
+
+impl<U: Unpack> Inbox<U> {
+    pub(super) fn new(unpack: U, data: &[u8], packets: &[u8]) -> Self {
+        let room = PACKETS * U::PACKET_BYTES_MAX;
+        let mut buffer = vec![0; room.max(data.len() + packets.len())];
+        buffer[..data.len()].copy_from_slice(data);
+        let (start, end) = (data.len(), data.len() + packets.len());
+        buffer[start..end].copy_from_slice(packets);
+        let buffer = buffer.into();
+        Self { unpack, buffer, plain: 0..start, start, end, idle_packets: 0, finished: None }
+    }
+
+    /// Fills a prefix of the buffers, which are not all empty; 0 at the end that the peer has told. `ended_here` says that the
+    /// end is our own doing.
+    pub(super) fn recv(
+        &mut self,
+        channel: &dyn Channel,
+        bufs: &mut [IoBufMut<'_>],
+        flags: RecvFlags,
+        ended_here: impl Fn() -> bool,
+        before_waiting: impl Fn(),
+    ) -> Result<usize> {
+        if !self.fill(channel, &ended_here, &before_waiting)? {
+            return Ok(0);
+        }
+        if flags.contains(RecvFlags::PEEK) {
+            let wanted = total_len_mut(bufs);
+            while self.plain.len() < wanted && matches!(self.next(channel.peer()), Ok(true)) {}
+            return Ok(scatter(&self.buffer[self.plain.clone()], bufs));
+        }
+        let mut cursor = IoCursorMut::new(bufs);
+        let wanted = cursor.remaining();
+        loop {
+            let taken = scatter(&self.buffer[self.plain.clone()], cursor.chunk());
+            self.plain.start += taken;
+            cursor.advance(taken);
+            // What fails behind bytes that are good is the next call's.
+            if cursor.is_empty() || (self.plain.is_empty() && !matches!(self.next(channel.peer()), Ok(true)))
+            {
+                return Ok(wanted - cursor.remaining());
+            }
+        }
+    }
+
+    /// One call to the channel below, when all data are taken.
+    pub(super) fn receive_more(&mut self, channel: &dyn Channel) -> Result<usize> {
+        self.make_room();
+        let room = IoBufMut::from(&mut self.buffer[self.end..]);
+        let received = channel.recv(&mut [room], RecvFlags::empty())?;
+        self.end += received;
+        Ok(received)
+    }
+
+    /// Whether there are data, or something to say of the end.
+    pub(super) fn has_something(&mut self, peer: &str) -> bool {
+        !self.plain.is_empty() || !matches!(self.next(peer), Ok(false)) || self.finished.is_some()
+    }
+
+    /// Waits until there are data; false at the end.
+    fn fill(
+        &mut self,
+        channel: &dyn Channel,
+        ended_here: &impl Fn() -> bool,
+        before_waiting: &impl Fn(),
+    ) -> Result<bool> {
+        loop {
+            if !self.plain.is_empty() || self.next(channel.peer())? {
+                return Ok(true);
+            }
+            if self.finished == Some(Finished::Closed) {
+                return Ok(false);
+            }
+            before_waiting();
+            match self.receive_more(channel)? {
+                0 if ended_here() => return Ok(false),
+                0 => return Err(Error::Cut { peer: channel.peer().to_owned() }),
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes packets apart up to the next one with data; false if none is there. Its data join those that were not taken.
+    fn next(&mut self, peer: &str) -> Result<bool> {
+        match &self.finished {
+            None => {}
+            Some(Finished::Closed) => return Ok(false),
+            Some(Finished::Failed(why)) => return Err(U::fault(peer, why.clone())),
+        }
+        let found = self.try_next(peer);
+        if let Err(Error::Tls { why, .. } | Error::WebSocket { why, .. }) = &found {
+            self.finished = Some(Finished::Failed(why.clone()));
+        }
+        found
+    }
+
+    fn try_next(&mut self, peer: &str) -> Result<bool> {
+        loop {
+            match self.unpack.unpack(&mut self.buffer[self.start..self.end], peer)? {
+                Unpacked::Incomplete => return Ok(false),
+                Unpacked::End => {
+                    self.finished = Some(Finished::Closed);
+                    return Ok(false);
+                }
+                Unpacked::Data(data, taken) if !data.is_empty() => {
+                    self.idle_packets = 0;
+                    let data = self.start + data.start..self.start + data.end;
+                    self.start += taken;
+                    self.join(data);
+                    return Ok(true);
+                }
+                Unpacked::Data(_, taken) | Unpacked::Idle(taken) => {
+                    self.start += taken;
+                    self.idle_packets += 1;
+                    if self.idle_packets > IDLE_PACKETS_MAX {
+                        let why = format!("it sent more than {IDLE_PACKETS_MAX} packets without data");
+                        return Err(U::fault(peer, why));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Moves what was not taken up to new data, over the header between them.
+    fn join(&mut self, data: Range<usize>) {
+        let start = data.start - self.plain.len();
+        self.buffer.copy_within(self.plain.clone(), start);
+        self.plain = start..data.end;
+    }
+
+    fn make_room(&mut self) {
+        debug_assert!(self.plain.is_empty());
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.buffer.len() - self.start < U::PACKET_BYTES_MAX || self.end == self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        self.plain = self.start..self.start;
+    }
+}

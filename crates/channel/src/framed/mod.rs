@@ -1,0 +1,209 @@
+//! Channels that put what they send into packets of their own over another channel: TLS' records, WebSocket's frames.
+//!
+//! ```text
+//!   send ─▶ Outbox (its own lock) ──Pack──▶ ┐
+//!                                           ├─ channel below
+//!   recv ◀─ Inbox (its own lock) ◀─Unpack── ┘
+//! ```
+//!
+//! The two directions share nothing here, so one thread sends while another receives, and `shutdown` waits for neither. An
+//! end is told by a packet; one without it is [`Error::Cut`].
+
+mod inbox;
+mod outbox;
+
+use crate::channel::{check_recv, check_send};
+use crate::wait::{Woken, wait};
+use crate::{
+    Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, IoCursor, RecvFlags, Result, SendFlags,
+    total_len, total_len_mut,
+};
+use inbox::Inbox;
+use outbox::Outbox;
+use rustix::event::PollFlags;
+use std::fmt::Debug;
+use std::net::Shutdown;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// Makes packets.
+pub(crate) trait Pack: Debug + Send {
+    /// What has to go before more data, if there is something; says where in `room` it is.
+    ///
+    /// # Errors
+    /// It cannot be made, so nothing more can be sent.
+    fn due(&mut self, room: &mut [u8], peer: &str) -> Result<Option<Range<usize>>>;
+
+    /// Fills `room` with packets of data; says where they are. At least one byte is taken.
+    fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize>;
+
+    /// The packet that ends the stream.
+    fn end(&mut self, room: &mut [u8]) -> Range<usize>;
+}
+
+/// Takes packets apart.
+pub(crate) trait Unpack: Debug + Send {
+    /// The most bytes that must be there before a packet, or its next piece, can be taken apart.
+    const PACKET_BYTES_MAX: usize;
+
+    /// Takes the first packet, or a piece of one, from what came.
+    ///
+    /// # Errors
+    /// What is wrong with it; the stream ends there.
+    fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
+
+    /// The same error again, for later calls.
+    fn fault(peer: &str, why: String) -> Error;
+}
+
+/// What came first.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Unpacked {
+    /// Not enough yet.
+    Incomplete,
+    /// Something without data, of this length.
+    Idle(usize),
+    /// Data, which lies there now, out of so many bytes.
+    Data(Range<usize>, usize),
+    /// The peer ends the stream.
+    End,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Framed<P, U> {
+    inner: Box<dyn Channel>,
+    outbox: Mutex<Outbox<P>>,
+    inbox: Mutex<Inbox<U>>,
+    /// We ended these halves.
+    ended_send: AtomicBool,
+    ended_recv: AtomicBool,
+}
+
+impl<P: Pack, U: Unpack> Framed<P, U> {
+    /// Begins with what came ahead: data, and packets that were not taken apart. `room` is for one batch of packets.
+    pub(crate) fn new(
+        inner: Box<dyn Channel>,
+        pack: P,
+        room: usize,
+        unpack: U,
+        data: &[u8],
+        packets: &[u8],
+    ) -> Self {
+        Self {
+            inner,
+            outbox: Mutex::new(Outbox::new(pack, room)),
+            inbox: Mutex::new(Inbox::new(unpack, data, packets)),
+            ended_send: AtomicBool::new(false),
+            ended_recv: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn inner(&self) -> &dyn Channel {
+        self.inner.as_ref()
+    }
+
+    pub(crate) fn has_ended_send(&self) -> bool {
+        self.ended_send.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        let through =
+            Capabilities::SEND | Capabilities::RECV | Capabilities::BIDIRECTIONAL | Capabilities::SHUTDOWN;
+        (self.inner.capabilities() & through) | Capabilities::PEEK
+    }
+
+    pub(crate) fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        check_send(self.inner.peer(), self.capabilities(), flags)?;
+        match total_len(bufs) {
+            0 => Ok(0),
+            _ => self.lock_outbox().send(self.inner(), bufs, flags),
+        }
+    }
+
+    pub(crate) fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        check_recv(self.inner.peer(), self.capabilities(), flags)?;
+        let ended = || self.ended_recv.load(Ordering::Acquire);
+        match total_len_mut(bufs) {
+            0 => Ok(0),
+            _ => self.lock_inbox().recv(self.inner(), bufs, flags, ended, || self.say_what_is_due()),
+        }
+    }
+
+    /// Sends what [`Pack::due`] has, if nobody sends anyhow.
+    fn say_what_is_due(&self) {
+        if !self.has_ended_send()
+            && let Ok(mut outbox) = self.outbox.try_lock()
+        {
+            outbox.say_what_is_due(self.inner(), || self.is_writable());
+        }
+    }
+
+    /// The peer takes no more: what it had said before that, if that is why.
+    pub(crate) fn last_words(&self) -> Option<Error> {
+        // Whoever waits there has to let us in; what has arrived can still be read.
+        let _ = self.inner.shutdown(Shutdown::Both);
+        let mut byte = [0];
+        let mut room = [IoBufMut::from(&mut byte)];
+        self.lock_inbox().recv(self.inner(), &mut room, RecvFlags::PEEK, || true, || {}).err()
+    }
+
+    pub(crate) fn flush(&self) -> Result<Flushed> {
+        self.lock_outbox().drain(self.inner(), SendFlags::empty())?;
+        self.inner.flush()
+    }
+
+    pub(crate) fn wait_recv(&self, until: &Cancel) -> Result<bool> {
+        // What came may be no data, or only the beginning of a packet.
+        while !self.lock_inbox().has_something(self.inner.peer()) {
+            self.say_what_is_due();
+            if !self.inner.wait_recv(until)? {
+                return Ok(false);
+            }
+            if !matches!(self.lock_inbox().receive_more(self.inner()), Ok(1..)) {
+                return Ok(true);
+            }
+        }
+        Ok(true)
+    }
+
+    pub(crate) fn has_buffered(&self) -> bool {
+        // Whoever holds it gets what there is.
+        self.inbox.try_lock().is_ok_and(|mut inbox| inbox.has_something(self.inner.peer()))
+    }
+
+    pub(crate) fn shutdown(&self, how: Shutdown) -> Result<()> {
+        if how != Shutdown::Write {
+            self.ended_recv.store(true, Ordering::Release);
+        }
+        if how != Shutdown::Read {
+            self.close();
+        }
+        self.inner.shutdown(how)
+    }
+
+    /// Tells the end of our sending half, if nobody is in the middle of it and the channel below takes that at once.
+    pub(crate) fn close(&self) {
+        if self.ended_send.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        // Whoever holds it waits in the channel below, and the stream ends in the middle of something.
+        let Ok(mut outbox) = self.outbox.try_lock() else { return };
+        outbox.close(self.inner(), || self.is_writable());
+    }
+
+    fn is_writable(&self) -> bool {
+        let ready = |fd| wait(fd, PollFlags::OUT, None, Some(Instant::now()));
+        self.inner.as_fd().is_some_and(|fd| ready(fd) == Ok(Woken::Ready))
+    }
+
+    fn lock_outbox(&self) -> MutexGuard<'_, Outbox<P>> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_inbox(&self) -> MutexGuard<'_, Inbox<U>> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,123 @@
+//! WebSocket (RFC 6455) over TCP or TLS: a stream of bytes as binary messages, for ways that let nothing else through.
+//!
+//! ```text
+//!   connect ─▶ GET /PATH, Upgrade ─▶ 101 ─┐                       ┌─ FrameWriter: batches of frames, masked by the client
+//!   accept  ◀─ GET /PATH, Upgrade ◀─ 101 ─┴─ tungstenite ─▶ Framed┴─ FrameReader: binary messages, whole or in fragments
+//! ```
+//!
+//! tungstenite does the handshake and knows a frame's header. The borders of messages mean nothing: bytes are bytes. A ping
+//! is answered before the next data, or when its receiver waits for more. The end of a stream is a Close frame; unlike others, our own
+//! two ends still send in the other direction when one has come.
+//!
+//! Limits: no extensions (compression), no subprotocols, no redirects; text messages are refused. A frame has at most
+//! [`frame::PAYLOAD_BYTES_MAX`] bytes; messages are not put together, so they may be of any length.
+
+mod frame;
+mod handshake;
+
+use crate::framed::Framed;
+use crate::wait::Patience;
+use crate::{Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use frame::{FrameReader, FrameWriter, Pings, Side};
+use std::net::Shutdown;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A connection that is through its handshake.
+#[derive(Debug)]
+pub struct WebSocketChannel {
+    framed: Framed<FrameWriter, FrameReader>,
+}
+
+impl WebSocketChannel {
+    /// Does a client's handshake over a connected channel: asks `host` (with its port) for `path`.
+    ///
+    /// # Errors
+    /// [`Error::WebSocket`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
+    /// [`Error::Unsupported`] for one that cannot be polled and looked into.
+    pub fn client(
+        inner: Box<dyn Channel>,
+        host: &str,
+        path: &str,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::client(inner.as_ref(), host, path, &patience)?;
+        Ok(Self::new(inner, Side::Client))
+    }
+
+    /// Does a server's handshake over a connected channel. Who asks for another path than `path` is refused.
+    ///
+    /// # Errors
+    /// As [`Self::client`].
+    pub fn server(inner: Box<dyn Channel>, path: &str, deadline: Instant, cancel: &Cancel) -> Result<Self> {
+        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::server(inner.as_ref(), path, &patience)?;
+        Ok(Self::new(inner, Side::Server))
+    }
+
+    fn new(inner: Box<dyn Channel>, side: Side) -> Self {
+        let pings = Arc::new(Pings::default());
+        let writer = FrameWriter::new(side, Arc::clone(&pings));
+        let framed = Framed::new(inner, writer, frame::BATCH_BYTES, FrameReader::new(side, pings), &[], &[]);
+        Self { framed }
+    }
+}
+
+impl Channel for WebSocketChannel {
+    fn peer(&self) -> &str {
+        self.framed.inner().peer()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.framed.capabilities()
+    }
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.framed.send(bufs, flags)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        self.framed.recv(bufs, flags)
+    }
+
+    fn flush(&self) -> Result<Flushed> {
+        self.framed.flush()
+    }
+
+    fn wait_recv(&self, until: &Cancel) -> Result<bool> {
+        self.framed.wait_recv(until)
+    }
+
+    fn has_buffered(&self) -> bool {
+        self.framed.has_buffered()
+    }
+
+    fn shutdown(&self, how: Shutdown) -> Result<()> {
+        self.framed.shutdown(how)
+    }
+
+    fn reset(&self) -> Result<()> {
+        self.framed.inner().reset()
+    }
+
+    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
+        self.framed.inner().set_timeouts(recv, send)
+    }
+
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.framed.inner().as_fd()
+    }
+}
+
+impl Drop for WebSocketChannel {
+    fn drop(&mut self) {
+        self.framed.close();
+    }
+}
+
+fn error(peer: &str, why: impl Into<String>) -> Error {
+    Error::WebSocket { peer: peer.to_owned(), why: why.into() }
+}
