@@ -34,6 +34,11 @@ pub fn initramfs(lab: &Path) -> PathBuf {
     lab.join("initramfs")
 }
 
+/// The Python that has `websockets`.
+pub fn python(lab: &Path) -> PathBuf {
+    lab.join("python/bin/python")
+}
+
 /// The emulator from the backports, installed.
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 

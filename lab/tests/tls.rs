@@ -319,7 +319,10 @@ fn what_cannot_be_encrypted_is_refused() {
         "{said}"
     );
     let said = refused(&["a.img", "exec:cat"]);
-    assert!(said.starts_with("towline: --tls-creds with exec:cat: only tcp: and unix: speak TLS"), "{said}");
+    assert!(
+        said.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// speak TLS"),
+        "{said}"
+    );
     let said = refused(&["a.img", "unix:/nowhere"]);
     assert!(said.contains("say with --tls-hostname which its certificate is for"), "{said}");
     let said = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);

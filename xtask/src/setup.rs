@@ -6,6 +6,7 @@
 //!               kernel/     Debian's cloud kernel and its modules          never installed
 //!               busybox/    busybox-static                                 never installed
 //!               initramfs   the agent, busybox, modules: one newc archive
+//!               python/     Python's websockets, if they can be had        never installed
 //! ```
 //! Each part is made where nobody looks and moved into its place at the end, so a part that is there is whole. With
 //! everything there the task looks at the parts and returns; nothing is fetched.
@@ -14,6 +15,7 @@ mod apt;
 mod cpio;
 mod initramfs;
 mod modules;
+mod python;
 mod sources;
 mod unpack;
 
@@ -45,6 +47,7 @@ pub(crate) fn run(system_only: bool) -> Result<()> {
     let changed = unpack::kernel(&lab)? | changed;
     let changed = unpack::busybox(&lab)? | changed;
     let changed = initramfs::make(&lab)? | changed;
+    let changed = python::websockets(&lab)? | changed;
     if changed {
         println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
     }

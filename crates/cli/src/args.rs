@@ -31,6 +31,8 @@ Endpoints:
                    `-incoming defer`
   tcp:HOST:PORT    as SOURCE: listen there for somebody's `migrate`; as DEST: connect to a QEMU or a towline
   unix:PATH        the same over a Unix socket
+  ws://HOST[:PORT][/PATH]
+                   the same over a WebSocket, binary messages; wss:// over TLS, with --tls-creds
   fd:N             an open file descriptor
   exec:COMMAND     the standard input and output of a shell command
   file:PATH, PATH  an image: QEMU's mapped-ram file, and beside it PATH.manifest.json with checksums
@@ -225,7 +227,7 @@ pub(crate) struct BenchArgs {
 /// How streams are encrypted.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TlsArgs {
-    /// Encrypt streams (tcp:, unix:), with certificates of QEMU's file names in this directory (tls-creds-x509)
+    /// Encrypt streams (tcp:, unix:, wss://), with certificates of QEMU's file names in this directory (tls-creds-x509)
     #[arg(long, value_name = "DIR")]
     pub(crate) tls_creds: Option<PathBuf>,
     /// The name that a DEST's certificate is for [default: the host of its address]

@@ -20,9 +20,7 @@ pub(crate) enum Endpoint {
 }
 
 /// Schemes that are planned, with what they will be.
-const PLANNED: [(&str, &str); 7] = [
-    ("ws://", "WebSocket"),
-    ("wss://", "WebSocket"),
+const PLANNED: [(&str, &str); 5] = [
     ("s3://", "object stores"),
     ("gs://", "object stores"),
     ("az://", "object stores"),
@@ -46,13 +44,13 @@ impl FromStr for Endpoint {
             "file" => image(rest),
             "mem" => rest.parse().map(Self::Memory),
             "null" if rest.is_empty() => Ok(Self::Null),
-            "tcp" | "unix" | "fd" | "exec" => {
+            "tcp" | "unix" | "ws" | "wss" | "fd" | "exec" => {
                 text.parse().map(Self::Stream).map_err(|error| format!("{error}"))
             }
             // A path may have a colon in it, but then it has a slash too, or it is written with file: before it.
             _ if text.contains('/') => image(text),
             _ => Err(format!(
-                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, fd:, exec:, file:, mem:, null:, or a path (a file of this name is file:{text})"
+                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, mem:, null:, or a path (a file of this name is file:{text})"
             )),
         }
     }
@@ -113,6 +111,7 @@ mod tests {
             ("file:a:b.img", "file:a:b.img"),
             ("/var/a:b.img", "file:/var/a:b.img"),
             ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
+            ("wss://host/vm/a", "wss://host:443/vm/a"),
             ("exec:cat > x", "exec:cat > x"),
             ("null:", "null:"),
             ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),

@@ -1,7 +1,7 @@
 //! Debian packages unpacked below target/lab: fetched with apt's trust, never installed.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
@@ -163,13 +163,13 @@ fn with_libraries(tree: &Path, program: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-fn scratch(lab: &Path) -> Result<TempDir> {
+pub(super) fn scratch(lab: &Path) -> Result<TempDir> {
     let scratch = tempfile::Builder::new().prefix(".making-").tempdir_in(lab);
     scratch.with_context(|| format!("no scratch directory can be made in {}", lab.display()))
 }
 
 /// Moves a finished tree; another set-up that was faster has made the same one.
-fn into_place(tree: &Path, place: &PathBuf) -> Result<()> {
+pub(super) fn into_place(tree: &Path, place: &Path) -> Result<()> {
     match std::fs::rename(tree, place) {
         Err(_) if place.is_dir() => Ok(()),
         outcome => outcome.with_context(|| format!("{} cannot be put into place", place.display())),

@@ -52,7 +52,7 @@ pub(super) fn lanes_lost(error: Error, run: &Run<'_>) -> Error {
     let (lanes, compression) = (run.lanes, run.options.compression.method().name());
     match error {
         Error::Migration(MigrationError::Channel(ChannelError::Timeout {
-            op: "connect" | "TLS handshake",
+            op: "connect" | "TLS handshake" | "WebSocket handshake",
             peer,
             after,
         })) if lanes > 0 => Error::LanesNotTaken { peer, lanes, waited: after },
@@ -98,7 +98,8 @@ fn peer(error: &ChannelError) -> Option<&str> {
         | ChannelError::Timeout { peer, .. }
         | ChannelError::Closed { peer, .. }
         | ChannelError::Cut { peer }
-        | ChannelError::Tls { peer, .. } => Some(peer),
+        | ChannelError::Tls { peer, .. }
+        | ChannelError::WebSocket { peer, .. } => Some(peer),
         _ => None,
     }
 }

@@ -164,11 +164,12 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
         return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
     }
     if lanes > 0
-        && let Some(address) =
-            streams().find(|address| !matches!(address, Address::Tcp { .. } | Address::Unix(_)))
+        && let Some(address) = streams().find(|address| {
+            !matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. })
+        })
     {
         return Err(Error::Usage(format!(
-            "--multifd-channels {lanes} with {address}: only tcp: and unix: have several connections; leave the option out"
+            "--multifd-channels {lanes} with {address}: only tcp:, unix:, ws:// and wss:// have several connections; leave the option out"
         )));
     }
     Ok(lanes)

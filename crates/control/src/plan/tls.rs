@@ -17,7 +17,6 @@ pub struct Tls {
 
 /// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
 pub(super) fn check(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
-    let Some(tls) = &options.tls else { return Ok(()) };
     let from = match source {
         Source::Stream(address) => Some(address),
         _ => None,
@@ -26,15 +25,26 @@ pub(super) fn check(source: &Source, destination: &Destination, options: &Option
         Destination::Stream(address) => Some(address),
         _ => None,
     };
+    let streams = || [from, to].into_iter().flatten();
+    let Some(tls) = &options.tls else {
+        return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. })) {
+            Some(address) => {
+                Err(Error::Usage(format!("{address} needs --tls-creds DIR; ws:// is the one without TLS")))
+            }
+            None => Ok(()),
+        };
+    };
     if from.is_none() && to.is_none() {
         return Err(Error::Usage(
             "--tls-creds is for a stream (tcp:, unix:), and neither end is one: between a qmp: QEMU and towline there is a private Unix socket, which needs none; leave the option out".into(),
         ));
     }
-    let carries = |address: &&Address| matches!(address, Address::Tcp { .. } | Address::Unix(_));
-    if let Some(address) = [from, to].into_iter().flatten().find(|address| !carries(address)) {
+    let carries = |address: &&Address| {
+        matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { secure: true, .. })
+    };
+    if let Some(address) = streams().find(|address| !carries(address)) {
         return Err(Error::Usage(format!(
-            "--tls-creds with {address}: only tcp: and unix: speak TLS; leave the option out"
+            "--tls-creds with {address}: only tcp:, unix: and wss:// speak TLS; leave the option out"
         )));
     }
     match (to, &tls.hostname) {

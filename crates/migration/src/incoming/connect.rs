@@ -104,7 +104,7 @@ fn gather_into(
                 Ok(channel) => gathering.accepted(Arc::from(channel), single, deadline)?,
                 Err(ChannelError::Timeout { .. }) => {}
                 // Whoever cannot be trusted is a stranger.
-                Err(error @ ChannelError::Tls { .. }) => {
+                Err(error @ (ChannelError::Tls { .. } | ChannelError::WebSocket { .. })) => {
                     tracing::warn!(%error, "a connection was dropped");
                 }
                 Err(error) => return Err(error.into()),

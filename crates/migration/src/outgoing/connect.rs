@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::{Address, Cancel, Channel, ChannelExt, ConnectOptions, IoBuf, SendFlags, connect_with};
+use towline_channel::{
+    Address, Cancel, Channel, ChannelExt, ConnectOptions, Error as ChannelError, IoBuf, SendFlags,
+    connect_with,
+};
 
 use super::lane::init;
-use crate::Result;
+use crate::{Error, Result};
 
 /// How long a failed migration waits for the kernel to be done with what was sent without a copy, before it breaks the
 /// connections: time for a peer that is alive to take what is on its way.
@@ -62,9 +65,13 @@ pub fn connect(
     let plain = ConnectOptions { zero_copy: false, ..options.clone() };
     let main = connect_with(address, deadline, cancel, &plain)?.into();
     let lane = |index| -> Result<Arc<dyn Channel>> {
-        let lane = connect_with(address, deadline, cancel, options)?;
+        let lane = connect_with(address, deadline, cancel, options).map_err(|error| match error {
+            error @ ChannelError::Tls { .. } => Error::lane(index)(error.into()),
+            error => error.into(),
+        })?;
         let init = init(index, uuid);
-        lane.send_all(&[IoBuf::from(&init[..])], SendFlags::empty())?;
+        let sent = lane.send_all(&[IoBuf::from(&init[..])], SendFlags::empty());
+        sent.map_err(|error| Error::lane(index)(error.into()))?;
         Ok(lane.into())
     };
     let lanes = (0..lanes).map(lane).collect::<Result<_, _>>()?;

@@ -1,0 +1,175 @@
+//! WebSockets against Python's `websockets`, as their client and as their server: fragments, pings, lanes, and a guest that
+//! arrives whole.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use towline_lab::certificates::Authority;
+use towline_lab::{Towline, paths, skip, towline, wait_until};
+
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// Python with its `websockets`, unless the set-up could not bring it.
+fn python(test: &str) -> Option<PathBuf> {
+    let python = paths::python(&paths::lab_directory());
+    if python.is_file() {
+        return Some(python);
+    }
+    skip(test, &format!("{} is missing; run `cargo xtask setup`", python.display()));
+    None
+}
+
+/// What Python and two towlines have in common.
+struct Place {
+    python: PathBuf,
+    directory: TempDir,
+    secure: bool,
+}
+
+impl Place {
+    fn new(python: PathBuf, secure: bool) -> Self {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        Authority::new("the lab's CA").unwrap().furnish(directory.path()).unwrap();
+        Self { python, directory, secure }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    /// A Python that relays; and the port where it listens.
+    fn relay(&self, arguments: &[&str]) -> (Towline, u16) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/websocket/relay.py");
+        let directory = self.directory.path().to_str().unwrap();
+        let mut line = vec![script.to_str().unwrap()];
+        line.extend(arguments);
+        line.extend(self.secure.then_some(directory));
+        let relay = Towline::start(&self.python, line).unwrap();
+        let port = wait_until("a relay that listens", WITHIN, || {
+            Ok(relay.stdout().strip_prefix("listening ").and_then(|port| port.trim().parse().ok()))
+        });
+        (relay, port.unwrap())
+    }
+
+    /// `towline copy` from or to a WebSocket.
+    fn copy(&self, arguments: &[&str]) -> Towline {
+        let directory = self.directory.path().to_str().unwrap();
+        let tls: &[&str] = if self.secure { &["--tls-creds", directory] } else { &[] };
+        towline([&["copy"], tls, arguments].concat()).unwrap()
+    }
+
+    fn scheme(&self) -> &str {
+        if self.secure { "wss" } else { "ws" }
+    }
+
+    /// An image, and the name of another.
+    fn images(&self) -> (String, String) {
+        let (from, to) = (self.path("from.img"), self.path("to.img"));
+        towline(["copy", "mem:48M", &from]).unwrap().wait_done(WITHIN).unwrap();
+        (from, to)
+    }
+}
+
+/// Where a towline listens, once it does.
+fn listens_at(towline: &mut Towline) -> String {
+    let found = wait_until("a towline that listens", WITHIN, || {
+        assert!(towline.runs()?, "towline ended: {}", towline.stderr());
+        let stderr = towline.stderr();
+        let line = stderr.lines().find_map(|line| line.split_once("listening on "));
+        Ok(line.map(|(_, address)| address.trim().to_owned()))
+    });
+    found.unwrap()
+}
+
+fn prove(from: &str, to: &str) {
+    for image in [from, to] {
+        towline(["inspect", "--verify", image]).unwrap().wait_done(WITHIN).unwrap();
+    }
+    let blocks = |image: &str| {
+        let inspected = towline(["inspect", "--json", image]).unwrap().wait_done(WITHIN).unwrap();
+        serde_json::from_str::<serde_json::Value>(&inspected.stdout).unwrap()["blocks"].take()
+    };
+    assert_eq!(blocks(from), blocks(to));
+}
+
+/// An image to Python's server, from there by TCP to another towline.
+fn to_a_server(python: PathBuf, secure: bool, lanes: &str) {
+    let place = Place::new(python, secure);
+    let (from, to) = place.images();
+    let mut far = towline(["copy", "--multifd-channels", lanes, "tcp:127.0.0.1:0", &to]).unwrap();
+    let port = listens_at(&mut far).rsplit_once(':').unwrap().1.to_owned();
+    let (_relay, port) = place.relay(&["serve", "127.0.0.1", &port]);
+    let there = format!("{}://localhost:{port}/vm", place.scheme());
+    place.copy(&["--multifd-channels", lanes, &from, &there]).wait_done(WITHIN).unwrap();
+    far.wait_done(WITHIN).unwrap();
+    prove(&from, &to);
+}
+
+/// An image by TCP to Python, which is the client of a towline that listens.
+fn from_a_client(python: PathBuf, secure: bool, lanes: &str) {
+    let place = Place::new(python, secure);
+    let (from, to) = place.images();
+    let here = format!("{}://127.0.0.1:0/vm", place.scheme());
+    let mut far = place.copy(&["--multifd-channels", lanes, &here, &to]);
+    let (_relay, port) = place.relay(&["connect", &listens_at(&mut far)]);
+    let there = format!("tcp:127.0.0.1:{port}");
+    towline(["copy", "--multifd-channels", lanes, &from, &there]).unwrap().wait_done(WITHIN).unwrap();
+    far.wait_done(WITHIN).unwrap();
+    prove(&from, &to);
+}
+
+macro_rules! tests {
+    ($($name:ident: $run:ident, $secure:expr, $lanes:expr;)*) => {$(
+        #[test]
+        fn $name() {
+            if let Some(python) = python(stringify!($name)) {
+                $run(python, $secure, $lanes);
+            }
+        }
+    )*};
+}
+
+tests! {
+    an_image_to_a_python_server: to_a_server, false, "0";
+    an_image_over_lanes_to_a_python_server: to_a_server, false, "2";
+    an_image_to_a_python_server_with_tls: to_a_server, true, "2";
+    an_image_from_a_python_client: from_a_client, false, "0";
+    an_image_over_lanes_from_a_python_client: from_a_client, false, "2";
+    an_image_from_a_python_client_with_tls: from_a_client, true, "2";
+}
+
+#[test]
+fn between_two_towlines_and_what_is_refused() {
+    let place = Place::new(PathBuf::new(), false);
+    let (from, to) = place.images();
+    let mut far = place.copy(&["--multifd-channels", "2", "ws://127.0.0.1:0/vm/a", &to]);
+    let here = listens_at(&mut far);
+    let another = here.replace("/vm/a", "/vm/b");
+    let refused = place.copy(&["--multifd-channels", "2", &from, &another]).wait(WITHIN).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("it answered with HTTP 404 Not Found, expected 101"),
+        "{}",
+        refused.stderr
+    );
+    let plain = here.replace("ws://", "tcp:").replace("/vm/a", "");
+    let refused = place.copy(&[&from, &plain]).wait(WITHIN).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    place.copy(&["--multifd-channels", "2", &from, &here]).wait_done(WITHIN).unwrap();
+    let far = far.wait_done(WITHIN).unwrap();
+    assert!(far.stderr.contains("it asked for the path /vm/b, expected /vm/a"), "{}", far.stderr);
+    assert!(far.stderr.contains("it does not speak WebSocket"), "{}", far.stderr);
+    prove(&from, &to);
+
+    let usage = |arguments: &[&str], text: &str| {
+        let refused = towline([&["copy"], arguments].concat()).unwrap().wait(WITHIN).unwrap();
+        assert_eq!(refused.status.code(), Some(2), "{}", refused.stderr);
+        assert!(refused.stderr.contains(text), "{}", refused.stderr);
+    };
+    usage(&[&from, "wss://localhost:1/vm"], "wss://localhost:1/vm needs --tls-creds DIR");
+    let directory = place.directory.path().to_str().unwrap();
+    usage(&["--tls-creds", directory, &from, "ws://localhost:1/vm"], "only tcp:, unix: and wss:// speak TLS");
+    usage(&[&from, "ws:localhost"], "expected ws://HOST[:PORT][/PATH], or wss://");
+}
