@@ -9,7 +9,10 @@
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, StreamOwned};
+use rustls::version::TLS13;
+use rustls::{
+    CipherSuite, ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection, StreamOwned,
+};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -121,34 +124,23 @@ fn connect_channels(tls: bool, directory: &Path) -> Anything<Pair> {
 }
 
 fn connect_rustls(directory: &Path) -> Anything<Pair> {
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    // The same cipher as the other row has.
+    let mut provider = rustls::crypto::ring::default_provider();
+    provider.cipher_suites.retain(|suite| suite.suite() == CipherSuite::TLS13_AES_128_GCM_SHA256);
+    let provider = Arc::new(provider);
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(directory.join("ca-cert.pem"))?)?;
     let chain = vec![CertificateDer::from_pem_file(directory.join("server-cert.pem"))?];
     let key = PrivateKeyDer::from_pem_file(directory.join("server-key.pem"))?;
     let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_safe_default_protocol_versions()?
+        .with_protocol_versions(&[&TLS13])?
         .with_no_client_auth()
         .with_single_cert(chain, key)?;
-    server.ignore_client_order = true;
-    let mut client = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()?
+    // Their receiver never reads: its end would be a reset.
+    server.send_tls13_tickets = 0;
+    let client = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13])?
         .with_root_certificates(roots)
-        .with_no_client_auth();
-    // The same cipher as the other row has.
-    let suites = |provider: &rustls::crypto::CryptoProvider| {
-        let mut provider = provider.clone();
-        provider.cipher_suites.retain(|suite| suite.suite() == rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
-        Arc::new(provider)
-    };
-    let aes = suites(client.crypto_provider());
-    client = ClientConfig::builder_with_provider(aes)
-        .with_safe_default_protocol_versions()?
-        .with_root_certificates({
-            let mut roots = RootCertStore::empty();
-            roots.add(CertificateDer::from_pem_file(directory.join("ca-cert.pem"))?)?;
-            roots
-        })
         .with_no_client_auth();
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let near = TcpStream::connect(listener.local_addr()?)?;
