@@ -5,7 +5,8 @@
 //!   seed ─► Case ─► Scene: source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
 //! ```
 //! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or followed by a moment, or the
-//! source has just stopped its guest and sends the rest. The others come at any time. `TOWLINE_SOAK_KILLS` says how many, `TOWLINE_SOAK_SEED` where to begin.
+//! source has just stopped its guest and sends the rest. The others come at any time. `TOWLINE_SOAK_KILLS` says how many,
+//! `TOWLINE_SOAK_SEED` where to begin, and `TOWLINE_SOAK_ONLY` what they must have in them, as `Towline,lanes: 4`.
 
 mod connections;
 mod hooked;
@@ -14,9 +15,10 @@ mod judge;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use towline_control::plan::Phase;
-use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, wait_until};
+use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab};
 
 use crate::support::{Scratch, WITHIN, number, waiting};
 use hooked::Orders;
@@ -32,6 +34,10 @@ const STOPPED_US: u64 = 25_000;
 /// MiB that the guest fills, and pages of it that it writes for ever: few, or half.
 const FILL_MIB: u64 = 16;
 const SWEEPS: [u32; 2] = [64, 2048];
+/// How often is looked for what is waited for.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+/// How long everybody has to fill what there is to fill.
+const STUCK: Duration = Duration::from_millis(100);
 /// From the guest's stop to its going on elsewhere.
 const WINDOW: [Phase; 5] = [Phase::Switchover, Phase::Loaded, Phase::Release, Phase::CutOver, Phase::Running];
 
@@ -55,6 +61,9 @@ enum Moment {
     Behind(Phase, Duration),
     /// So long after the source stopped its guest.
     Stopped(Duration),
+    /// When the destination has hung for a while, since so long after towline's start or since the source stopped its guest:
+    /// every connection is full, and everybody waits for somebody.
+    Stuck(Option<Duration>),
 }
 
 /// One run, all of which follows from its seed.
@@ -75,10 +84,11 @@ impl Case {
         let victims = [Victim::Source, Victim::Destination, Victim::Towline, Victim::Connection];
         let victim = victims[rng.usize(..victims.len())];
         let phase = WINDOW[rng.usize(..WINDOW.len())];
-        let moment = match rng.u8(..6) {
+        let moment = match rng.u8(..8) {
             0 => Moment::At(phase),
             1 => Moment::Behind(phase, Duration::from_micros(rng.u64(..BEHIND_US))),
             2 => Moment::Stopped(Duration::from_micros(rng.u64(..STOPPED_US))),
+            3 => Moment::Stuck(rng.bool().then(|| Duration::from_millis(rng.u64(..RUN_MS / 2)))),
             _ => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
         };
         let lanes = if rng.bool() { 4 } else { 0 };
@@ -89,7 +99,7 @@ impl Case {
     fn hold(&self) -> Option<Phase> {
         match self.moment {
             Moment::At(phase) => Some(phase),
-            Moment::After(_) | Moment::Behind(..) | Moment::Stopped(_) => None,
+            _ => None,
         }
     }
 }
@@ -107,8 +117,10 @@ fn no_guest_is_lost_or_runs_twice() {
     }
     let (runs, first) = (number("TOWLINE_SOAK_KILLS", RUNS), number("TOWLINE_SOAK_SEED", 1));
     let mut failures = Vec::new();
-    for seed in first..first + runs {
-        let case = Case::of(seed);
+    let only = std::env::var("TOWLINE_SOAK_ONLY").unwrap_or_default();
+    let cases = (first..).map(|seed| (seed, Case::of(seed)));
+    let wanted = cases.filter(|(_, case)| only.split(',').all(|text| format!("{case:?}").contains(text)));
+    for (seed, case) in wanted.take(usize::try_from(runs).unwrap()) {
         let begun = Instant::now();
         let outcome = run(&case);
         println!("{seed} {case:?}: {outcome:?} in {:.1} s", begun.elapsed().as_secs_f64());
@@ -129,7 +141,7 @@ fn run(case: &Case) -> Result<String, String> {
     let orders = Orders { lanes: case.lanes, end_source: case.end_source, hold: case.hold(), go: go.clone() };
     let mut towline = orders.start(&source, &destination);
     let watch = Watch::new(&source, &destination);
-    await_moment(case, &source, &mut towline);
+    await_moment(case, &source, &destination, &mut towline)?;
     match case.victim {
         Victim::Source => source.kill().unwrap(),
         Victim::Destination => destination.kill().unwrap(),
@@ -142,6 +154,7 @@ fn run(case: &Case) -> Result<String, String> {
         }
     }
     std::fs::write(&go, "").unwrap();
+    signal(&destination, Signal::CONT);
     // It is not waited for first: what happens while it ends is the point.
     while case.victim != Victim::Towline && towline.runs().unwrap() {
         watch.look()?;
@@ -156,25 +169,55 @@ fn run(case: &Case) -> Result<String, String> {
 }
 
 /// Waits until it is time to kill.
-fn await_moment(case: &Case, source: &Qemu, towline: &mut Towline) {
+fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut Towline) -> Result<(), String> {
     match case.moment {
         Moment::After(time) => std::thread::sleep(time),
         Moment::Stopped(time) => {
-            source.qmp().wait_event("STOP", WITHIN).unwrap();
+            await_stop(source, towline)?;
             std::thread::sleep(time);
+        }
+        Moment::Stuck(since) => {
+            match since {
+                Some(time) => std::thread::sleep(time),
+                None => await_stop(source, towline)?,
+            }
+            signal(destination, Signal::STOP);
+            std::thread::sleep(STUCK);
         }
         Moment::At(phase) | Moment::Behind(phase, _) => {
             let line = format!("phase {phase:?}.\n");
-            wait_until(&line, WITHIN, || {
-                let is_there = towline.stdout().contains(&line);
-                assert!(is_there || towline.runs()?, "it ended: {}{}", towline.stdout(), towline.stderr());
-                Ok(is_there.then_some(()))
-            })
-            .unwrap();
+            while !towline.stdout().contains(&line) {
+                must_run(towline)?;
+                std::thread::sleep(LOOK_INTERVAL);
+            }
             if let Moment::Behind(_, time) = case.moment {
                 std::thread::sleep(time);
             }
         }
+    }
+    Ok(())
+}
+
+/// Waits until the source stops its guest, as it says itself.
+fn await_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
+    while source.qmp().wait_event("STOP", LOOK_INTERVAL).is_err() {
+        must_run(towline)?;
+    }
+    Ok(())
+}
+
+fn must_run(towline: &mut Towline) -> Result<(), String> {
+    match towline.runs().unwrap() {
+        true => Ok(()),
+        false => Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr())),
+    }
+}
+
+/// Sends a signal to a QEMU, which may have ended.
+fn signal(qemu: &Qemu, signal: Signal) {
+    let pid = i32::try_from(qemu.pid()).ok().and_then(Pid::from_raw).unwrap();
+    if qemu.exited().unwrap().is_none() {
+        kill_process(pid, signal).unwrap();
     }
 }
 
