@@ -1,7 +1,7 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! towline bench [TABLE...]  ─►  run  ─►  ram::measure, live::measure  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//! towline bench [TABLE...]  ─►  run  ─►  ram, live, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
 //!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
 //! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
@@ -11,6 +11,7 @@
 //! What this is not: a test. It asserts nothing about speed, and its figures are of the machine that it ran on.
 
 mod counter;
+pub mod lanes;
 pub mod live;
 mod machine;
 pub mod ram;
@@ -57,7 +58,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 2] = [
+const BENCHMARKS: [Benchmark; 5] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -70,7 +71,20 @@ const BENCHMARKS: [Benchmark; 2] = [
             live::measure(&live::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
         },
     },
+    Benchmark {
+        name: "lanes",
+        measure: |options| lanes::measure(&parameters(options), &[lanes::Load::Idle]),
+    },
+    Benchmark {
+        name: "lanes-busy",
+        measure: |options| lanes::measure(&parameters(options), &[lanes::Load::Stress, lanes::Load::Pinned]),
+    },
+    Benchmark { name: "calls", measure: |options| lanes::calls(&parameters(options)) },
 ];
+
+fn parameters(options: &Options) -> lanes::Parameters {
+    lanes::Parameters::of(&options.towline, options.runs, options.cancel.clone())
+}
 
 /// Measures and prints.
 ///
@@ -115,7 +129,10 @@ mod tests {
     #[test]
     fn an_unknown_table_is_named_with_those_that_are_known() {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
-        assert_eq!(error.to_string(), "there is no table \"disk\"; there are: ram, live");
+        assert_eq!(
+            error.to_string(),
+            "there is no table \"disk\"; there are: ram, live, lanes, lanes-busy, calls"
+        );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }
 }

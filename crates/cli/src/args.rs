@@ -205,7 +205,8 @@ pub(crate) struct InspectArgs {
 /// Measure on real guests, side by side with the peers that this machine has
 ///
 /// Tables: `ram` (save and restore of a guest's memory against QEMU's own), `live` (a busy guest through towline against QEMU to
-/// QEMU). Needs the lab: `cargo xtask setup` in a checkout.
+/// QEMU), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
+/// `calls` (pages copied into a linear buffer against vectors). Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -222,6 +223,9 @@ pub(crate) struct BenchArgs {
     /// Runs of each row; the median is printed
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub(crate) runs: usize,
+    /// This process is one end of a measured migration
+    #[arg(long, value_name = "ROLE", hide = true, exclusive = true)]
+    pub(crate) end: Option<String>,
 }
 
 /// How streams are encrypted.

@@ -8,6 +8,10 @@ use crate::signals::cancel_on_signals;
 
 /// Runs the command.
 pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
+    if let Some(role) = &args.end {
+        towline_bench::lanes::serve(role)?;
+        return Ok(Exit::Done);
+    }
     let options = towline_bench::Options {
         tables: args.tables.clone(),
         report: args.report.clone(),

@@ -108,50 +108,60 @@ impl MainWriter {
 
     /// Sends a unit of a guest's memory; returns the bytes of pages that went with content.
     pub(crate) fn unit(&mut self, guest: &dyn Guest, page: PageRef, length: u64) -> Result<u64> {
-        let (mut pages, mut sent) = (Vec::new(), 0);
-        for (offset, zero) in classify(guest, page, length) {
-            if zero {
-                self.guest_pages(guest, page.block, &mut pages)?;
-                self.zero(page.block, &[offset])?;
-            } else {
-                pages.push(offset);
-                sent += PAGE_SIZE;
+        let (mut marks, mut sent, mut zeros) = (Vec::with_capacity(CALL_PAGES_MAX), 0, 0);
+        for (offset, is_zero) in classify(guest, page, length) {
+            let page = PageRef { offset, ..page };
+            if is_zero {
+                // Its record goes between those of the pages, in the same call.
+                self.records(|records, out| records.zero(page, out))?;
+                zeros += 1;
+                continue;
+            }
+            self.records(|records, out| records.page(page, out))?;
+            marks.push((self.pending.len(), guest.memory(page, PAGE_SIZE)));
+            sent += PAGE_SIZE;
+            if marks.len() == CALL_PAGES_MAX {
+                self.send_marked(&mut marks)?;
             }
         }
-        self.guest_pages(guest, page.block, &mut pages)?;
+        Statistics::add(&self.statistics.duplicate, zeros);
+        self.send_marked(&mut marks)?;
+        self.flush_if(PENDING_BYTES_MAX)?;
         Ok(sent)
-    }
-
-    fn guest_pages(&mut self, guest: &dyn Guest, block: BlockIndex, offsets: &mut Vec<u64>) -> Result<()> {
-        let memory = |offset| guest.memory(PageRef { block, offset }, PAGE_SIZE);
-        let contents: Vec<_> = offsets.iter().map(|&offset| memory(offset)).collect();
-        self.pages(block, offsets, &contents)?;
-        offsets.clear();
-        Ok(())
     }
 
     /// Sends pages, each with its content, which is one page long.
     pub(crate) fn pages(&mut self, block: BlockIndex, offsets: &[u64], contents: &[IoBuf<'_>]) -> Result<()> {
-        for (offsets, contents) in offsets.chunks(CALL_PAGES_MAX).zip(contents.chunks(CALL_PAGES_MAX)) {
-            let mut ends = Vec::with_capacity(offsets.len());
-            self.records(|records, out| {
-                for &offset in offsets {
-                    records.page(PageRef { block, offset }, out);
-                    ends.push(out.len());
-                }
-            })?;
-            let mut buffers = Vec::with_capacity(2 * offsets.len());
-            let mut start = 0;
-            for (&end, &content) in ends.iter().zip(contents) {
-                buffers.push(IoBuf::from(&self.pending[start..end]));
-                buffers.push(content);
-                start = end;
+        let mut marks = Vec::with_capacity(offsets.len().min(CALL_PAGES_MAX));
+        for (&offset, &content) in offsets.iter().zip(contents) {
+            self.records(|records, out| records.page(PageRef { block, offset }, out))?;
+            marks.push((self.pending.len(), content));
+            if marks.len() == CALL_PAGES_MAX {
+                self.send_marked(&mut marks)?;
             }
-            self.channel.send_all(&buffers, SendFlags::empty())?;
-            let (pages, bytes) = (offsets.len() as u64, self.pending.len() as u64);
-            self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE, buffers.len());
-            self.pending.clear();
         }
+        self.send_marked(&mut marks)
+    }
+
+    /// Sends what is pending, and behind each mark its page.
+    fn send_marked(&mut self, marks: &mut Vec<(usize, IoBuf<'_>)>) -> Result<()> {
+        if marks.is_empty() {
+            return Ok(());
+        }
+        let mut buffers = Vec::with_capacity(2 * marks.len() + 1);
+        let mut start = 0;
+        for &(end, content) in marks.iter() {
+            buffers.extend([IoBuf::from(&self.pending[start..end]), content]);
+            start = end;
+        }
+        if start < self.pending.len() {
+            buffers.push(IoBuf::from(&self.pending[start..]));
+        }
+        self.channel.send_all(&buffers, SendFlags::empty())?;
+        let (pages, bytes) = (marks.len() as u64, self.pending.len() as u64);
+        self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE, buffers.len());
+        self.pending.clear();
+        marks.clear();
         Ok(())
     }
 

@@ -1,0 +1,230 @@
+//! One end of a measured migration, a process of its own, so that its CPU time is its own: told by lines of JSON on standard
+//! input what to do, it answers with one each.
+//!
+//! ```text
+//!   {"source": {…}}       fills memory once ─► "ready"      {"address", "lanes", "mode", …} ─► seconds, CPU, calls
+//!   {"destination": {…}}  touches memory once ─► "ready"    {"lanes", "cold"} ─► address ─► seconds, CPU
+//!   {"spin": N}           N threads that do nothing ─► "ready", until standard input ends
+//! ```
+
+use std::io::{BufRead, Write};
+use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, connect_with};
+use towline_migration::memory::{Backing, Block};
+use towline_migration::outgoing::ZeroCopySend;
+use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
+use towline_migration::{
+    Incoming, LiveMemory, Memory, Outgoing, Session, Sink, Statistics, incoming, outgoing,
+};
+
+use super::layers::{Calls, Counted, Linear, OnePage};
+use crate::machine;
+
+const WITHIN: Duration = Duration::from_secs(30);
+/// More than the guest, as what it backs is taken in huge pages too.
+const SETTLE_QUARTERS: u64 = 5;
+
+/// How the source sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    Linear,
+    OnePage,
+    Vectored,
+    ZeroCopy,
+    Auto,
+}
+
+impl Mode {
+    pub(super) const ALL: [Self; 5] =
+        [Self::Linear, Self::OnePage, Self::Vectored, Self::ZeroCopy, Self::Auto];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Linear => "pages copied into 32 KiB",
+            Self::OnePage => "one page a call",
+            Self::Vectored => "vectored",
+            Self::ZeroCopy => "zero-copy on",
+            Self::Auto => "auto",
+        }
+    }
+
+    fn of(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|mode| mode.name() == name).with_context(|| format!("no mode {name:?}"))
+    }
+
+    fn layer(self, channel: Box<dyn Channel>) -> Arc<dyn Channel> {
+        match self {
+            Self::Linear => Arc::new(Linear::new(channel)),
+            Self::OnePage => Arc::new(OnePage::new(channel)),
+            _ => Arc::from(channel),
+        }
+    }
+
+    fn options(self) -> outgoing::Options {
+        let zero_copy_send = match self {
+            Self::ZeroCopy => ZeroCopySend::On,
+            Self::Auto => ZeroCopySend::Auto,
+            _ => ZeroCopySend::Off,
+        };
+        outgoing::Options { zero_copy_send, ..outgoing::Options::default() }
+    }
+
+    fn is_zero_copy(self) -> bool {
+        matches!(self, Self::ZeroCopy | Self::Auto)
+    }
+}
+
+/// Runs an end until its standard input ends.
+///
+/// # Errors
+/// It was told what cannot be; or a migration failed.
+pub fn serve(role: &str) -> Result<()> {
+    let role: Value = serde_json::from_str(role).context("the role of a bench's end")?;
+    if let Some(threads) = role["spin"].as_u64() {
+        return spin(threads);
+    }
+    if let Some(shape) = role.get("source") {
+        return source(shape);
+    }
+    destination(role.get("destination").context("a source or a destination")?)
+}
+
+/// Answers each line.
+fn answer(mut work: impl FnMut(&Value) -> Result<Value>) -> Result<()> {
+    say(&json!("ready"))?;
+    for line in std::io::stdin().lock().lines() {
+        let request: Value = serde_json::from_str(&line?)?;
+        let cpus: Option<Vec<usize>> = request["cpus"]
+            .as_array()
+            .map(|cpus| cpus.iter().filter_map(|cpu| Some(cpu.as_u64()? as usize)).collect());
+        pin(cpus.as_deref())?;
+        let answer = work(&request).unwrap_or_else(|error| json!({ "failed": format!("{error:#}") }));
+        say(&answer)?;
+    }
+    Ok(())
+}
+
+fn say(value: &Value) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{value}")?;
+    Ok(out.flush()?)
+}
+
+/// Threads that come later inherit it.
+fn pin(cpus: Option<&[usize]>) -> Result<()> {
+    let mut set = CpuSet::new();
+    match cpus {
+        Some(cpus) => cpus.iter().for_each(|&cpu| set.set(cpu)),
+        None => (0..CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu)),
+    }
+    Ok(sched_setaffinity(None, &set)?)
+}
+
+fn source(shape: &Value) -> Result<()> {
+    let length = shape["bytes"].as_u64().context("bytes")?;
+    let zero_percent = shape["zero-percent"].as_u64().unwrap_or(0) as u8;
+    let shape = Shape { zero_percent, backing: synthetic::Backing::Memfd, ..Shape::of_length(length) };
+    let guest = Synthetic::new(shape)?;
+    answer(|request| guest.run(|guest| send(guest, request))?)
+}
+
+fn send(guest: &LiveMemory<'_>, request: &Value) -> Result<Value> {
+    let mode = Mode::of(request["mode"].as_str().unwrap_or_default())?;
+    let address: Address = request["address"].as_str().unwrap_or_default().parse()?;
+    let lanes = request["lanes"].as_u64().unwrap_or_default();
+    let (calls, statistics) = (Arc::<Calls>::default(), Arc::<Statistics>::default());
+    let (cancel, begun, cpu) = (Cancel::new()?, Instant::now(), cpu_seconds());
+    let one = |zero_copy| -> Result<Arc<dyn Channel>> {
+        let options = ConnectOptions { zero_copy, ..ConnectOptions::default() };
+        let channel = connect_with(&address, Instant::now() + WITHIN, &cancel, &options)?;
+        Ok(mode.layer(Box::new(Counted::new(channel, &calls))))
+    };
+    let main = one(false)?;
+    let lanes = (0..lanes).map(|_| one(mode.is_zero_copy())).collect::<Result<Vec<_>>>()?;
+    let connections = outgoing::Connections { main, lanes, uuid: [0; 16], introduced: false };
+    let engine = Outgoing::new(Arc::<Session>::default(), Arc::clone(&statistics), mode.options());
+    engine.run(&connections, guest)?;
+    let (seconds, cpu) = (begun.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+    let moved = statistics.snapshot();
+    Ok(json!({
+        "seconds": seconds,
+        "cpu": cpu,
+        "bytes": moved.normal_bytes,
+        "plain-pages": moved.normal,
+        "duplicate-pages": moved.duplicate,
+        "sends": calls.sends(),
+        "send-ns": calls.call_ns(),
+    }))
+}
+
+fn destination(room: &Value) -> Result<()> {
+    let length = room["bytes"].as_u64().context("bytes")?;
+    let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    let file = synthetic::memfd(length, false)?;
+    let backing = Backing::Shared { file: file.as_fd(), offset: 0 };
+    let warm = Memory::new(configuration(), &[Block { name: BLOCK_NAME, length, backing }])?;
+    warm.populate(threads)?;
+    let warm = Checked::new(warm, threads);
+    let mut is_verified = false;
+    answer(|request| {
+        let lanes = request["lanes"].as_u64().unwrap_or_default() as usize;
+        if request["cold"] == true {
+            machine::settle(length / 4 * SETTLE_QUARTERS)?;
+            let cold = Checked::new(Memory::adopting(length), threads).without_check();
+            return receive(&cold, lanes);
+        }
+        // The first time it is proven that all comes; then the content is the same each time.
+        if std::mem::replace(&mut is_verified, true) {
+            receive(warm.memory(), lanes)
+        } else {
+            receive(&warm, lanes)
+        }
+    })
+}
+
+fn receive(sink: &dyn Sink, lanes: usize) -> Result<Value> {
+    let cancel = Cancel::new()?;
+    let listener = Listener::bind(&Address::Tcp { host: "127.0.0.1".into(), port: 0 })?;
+    say(&json!({ "address": listener.local_address().to_string() }))?;
+    let connections = incoming::gather(listener, lanes, Instant::now() + WITHIN, WITHIN, &cancel)?;
+    let (begun, cpu) = (Instant::now(), cpu_seconds());
+    let engine =
+        Incoming::new(Arc::<Session>::default(), Arc::<Statistics>::default(), incoming::Options::default());
+    engine.run(&connections, sink)?;
+    Ok(json!({ "seconds": begun.elapsed().as_secs_f64(), "cpu": cpu_seconds() - cpu }))
+}
+
+/// CPU time of this process so far, user and system.
+fn cpu_seconds() -> f64 {
+    let now = clock_gettime(ClockId::ProcessCPUTime);
+    now.tv_sec as f64 + now.tv_nsec as f64 / 1e9
+}
+
+fn spin(threads: u64) -> Result<()> {
+    if threads > 1024 {
+        bail!("{threads} threads that do nothing: at most 1024");
+    }
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+        let result = answer(|_| Ok(Value::Null));
+        is_over.store(true, Ordering::Relaxed);
+        result
+    })
+}

@@ -1,0 +1,233 @@
+//! `towline bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
+//!
+//! ```text
+//!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
+//!          QEMU ═ multifd ═ QEMU, with and without zero-copy-send      memory: a preallocated memfd at both ends
+//!          iperf3 -P 1, 2, 4, 8
+//!   cold   the same into memory that nobody has touched
+//!   calls  one main channel: calls, pages and seconds of a 4 GiB guest, linear buffer and vectored
+//! ```
+//!
+//! CPU time is user and system of both ends' processes, from before the connections are made until the guest has arrived.
+//! A GB is 10⁹ bytes of pages that went with content.
+//!
+//! Limits: the guest is a synthetic one that stands still, and QEMU's is stopped; both are filled with noise.
+
+mod calls;
+mod end;
+mod iperf;
+mod layers;
+mod process;
+mod qemu;
+mod tables;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::json;
+use towline_channel::Cancel;
+
+use crate::rounds::{self, Contender, Outcome};
+use crate::table::Table;
+pub use calls::measure as calls;
+use end::Mode;
+pub use end::serve;
+use process::{Cost, End, Job};
+
+const MIB: u64 = 1 << 20;
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// MiB that the guest has, and that QEMU's fills.
+    pub memory_mib: u64,
+    /// MiB of the guest whose calls are counted.
+    pub calls_mib: u64,
+    /// Numbers of lanes.
+    pub lanes: Vec<usize>,
+    /// Runs of each row.
+    pub runs: usize,
+    /// Runs of each row of `calls`.
+    pub calls_runs: usize,
+    /// Seconds that iperf3 runs.
+    pub iperf_seconds: u64,
+    /// Whether QEMU is among the contenders.
+    pub has_qemu: bool,
+    /// The binary under test.
+    pub towline: PathBuf,
+    /// Ends it early.
+    pub cancel: Cancel,
+}
+
+impl Parameters {
+    /// The guest of the published tables: 2 GiB, and 4 GiB for `calls`.
+    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+        Self {
+            memory_mib: 2048,
+            calls_mib: 4096,
+            lanes: vec![1, 2, 4, 8],
+            runs,
+            calls_runs: 2 * runs,
+            iperf_seconds: 2,
+            has_qemu: true,
+            towline: towline.into(),
+            cancel,
+        }
+    }
+}
+
+/// What else the machine does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Load {
+    /// Nothing.
+    Idle,
+    /// A thread on each CPU computes.
+    Stress,
+    /// Nothing; the source's processes run on the first half of the CPUs, the destination's on the other.
+    Pinned,
+}
+
+/// Who takes part in a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Means {
+    Towline(Mode),
+    Qemu { is_zero_copy: bool },
+    Iperf,
+}
+
+/// A row to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    load: Load,
+    is_cold: bool,
+    lanes: usize,
+    means: Means,
+}
+
+impl Entry {
+    fn contender(&self) -> Contender {
+        let lanes = if self.lanes == 1 { "lane" } else { "lanes" };
+        Contender { group: format!("{}, {} {lanes}", self.table(), self.lanes), label: self.label().into() }
+    }
+
+    fn table(&self) -> &'static str {
+        match (self.is_cold, self.load) {
+            (true, _) => "cold",
+            (false, Load::Idle) => "warm",
+            (false, Load::Stress) => "stress",
+            (false, Load::Pinned) => "pinned",
+        }
+    }
+
+    fn label(&self) -> &'static str {
+        match self.means {
+            Means::Towline(mode) => mode.name(),
+            Means::Qemu { is_zero_copy: false } => "QEMU's multifd",
+            Means::Qemu { is_zero_copy: true } => "QEMU's multifd, zero-copy-send",
+            Means::Iperf => "iperf3",
+        }
+    }
+}
+
+/// Measures under these loads.
+///
+/// # Errors
+/// The ends do not start, or it was cancelled. A contender that fails is a row that says so.
+pub fn measure(parameters: &Parameters, loads: &[Load]) -> Result<Vec<Table>> {
+    let entries = entries(parameters, loads);
+    let mut bench = Bench::new(parameters)?;
+    let contenders: Vec<Contender> = entries.iter().map(Entry::contender).collect();
+    let outcomes =
+        rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| bench.run(entries[index]))?;
+    Ok(tables::all(parameters, &entries, &outcomes))
+}
+
+fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
+    let takes_part = |means: &Means| parameters.has_qemu || !matches!(means, Means::Qemu { .. });
+    let peers = [Means::Qemu { is_zero_copy: false }, Means::Qemu { is_zero_copy: true }, Means::Iperf];
+    let warm: Vec<_> = Mode::ALL.map(Means::Towline).into_iter().chain(peers).filter(takes_part).collect();
+    let cold = [Means::Towline(Mode::Vectored), Means::Qemu { is_zero_copy: false }];
+    let cold: Vec<_> = cold.into_iter().filter(takes_part).collect();
+    let of = |load, is_cold, means: &[Means]| -> Vec<Entry> {
+        let lanes = parameters.lanes.iter();
+        let entry = |&lanes| means.iter().map(move |&means| Entry { load, is_cold, lanes, means });
+        lanes.flat_map(entry).collect()
+    };
+    let mut entries: Vec<_> = loads.iter().flat_map(|&load| of(load, false, &warm)).collect();
+    if loads.contains(&Load::Idle) {
+        entries.extend(of(Load::Idle, true, &cold));
+    }
+    entries
+}
+
+/// What lives as long as the measurement.
+struct Bench<'a> {
+    parameters: &'a Parameters,
+    source: End,
+    destination: End,
+    qemu: Option<Result<qemu::Source>>,
+    /// CPUs of sources and of destinations, for pinned runs.
+    halves: (Vec<usize>, Vec<usize>),
+}
+
+impl<'a> Bench<'a> {
+    fn new(parameters: &'a Parameters) -> Result<Self> {
+        let bytes = parameters.memory_mib * MIB;
+        let end = |role: &str| End::start(&parameters.towline, &json!({ role: { "bytes": bytes } }));
+        eprintln!("lanes: filling {} MiB of a synthetic guest", parameters.memory_mib);
+        let source = end("source").context("a source")?;
+        let destination = end("destination").context("a destination")?;
+        let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters));
+        let cpus: Vec<usize> = (0..std::thread::available_parallelism().map_or(1, usize::from)).collect();
+        let (first, second) = cpus.split_at(cpus.len().div_ceil(2));
+        // A machine with one CPU has one half.
+        let second = if second.is_empty() { first } else { second };
+        let halves = (first.to_vec(), second.to_vec());
+        Ok(Self { parameters, source, destination, qemu, halves })
+    }
+
+    fn run(&mut self, entry: Entry) -> Result<Cost> {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let stress = match entry.load {
+            Load::Stress => Some(End::start(&self.parameters.towline, &json!({ "spin": threads }))?),
+            _ => None,
+        };
+        let halves = (entry.load == Load::Pinned).then_some((&self.halves.0[..], &self.halves.1[..]));
+        let cost = match entry.means {
+            Means::Towline(mode) => {
+                let job = Job { mode: mode.name(), lanes: entry.lanes, is_cold: entry.is_cold, cpus: halves };
+                process::migrate(&mut self.source, &mut self.destination, job)
+            }
+            Means::Qemu { is_zero_copy } => {
+                let source = self.qemu.as_ref().context("QEMU takes no part")?;
+                let source = source.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
+                let way =
+                    qemu::Way { lanes: entry.lanes, is_zero_copy, is_cold: entry.is_cold, cpus: halves };
+                source.migrate(self.parameters, way)
+            }
+            Means::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
+        };
+        drop(stress);
+        cost
+    }
+}
+
+/// What a contender's rounds gave.
+type Costs = Outcome<Cost>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_lanes_has_every_contender() {
+        let parameters = Parameters::of(Path::new("towline"), 1, Cancel::new().unwrap());
+        let warm = entries(&parameters, &[Load::Idle]);
+        assert_eq!(warm.len(), 4 * (Mode::ALL.len() + 3) + 4 * 2);
+        assert_eq!(warm[0].contender().group, "warm, 1 lane");
+        assert_eq!(warm.last().unwrap().contender().group, "cold, 8 lanes");
+        let busy = entries(&Parameters { has_qemu: false, ..parameters }, &[Load::Stress, Load::Pinned]);
+        assert_eq!(busy.len(), 2 * 4 * (Mode::ALL.len() + 1));
+        assert_eq!(busy.last().unwrap().contender().group, "pinned, 8 lanes");
+    }
+}

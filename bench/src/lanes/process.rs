@@ -1,0 +1,108 @@
+//! The ends' processes as the bench has them.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+/// An end of a measured migration. Dropping it ends it.
+pub(super) struct End {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+/// What a migration between two ends cost.
+#[derive(Debug, Clone)]
+pub(super) struct Cost {
+    pub(super) seconds: f64,
+    /// Of both ends.
+    pub(super) cpu_seconds: f64,
+    /// Bytes of pages that went with content.
+    pub(super) bytes: f64,
+    /// What the source counted besides.
+    pub(super) source: Value,
+}
+
+impl Cost {
+    pub(super) fn gigabytes_per_second(&self) -> f64 {
+        self.bytes / self.seconds / 1e9
+    }
+
+    pub(super) fn cpu_per_gigabyte(&self) -> f64 {
+        self.cpu_seconds / (self.bytes / 1e9)
+    }
+}
+
+impl End {
+    /// Starts a process with this role and waits until it is ready.
+    pub(super) fn start(towline: &Path, role: &Value) -> Result<Self> {
+        let mut command = Command::new(towline);
+        command.args(["bench", "--end", &role.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child =
+            command.spawn().with_context(|| format!("{} cannot be started", towline.display()))?;
+        let input = child.stdin.take();
+        let output = BufReader::new(child.stdout.take().context("standard output was asked for")?);
+        let mut end = Self { child, input, output };
+        let ready = end.hear()?;
+        ensure!(ready == "ready", "{role} says {ready}, expected \"ready\"");
+        Ok(end)
+    }
+
+    fn tell(&mut self, request: &Value) -> Result<()> {
+        let input = self.input.as_mut().context("it was ended")?;
+        writeln!(input, "{request}")?;
+        Ok(input.flush()?)
+    }
+
+    fn hear(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        if self.output.read_line(&mut line)? == 0 {
+            bail!("an end has ended: {}", self.child.wait()?);
+        }
+        let value: Value = serde_json::from_str(&line)?;
+        match value["failed"].as_str() {
+            Some(text) => bail!("{text}"),
+            None => Ok(value),
+        }
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // It ends with its input; one that hangs is killed, and it is nobody else's.
+        drop(self.input.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How two ends are to work together.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Job<'a> {
+    pub(super) mode: &'a str,
+    pub(super) lanes: usize,
+    pub(super) is_cold: bool,
+    /// CPUs of the source and of the destination, if they are pinned.
+    pub(super) cpus: Option<(&'a [usize], &'a [usize])>,
+}
+
+/// Has `source` send to `destination`.
+pub(super) fn migrate(source: &mut End, destination: &mut End, job: Job<'_>) -> Result<Cost> {
+    let (from, to) = job.cpus.unzip();
+    destination.tell(&json!({ "lanes": job.lanes, "cold": job.is_cold, "cpus": to }))?;
+    let address = destination.hear()?["address"].take();
+    source.tell(&json!({ "address": address, "lanes": job.lanes, "mode": job.mode, "cpus": from }))?;
+    let (sent, received) = (source.hear(), destination.hear());
+    let (sent, received) = (sent?, received?);
+    let number =
+        |value: &Value, key: &str| value[key].as_f64().with_context(|| format!("{value} without {key}"));
+    Ok(Cost {
+        seconds: number(&sent, "seconds")?,
+        cpu_seconds: number(&sent, "cpu")? + number(&received, "cpu")?,
+        bytes: number(&sent, "bytes")?,
+        source: sent,
+    })
+}

@@ -1,0 +1,149 @@
+//! QEMU's own multifd, from one stock QEMU to another.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_setaffinity};
+use serde_json::{Value, json};
+use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version, wait_until};
+
+use super::process::Cost;
+use super::{MIB, Parameters};
+use crate::machine;
+
+/// How long the guest may take to fill its memory.
+const FILL_WITHIN: Duration = Duration::from_secs(240);
+const MIGRATE_WITHIN: Duration = Duration::from_secs(120);
+/// QEMU's "as fast as it goes"; its default is 128 MiB/s.
+const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
+/// Memory that the guest does not fill: the image and the firmware's own.
+const SPARE_MIB: u64 = 16;
+/// What the lab's guest can reach and fill.
+const FILL_MIB_MAX: u64 = 2040;
+const WORDS_PER_PAGE: u32 = 1024;
+/// Ticks of a second in `/proc/PID/stat` (`USER_HZ`, which is 100 on every Linux that QEMU runs on).
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// A QEMU whose guest has filled its memory and is stopped.
+pub(super) struct Source {
+    qemu: Qemu,
+}
+
+/// How it is to migrate.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Way<'a> {
+    pub(super) lanes: usize,
+    pub(super) is_zero_copy: bool,
+    pub(super) is_cold: bool,
+    pub(super) cpus: Option<(&'a [usize], &'a [usize])>,
+}
+
+fn builder(parameters: &Parameters, is_cold: bool) -> Builder {
+    let fill_mib = parameters.memory_mib.min(FILL_MIB_MAX);
+    let guest = BootSector { fill_mib, words_per_page: WORDS_PER_PAGE, seed: 1, sweep_pages: 0 };
+    Qemu::builder(Version::V10_0)
+        .memory_mib(parameters.memory_mib + SPARE_MIB)
+        .memory_backend(MemoryBackend::Memfd { prealloc: !is_cold })
+        .boot_sector(guest)
+}
+
+impl Source {
+    pub(super) fn start(parameters: &Parameters) -> Result<Self> {
+        eprintln!("lanes: filling {} MiB of a QEMU's guest", parameters.memory_mib.min(FILL_MIB_MAX));
+        let qemu = builder(parameters, false).start()?;
+        wait_until("a guest that has filled its memory", FILL_WITHIN, || {
+            parameters.cancel.check()?;
+            Ok(qemu.filled()?.then_some(()))
+        })?;
+        let source = Self { qemu };
+        source.stop()?;
+        Ok(source)
+    }
+
+    /// Stops it, also after it was migrated away.
+    fn stop(&self) -> Result<()> {
+        if self.qemu.qmp().status()? == "postmigrate" {
+            self.qemu.qmp().execute("cont", Value::Null)?;
+        }
+        self.qemu.qmp().execute("stop", Value::Null)?;
+        Ok(())
+    }
+
+    /// Migrates into a QEMU that is started for it.
+    pub(super) fn migrate(&self, parameters: &Parameters, way: Way<'_>) -> Result<Cost> {
+        let destination = builder(parameters, way.is_cold).incoming_defer().start()?;
+        if way.is_cold {
+            machine::settle(parameters.memory_mib * MIB / 4 * 5)?;
+        }
+        set(&self.qemu, way.lanes, way.is_zero_copy)?;
+        set(&destination, way.lanes, false)?;
+        let everywhere: Vec<usize> = (0..CpuSet::MAX_CPU).collect();
+        let (from, to) = way.cpus.unwrap_or((&everywhere, &everywhere));
+        pin(&self.qemu, from)?;
+        pin(&destination, to)?;
+        destination.qmp().execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
+        let info = destination.qmp().execute("query-migrate", Value::Null)?;
+        let port = info["socket-address"][0]["port"]
+            .as_str()
+            .context("no port in the destination's query-migrate")?;
+        let before = (cpu_seconds(&self.qemu)?, cpu_seconds(&destination)?);
+        let migrated = self.wait(parameters, &format!("tcp:127.0.0.1:{port}"));
+        let cpu_seconds = cpu_seconds(&self.qemu)? - before.0 + cpu_seconds(&destination)? - before.1;
+        let stopped = self.stop();
+        let info = migrated?;
+        stopped?;
+        let number = |value: &Value, key: &str| {
+            value[key].as_f64().with_context(|| format!("query-migrate without {key}"))
+        };
+        Ok(Cost {
+            seconds: number(&info, "total-time")? / 1e3,
+            cpu_seconds,
+            bytes: number(&info["ram"], "normal-bytes")?,
+            source: Value::Null,
+        })
+    }
+
+    fn wait(&self, parameters: &Parameters, uri: &str) -> Result<Value> {
+        self.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
+        wait_until("QEMU's own migration", MIGRATE_WITHIN, || {
+            parameters.cancel.check()?;
+            let info = self.qemu.qmp().execute("query-migrate", Value::Null)?;
+            match info["status"].as_str() {
+                Some("completed") => Ok(Some(info)),
+                Some("failed") => bail!("QEMU's own migration failed: {}", info["error-desc"]),
+                _ => Ok(None),
+            }
+        })
+    }
+}
+
+fn set(qemu: &Qemu, lanes: usize, is_zero_copy: bool) -> Result<()> {
+    let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
+    let capabilities = [capability("multifd", true), capability("zero-copy-send", is_zero_copy)];
+    qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+    let parameters = json!({ "multifd-channels": lanes, "max-bandwidth": BANDWIDTH_UNLIMITED });
+    qemu.qmp().execute("migrate-set-parameters", parameters)?;
+    Ok(())
+}
+
+/// All threads that there are; those that come later inherit it.
+fn pin(qemu: &Qemu, cpus: &[usize]) -> Result<()> {
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|&cpu| set.set(cpu));
+    for entry in std::fs::read_dir(format!("/proc/{}/task", qemu.pid()))? {
+        let number = entry?.file_name().to_string_lossy().parse::<i32>()?;
+        sched_setaffinity(Pid::from_raw(number), &set)?;
+    }
+    Ok(())
+}
+
+/// User and system time of all its threads, also those that ended.
+fn cpu_seconds(qemu: &Qemu) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{}/stat", qemu.pid()))?;
+    // The name before may hold anything, also blanks.
+    let (_, fields) = text.rsplit_once(')').context("/proc/PID/stat without a name")?;
+    let mut ticks = fields.split_whitespace().skip(11).map(str::parse::<f64>);
+    let mut next = || ticks.next().context("/proc/PID/stat is too short");
+    Ok((next()?? + next()??) / TICKS_PER_SECOND)
+}
