@@ -21,8 +21,8 @@ const TABLE: &[(&str, May)] = &[
     ("towline-image", May::Use(&["towline-migration", "towline-channel", "towline-protocol"])),
     ("towline-compat", May::Use(&["towline-protocol"])),
     ("towline-vhost-user", May::Use(&["towline-channel"])),
-    ("towline-net", May::Use(&["towline-vhost-user"])),
-    ("towline-vsock", May::Use(&["towline-vhost-user"])),
+    ("towline-net", May::Use(&["towline-vhost-user", "towline-channel"])),
+    ("towline-vsock", May::Use(&["towline-vhost-user", "towline-channel"])),
     (
         "towline-control",
         May::Use(&[

@@ -1,0 +1,37 @@
+//! The backend side of vhost-user: a virtio device in a process of its own, whose guest QEMU can migrate.
+//!
+//! ```text
+//!   frontend (QEMU) ── socket ── server ─► session ── orders ──► workers (a thread for each queue or pair)
+//!                                            │                      │  Worker::run: pop, complete
+//!          guest memory ◄── memory ──────────┴───────── ring, log ──┘
+//! ```
+//! What it is: the session with all that stock QEMU needs to migrate a device, guest memory by both kinds of addresses,
+//! split rings that are taken and given back in batches, the dirty log, and threads. A device is a [`Device`] with its
+//! [`Worker`]s; `examples/rng.rs` is one.
+//!
+//! What it is not: no device, no frontend. Packed rings, postcopy (`PAGEFAULT`), `IOMMU`, in-band notifications and
+//! polled rings are left out and refused by name.
+//!
+//! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as
+//! [`ring`] bounds them. Linux on a little-endian machine. Where it is written down: `docs/vhost-user.md`.
+
+pub mod device;
+pub mod features;
+pub mod log;
+pub mod memory;
+pub mod message;
+pub mod ring;
+mod server;
+mod session;
+mod sys;
+mod worker;
+
+pub use device::{Device, Next, Refusal, Worker};
+pub use features::ProtocolFeatures;
+pub use memory::{Memory, MemoryError, REGIONS_MAX, Region};
+pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
+pub use rustix::event::{PollFd, PollFlags};
+pub use server::{Frontends, ServeError, serve};
+pub use session::{QUEUES_MAX, SessionError};
+pub use towline_channel::{Address, Cancel, Listener};
+pub use worker::Queues;

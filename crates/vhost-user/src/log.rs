@@ -1,0 +1,190 @@
+//! The dirty log: which pages of the guest the device has written, told to a frontend that migrates it.
+//!
+//! ```text
+//!   ring: mark(address, length) ─► word cache (32 words) ─ once a batch ─► fetch_or into the shared log
+//!             └─ nothing at all while the switch is off
+//! ```
+//! A page is marked after it is written and before its batch is over, so whoever clears the log and then reads the page
+//! either sees the write or finds the mark later. Switch and log are changed between batches only, by the session, which
+//! answers the frontend when every ring has the change.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::memory::MemoryError;
+use crate::sys::{Area, Mapping};
+
+/// Bytes of guest memory for each bit (`VHOST_LOG_PAGE`).
+pub const LOG_PAGE: u64 = 4096;
+/// Words that a ring gathers before it has to write them out.
+const CACHE_WORDS: usize = 32;
+/// The longest log that is mapped: enough for 2^48 bytes of guest addresses.
+const LOG_BYTES_MAX: u64 = 1 << 33;
+
+/// The shared log.
+#[derive(Debug)]
+pub struct DirtyLog {
+    words: Area,
+    pages: u64,
+}
+
+/// Whether writes are logged. Shared by the session, which switches, and the rings.
+#[derive(Debug, Clone, Default)]
+pub struct LogSwitch(Arc<AtomicBool>);
+
+/// The log as a ring uses it.
+#[derive(Debug, Default)]
+pub(crate) struct DirtyCache {
+    switch: LogSwitch,
+    log: Option<Arc<DirtyLog>>,
+    /// Which word, and the bits to set in it.
+    words: Vec<(u64, u64)>,
+    /// The first page that has no place in the log.
+    outside: Option<u64>,
+}
+
+impl DirtyLog {
+    /// Maps a log of `size` bytes.
+    ///
+    /// # Errors
+    /// [`MemoryError::TooLarge`] for a log that no guest needs or that is not of whole words, otherwise as for regions.
+    pub fn map(fd: OwnedFd, offset: u64, size: u64) -> Result<Self, MemoryError> {
+        let words = size / 8;
+        if size > LOG_BYTES_MAX || words == 0 {
+            return Err(MemoryError::TooLarge { offset, size });
+        }
+        let mapping = Arc::new(Mapping::new(fd, offset, words * 8)?);
+        let len = usize::try_from(words * 8).expect("it is mapped");
+        let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryError::TooLarge { offset, size })?;
+        Ok(Self { words, pages: size / 8 * 64 })
+    }
+}
+
+impl LogSwitch {
+    pub(crate) fn set(&self, on: bool) {
+        self.0.store(on, Ordering::Release);
+    }
+
+    /// Whether writes are logged at this moment.
+    pub fn is_on(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+impl DirtyCache {
+    pub(crate) fn new(switch: LogSwitch, log: Option<Arc<DirtyLog>>) -> Self {
+        Self { switch, log, ..Self::default() }
+    }
+
+    /// From now on into this log. What was gathered has been flushed.
+    pub(crate) fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        self.flush();
+        self.log = log;
+    }
+
+    /// `len` bytes at a guest address were written.
+    pub(crate) fn mark(&mut self, guest: u64, len: u64) {
+        if len == 0 || !self.switch.is_on() {
+            return;
+        }
+        let (first, last) = (guest / LOG_PAGE, guest.saturating_add(len - 1) / LOG_PAGE);
+        for page in first..=last {
+            self.mark_page(page);
+        }
+    }
+
+    fn mark_page(&mut self, page: u64) {
+        if self.log.as_ref().is_none_or(|log| page >= log.pages) {
+            self.outside.get_or_insert(page);
+            return;
+        }
+        let (word, bit) = (page / 64, 1 << (page % 64));
+        // Most often it is the word of the page before.
+        match self.words.iter_mut().rev().find(|(known, _)| *known == word) {
+            Some((_, bits)) => *bits |= bit,
+            None => {
+                if self.words.len() == CACHE_WORDS {
+                    self.flush();
+                }
+                self.words.push((word, bit));
+            }
+        }
+    }
+
+    /// Writes out what was gathered. Returns a page that was written and has no place in the log, once.
+    pub(crate) fn flush(&mut self) -> Option<u64> {
+        if let Some(log) = &self.log {
+            for (word, bits) in self.words.drain(..) {
+                let offset = usize::try_from(word * 8).expect("the log is mapped");
+                log.words.or_64(offset, bits);
+            }
+        }
+        self.outside.take()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Read;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+
+    fn cache(pages: u64) -> (DirtyCache, File) {
+        let fd = memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, pages / 8).unwrap();
+        let log = DirtyLog::map(fd.try_clone().unwrap(), 0, pages / 8).unwrap();
+        let switch = LogSwitch::default();
+        switch.set(true);
+        (DirtyCache::new(switch, Some(Arc::new(log))), fd.into())
+    }
+
+    fn marked(file: &mut File) -> Vec<u64> {
+        use std::io::Seek as _;
+        file.rewind().unwrap();
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).unwrap();
+        let bit = |page: &u64| bytes[usize::try_from(page / 8).unwrap()] & (1 << (page % 8)) != 0;
+        (0..bytes.len() as u64 * 8).filter(bit).collect()
+    }
+
+    #[test]
+    fn pages_are_marked_when_the_batch_ends() {
+        let (mut cache, mut file) = cache(128);
+        cache.mark(4095, 2);
+        cache.mark(70 * LOG_PAGE, 1);
+        cache.mark(9 * LOG_PAGE, 0);
+        assert_eq!(marked(&mut file), [0u64; 0]);
+        assert_eq!(cache.flush(), None);
+        assert_eq!(marked(&mut file), [0, 1, 70]);
+    }
+
+    #[test]
+    fn more_words_than_are_gathered_lose_no_page() {
+        let (mut cache, mut file) = cache(64 * 100);
+        let pages: Vec<u64> = (0..100).map(|word| word * 64 + word % 64).collect();
+        pages.iter().for_each(|page| cache.mark(page * LOG_PAGE, 1));
+        cache.flush();
+        assert_eq!(marked(&mut file), pages);
+    }
+
+    #[test]
+    fn nothing_is_marked_while_it_is_off() {
+        let (mut cache, mut file) = cache(64);
+        cache.switch.set(false);
+        cache.mark(0, 1);
+        cache.flush();
+        assert_eq!(marked(&mut file), [0u64; 0]);
+    }
+
+    #[test]
+    fn a_page_outside_is_told() {
+        let (mut cache, _file) = cache(64);
+        cache.mark(63 * LOG_PAGE, 2 * LOG_PAGE);
+        assert_eq!(cache.flush(), Some(64));
+        assert_eq!(cache.flush(), None);
+    }
+}

@@ -1,0 +1,327 @@
+//! The guest's memory: what the frontend shared of it, and the two kinds of addresses that lead there.
+//!
+//! ```text
+//!   guest address (descriptors, the log)  ─┐
+//!   user address (the frontend's: rings)  ─┴─► region, offset ─► IoBuf / IoBufMut, never a slice
+//! ```
+//! A [`Memory`] never changes. A new table is a new `Memory` that shares the regions which stay; it is handed to the
+//! rings between two batches, and the old one is unmapped when nobody has it any more.
+//!
+//! Limits: [`REGIONS_MAX`] regions. A file that its owner cuts short after it was mapped kills this process (SIGBUS), as
+//! it does QEMU: memory is shared with whom one trusts.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use towline_channel::{IoBuf, IoBufMut};
+
+use crate::message::RegionInfo;
+use crate::sys::{Area, Mapping};
+
+/// The most regions that a guest's memory may have.
+pub const REGIONS_MAX: usize = 256;
+
+/// Why memory cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// It would not fit in any address space.
+    #[error("a region of {size} bytes at offset {offset} of its file is larger than any address space")]
+    TooLarge {
+        /// Where it begins in its file.
+        offset: u64,
+        /// Its length in bytes.
+        size: u64,
+    },
+    /// A region of nothing.
+    #[error("the region at guest address {guest:#x} has no byte")]
+    Empty {
+        /// Its guest address.
+        guest: u64,
+    },
+    /// Addresses that wrap.
+    #[error(
+        "the region of {size:#x} bytes at guest address {guest:#x}, user address {user:#x} ends beyond 2^64"
+    )]
+    Wraps {
+        /// Its guest address.
+        guest: u64,
+        /// Its user address.
+        user: u64,
+        /// Its length in bytes.
+        size: u64,
+    },
+    /// Two regions at one place.
+    #[error("the regions at guest addresses {one:#x} and {other:#x} overlap")]
+    Overlap {
+        /// The one.
+        one: u64,
+        /// The other.
+        other: u64,
+    },
+    /// More than [`REGIONS_MAX`].
+    #[error("the guest's memory has {found} regions, at most {REGIONS_MAX} are taken")]
+    TooMany {
+        /// How many.
+        found: usize,
+    },
+    /// A region to be removed that is not there.
+    #[error("no region of {size:#x} bytes at guest address {guest:#x} is there to be removed")]
+    Absent {
+        /// Its guest address.
+        guest: u64,
+        /// Its length in bytes.
+        size: u64,
+    },
+    /// A file shorter than said.
+    #[error("a region ends at {end:#x} in its file, which has {has:#x} bytes")]
+    File {
+        /// Where the region ends.
+        end: u64,
+        /// What the file has.
+        has: u64,
+    },
+    /// The kernel said no.
+    #[error("shared memory cannot be mapped: {0}; was it made with share=on?")]
+    Map(std::io::Error),
+}
+
+/// A stretch of guest memory, mapped.
+#[derive(Debug, Clone)]
+pub struct Region {
+    guest: u64,
+    user: u64,
+    size: u64,
+    mapping: Arc<Mapping>,
+}
+
+/// The guest's memory as it is for now.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// By guest address.
+    regions: Vec<Region>,
+}
+
+/// A part of a region. Means nothing without the memory that it is of.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Piece {
+    region: u16,
+    pub(crate) len: u32,
+    offset: u64,
+}
+
+impl Piece {
+    /// All but its first `len` bytes, which it has.
+    pub(crate) fn behind(&self, len: usize) -> Self {
+        let skipped = u32::try_from(len).expect("a piece is shorter than 4 GiB");
+        Self { len: self.len - skipped, offset: self.offset + u64::from(skipped), ..*self }
+    }
+}
+
+impl Region {
+    /// Maps a region.
+    ///
+    /// # Errors
+    /// [`MemoryError::Empty`], [`MemoryError::Wraps`], [`MemoryError::TooLarge`], [`MemoryError::File`],
+    /// [`MemoryError::Map`].
+    pub fn map(info: &RegionInfo, fd: OwnedFd) -> Result<Self, MemoryError> {
+        let (guest, user, size) = (info.guest_address.get(), info.user_address.get(), info.size.get());
+        if size == 0 {
+            return Err(MemoryError::Empty { guest });
+        }
+        if guest.checked_add(size).is_none() || user.checked_add(size).is_none() {
+            return Err(MemoryError::Wraps { guest, user, size });
+        }
+        let mapping = Mapping::new(fd, info.mmap_offset.get(), size)?;
+        Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
+    }
+}
+
+impl Memory {
+    /// Memory of these regions.
+    ///
+    /// # Errors
+    /// [`MemoryError::TooMany`], [`MemoryError::Overlap`].
+    pub fn new(mut regions: Vec<Region>) -> Result<Self, MemoryError> {
+        if regions.len() > REGIONS_MAX {
+            return Err(MemoryError::TooMany { found: regions.len() });
+        }
+        regions.sort_by_key(|region| region.guest);
+        for pair in regions.windows(2) {
+            if pair[0].guest + pair[0].size > pair[1].guest {
+                return Err(MemoryError::Overlap { one: pair[0].guest, other: pair[1].guest });
+            }
+        }
+        Ok(Self { regions })
+    }
+
+    /// This memory and one region more.
+    ///
+    /// # Errors
+    /// Those of [`Memory::new`].
+    pub fn with(&self, region: Region) -> Result<Self, MemoryError> {
+        Self::new(self.regions.iter().cloned().chain([region]).collect())
+    }
+
+    /// This memory without a region, which is told by its addresses and its size.
+    ///
+    /// # Errors
+    /// [`MemoryError::Absent`].
+    pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryError> {
+        let (guest, size) = (info.guest_address.get(), info.size.get());
+        let is_it = |region: &Region| {
+            region.guest == guest && region.size == size && region.user == info.user_address.get()
+        };
+        let place = self.regions.iter().position(is_it).ok_or(MemoryError::Absent { guest, size })?;
+        let mut regions = self.regions.clone();
+        regions.remove(place);
+        Ok(Self { regions })
+    }
+
+    /// How many bytes are shared.
+    pub fn size(&self) -> u64 {
+        self.regions.iter().map(|region| region.size).sum()
+    }
+
+    /// `len` bytes at an address of the frontend's, in one region.
+    pub(crate) fn user_area(&self, user: u64, len: usize, align: usize) -> Option<Area> {
+        let region = self.regions.iter().find(|region| user.wrapping_sub(region.user) < region.size)?;
+        Area::new(&region.mapping, user - region.user, len, align)
+    }
+
+    /// `len` bytes at a guest address, in one region.
+    pub(crate) fn guest_area(&self, guest: u64, len: usize) -> Option<Area> {
+        let region = &self.regions[self.region_at(guest)?];
+        Area::new(&region.mapping, guest - region.guest, len, 1)
+    }
+
+    /// Appends the pieces of `len` bytes at a guest address; regions beside each other make several. False if a byte of
+    /// it is not there.
+    pub(crate) fn pieces(&self, guest: u64, len: u32, pieces: &mut Vec<Piece>) -> bool {
+        let (mut guest, mut left) = (guest, u64::from(len));
+        while left > 0 {
+            let Some(index) = self.region_at(guest) else { return false };
+            let region = &self.regions[index];
+            let offset = guest - region.guest;
+            let here = left.min(region.size - offset);
+            let index = u16::try_from(index).expect("there are at most REGIONS_MAX");
+            let len = u32::try_from(here).expect("it is at most `len`");
+            pieces.push(Piece { region: index, len, offset });
+            left -= here;
+            match guest.checked_add(here) {
+                Some(next) => guest = next,
+                None => return left == 0,
+            }
+        }
+        true
+    }
+
+    pub(crate) fn guest_address(&self, piece: &Piece) -> u64 {
+        self.regions[usize::from(piece.region)].guest + piece.offset
+    }
+
+    pub(crate) fn io_buf(&self, piece: &Piece) -> IoBuf<'_> {
+        let (mapping, offset) = self.place(piece);
+        mapping.io_buf(offset, piece.len as usize)
+    }
+
+    pub(crate) fn io_buf_mut(&self, piece: &Piece) -> IoBufMut<'_> {
+        let (mapping, offset) = self.place(piece);
+        mapping.io_buf_mut(offset, piece.len as usize)
+    }
+
+    fn place(&self, piece: &Piece) -> (&Mapping, usize) {
+        let offset = usize::try_from(piece.offset).expect("a mapping is shorter than isize::MAX");
+        (&self.regions[usize::from(piece.region)].mapping, offset)
+    }
+
+    fn region_at(&self, guest: u64) -> Option<usize> {
+        let behind = self.regions.partition_point(|region| region.guest <= guest);
+        let index = behind.checked_sub(1)?;
+        (guest - self.regions[index].guest < self.regions[index].size).then_some(index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use towline_channel::{gather, scatter};
+
+    use super::*;
+
+    fn info(guest: u64, user: u64, size: u64, mmap_offset: u64) -> RegionInfo {
+        RegionInfo {
+            guest_address: guest.into(),
+            size: size.into(),
+            user_address: user.into(),
+            mmap_offset: mmap_offset.into(),
+        }
+    }
+
+    fn file(size: u64) -> OwnedFd {
+        let fd = memfd_create("memory", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&fd, size).unwrap();
+        fd
+    }
+
+    fn region(guest: u64, user: u64, size: u64) -> Region {
+        Region::map(&info(guest, user, size, 0), file(size)).unwrap()
+    }
+
+    #[test]
+    fn what_crosses_regions_is_in_pieces() {
+        let memory = Memory::new(vec![region(0x3000, 0, 0x1000), region(0x1000, 0x9000, 0x2000)]).unwrap();
+        let mut pieces = Vec::new();
+        assert!(memory.pieces(0x2ffe, 4, &mut pieces));
+        let places: Vec<_> = pieces.iter().map(|piece| (memory.guest_address(piece), piece.len)).collect();
+        assert_eq!(places, [(0x2ffe, 2), (0x3000, 2)]);
+        let mut bufs: Vec<_> = pieces.iter().map(|piece| memory.io_buf_mut(piece)).collect();
+        assert_eq!(scatter(b"abcd", &mut bufs), 4);
+        let bufs: Vec<_> = pieces.iter().map(|piece| memory.io_buf(piece)).collect();
+        let mut bytes = [0; 4];
+        assert_eq!(gather(&bufs, &mut bytes), 4);
+        assert_eq!(&bytes, b"abcd");
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_found() {
+        let memory = Memory::new(vec![region(0x1000, 0x9000, 0x1000)]).unwrap();
+        for (guest, len) in
+            [(0xfff, 1), (0x1fff, 2), (0x2000, 1), (u64::MAX, 1), (u64::MAX - 1, 4), (0x1000, u32::MAX)]
+        {
+            assert!(!memory.pieces(guest, len, &mut Vec::new()), "{guest:#x} {len}");
+        }
+        assert!(memory.user_area(0x9ff0, 16, 16).is_some());
+        assert!(memory.user_area(0x9ff8, 16, 8).is_none());
+        assert!(memory.user_area(0x9001, 2, 2).is_none());
+        assert!(memory.user_area(0x8fff, 1, 1).is_none());
+        assert!(memory.guest_area(0x1ff8, 16).is_none());
+    }
+
+    #[test]
+    fn regions_that_cannot_be_are_refused() {
+        let refused = |info: &RegionInfo, has: u64| Region::map(info, file(has)).unwrap_err().to_string();
+        assert_eq!(refused(&info(0x1000, 0, 0, 0), 4096), "the region at guest address 0x1000 has no byte");
+        assert_eq!(
+            refused(&info(0, 0, 0x2000, 0x1000), 0x2000),
+            "a region ends at 0x3000 in its file, which has 0x2000 bytes"
+        );
+        assert!(refused(&info(u64::MAX, 0, 4096, 0), 4096).contains("ends beyond 2^64"));
+        assert!(refused(&info(0, 0, 4096, u64::MAX), 4096).contains("larger than any address space"));
+        let overlap = Memory::new(vec![region(0, 0, 0x2000), region(0x1000, 0, 0x1000)]).unwrap_err();
+        assert_eq!(overlap.to_string(), "the regions at guest addresses 0x0 and 0x1000 overlap");
+    }
+
+    #[test]
+    fn regions_come_and_go() {
+        let memory = Memory::new(vec![region(0, 0x10000, 0x1000)]).unwrap();
+        let more = memory.with(region(0x4000, 0x20000, 0x1000)).unwrap();
+        assert_eq!(more.size(), 0x2000);
+        let less = more.without(&info(0, 0x10000, 0x1000, 0)).unwrap();
+        assert_eq!((less.size(), less.guest_area(0x4000, 8).is_some()), (0x1000, true));
+        let absent = less.without(&info(0, 0x10000, 0x1000, 0)).unwrap_err();
+        assert_eq!(
+            absent.to_string(),
+            "no region of 0x1000 bytes at guest address 0x0 is there to be removed"
+        );
+    }
+}

@@ -1,0 +1,220 @@
+//! What frontend and backend say to each other, as bytes and as values. No I/O.
+//!
+//! ```text
+//!   0        4        8        12
+//!   | request | flags  | length | payload ...            file descriptors ride on the first byte
+//!               bits 0-1 version 1, bit 2 reply, bit 3 an answer is wanted
+//! ```
+//! Numbers are little-endian here (the standard says native; both ends share a machine). The source of the format is
+//! QEMU's `docs/interop/vhost-user.rst`. A payload has exactly the length of its request, and a request exactly the
+//! descriptors that it is for: anything else is a [`MessageError`] before anything is done.
+
+mod error;
+mod reply;
+mod request;
+
+use std::fmt;
+
+use zerocopy::byteorder::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+pub use error::MessageError;
+pub use reply::Reply;
+pub use request::{Direction, LogMemory, Request, VringFd};
+
+/// Bytes before a payload.
+pub const HEADER_BYTES: usize = 12;
+/// The longest payload that is read. The longest known one is a configuration space of [`CONFIG_BYTES_MAX`].
+pub const PAYLOAD_BYTES_MAX: usize = 4096;
+/// Regions in one `SET_MEM_TABLE` (`VHOST_MEMORY_BASELINE_NREGIONS`).
+pub const TABLE_REGIONS_MAX: usize = 8;
+/// The longest part of a configuration space in one message (`VHOST_USER_MAX_CONFIG_SIZE`).
+pub const CONFIG_BYTES_MAX: usize = 256;
+
+pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION_MASK: u32 = 3;
+pub(crate) const FLAG_REPLY: u32 = 1 << 2;
+pub(crate) const FLAG_NEED_REPLY: u32 = 1 << 3;
+/// In the payload of requests with one descriptor: there is none.
+pub(crate) const NO_FD: u64 = 1 << 8;
+
+/// What a message is about. Unknown numbers are kept.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Code(pub u32);
+
+macro_rules! codes {
+    ($($name:ident = $number:literal,)*) => {
+        impl Code {
+            $(#[doc = concat!("`VHOST_USER_", stringify!($name), "`.")] pub const $name: Self = Self($number);)*
+
+            /// The standard's name; `None` for a number that this crate does not know.
+            pub fn name(self) -> Option<&'static str> {
+                match self { $(Self::$name => Some(stringify!($name)),)* _ => None }
+            }
+        }
+    };
+}
+
+codes! {
+    GET_FEATURES = 1, SET_FEATURES = 2, SET_OWNER = 3, RESET_OWNER = 4, SET_MEM_TABLE = 5, SET_LOG_BASE = 6,
+    SET_LOG_FD = 7, SET_VRING_NUM = 8, SET_VRING_ADDR = 9, SET_VRING_BASE = 10, GET_VRING_BASE = 11,
+    SET_VRING_KICK = 12, SET_VRING_CALL = 13, SET_VRING_ERR = 14, GET_PROTOCOL_FEATURES = 15,
+    SET_PROTOCOL_FEATURES = 16, GET_QUEUE_NUM = 17, SET_VRING_ENABLE = 18, SEND_RARP = 19, NET_SET_MTU = 20,
+    SET_BACKEND_REQ_FD = 21, IOTLB_MSG = 22, SET_VRING_ENDIAN = 23, GET_CONFIG = 24, SET_CONFIG = 25,
+    POSTCOPY_ADVISE = 28, POSTCOPY_LISTEN = 29, POSTCOPY_END = 30, GET_INFLIGHT_FD = 31, SET_INFLIGHT_FD = 32,
+    RESET_DEVICE = 34, GET_MAX_MEM_SLOTS = 36, ADD_MEM_REG = 37, REM_MEM_REG = 38, SET_STATUS = 39, GET_STATUS = 40,
+    SET_DEVICE_STATE_FD = 42, CHECK_DEVICE_STATE = 43,
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.name() {
+            Some(name) => f.write_str(name),
+            None => write!(f, "request {}", self.0),
+        }
+    }
+}
+
+impl fmt::Debug for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// What comes before a payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What it is about.
+    pub code: Code,
+    /// Whether the frontend waits for an answer, whatever the request.
+    pub need_reply: bool,
+    /// Length of the payload in bytes, at most [`PAYLOAD_BYTES_MAX`].
+    pub length: usize,
+}
+
+impl Header {
+    /// Reads a frontend's header.
+    ///
+    /// # Errors
+    /// [`MessageError::Version`], [`MessageError::ReplyAsRequest`], [`MessageError::TooLong`]: after any of them the
+    /// stream is of no more use.
+    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MessageError> {
+        let RawHeader { code, flags, length } =
+            RawHeader::read_from_bytes(bytes).expect("it has this length");
+        let (code, flags, length) = (Code(code.get()), flags.get(), length.get());
+        if flags & VERSION_MASK != VERSION {
+            return Err(MessageError::Version { code, found: flags & VERSION_MASK });
+        }
+        if flags & FLAG_REPLY != 0 {
+            return Err(MessageError::ReplyAsRequest { code });
+        }
+        let length = length as usize;
+        if length > PAYLOAD_BYTES_MAX {
+            return Err(MessageError::TooLong { code, found: length });
+        }
+        Ok(Self { code, need_reply: flags & FLAG_NEED_REPLY != 0, length })
+    }
+
+    /// The header as a frontend writes it.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let need_reply = if self.need_reply { FLAG_NEED_REPLY } else { 0 };
+        RawHeader::bytes(self.code, VERSION | need_reply, self.length)
+    }
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawHeader {
+    code: U32,
+    flags: U32,
+    length: U32,
+}
+
+impl RawHeader {
+    pub(crate) fn bytes(code: Code, flags: u32, length: usize) -> [u8; HEADER_BYTES] {
+        let length = u32::try_from(length).expect("a payload is at most PAYLOAD_BYTES_MAX long");
+        let header = Self { code: code.0.into(), flags: flags.into(), length: length.into() };
+        zerocopy::transmute!(header)
+    }
+}
+
+/// A stretch of guest memory as it is described on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RegionInfo {
+    /// Where the guest has it.
+    pub guest_address: U64,
+    /// Length in bytes.
+    pub size: U64,
+    /// Where the frontend has it; rings are named by such addresses.
+    pub user_address: U64,
+    /// Where it begins in the file that came along.
+    pub mmap_offset: U64,
+}
+
+/// Where the parts of a ring are, in the frontend's addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct VringAddress {
+    /// Which ring.
+    pub index: U32,
+    /// Bit 0: writes to the used ring are logged, at `log`.
+    pub flags: U32,
+    /// The descriptor table.
+    pub descriptors: U64,
+    /// The used ring.
+    pub used: U64,
+    /// The available ring.
+    pub available: U64,
+    /// Where the guest has the used ring, for the log.
+    pub log: U64,
+}
+
+/// A ring and a number: its size, its index, whether it is enabled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct VringState {
+    /// Which ring.
+    pub index: U32,
+    /// The number.
+    pub number: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawLog {
+    pub(crate) size: U64,
+    pub(crate) offset: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawConfig {
+    pub(crate) offset: U32,
+    pub(crate) size: U32,
+    pub(crate) flags: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawTable {
+    pub(crate) regions: U32,
+    pub(crate) padding: U32,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawStateTransfer {
+    pub(crate) direction: U32,
+    pub(crate) phase: U32,
+}
+
+/// A descriptor of a ring (`struct virtq_desc`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(crate) struct RawDescriptor {
+    pub(crate) address: U64,
+    pub(crate) length: U32,
+    pub(crate) flags: U16,
+    pub(crate) next: U16,
+}

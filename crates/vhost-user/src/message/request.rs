@@ -1,0 +1,323 @@
+//! Requests: what a frontend asks for, with its own descriptors.
+
+use std::os::fd::OwnedFd;
+
+use zerocopy::byteorder::little_endian::U64;
+use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
+
+use super::{
+    CONFIG_BYTES_MAX, Code, MessageError, NO_FD, RawConfig, RawLog, RawStateTransfer, RawTable, RegionInfo,
+    TABLE_REGIONS_MAX, VringAddress, VringState,
+};
+
+/// A request, decoded and of the right shape. Whether it may come now is the session's to say.
+#[derive(Debug)]
+pub enum Request {
+    /// Which virtio features are offered?
+    GetFeatures,
+    /// These virtio features are taken.
+    SetFeatures(u64),
+    /// The frontend is there.
+    SetOwner,
+    /// Obsolete; disables the rings.
+    ResetOwner,
+    /// All memory anew.
+    SetMemTable(Vec<(RegionInfo, OwnedFd)>),
+    /// Where writes are logged.
+    SetLogBase(LogMemory),
+    /// Told when something was logged.
+    SetLogFd(Option<OwnedFd>),
+    /// The size of a ring.
+    SetVringNum(VringState),
+    /// Where the parts of a ring are.
+    SetVringAddress(VringAddress),
+    /// Where a ring goes on.
+    SetVringBase(VringState),
+    /// Stop this ring; where was it?
+    GetVringBase(VringState),
+    /// By what the guest wakes us; starts the ring.
+    SetVringKick(VringFd),
+    /// By what we wake the guest.
+    SetVringCall(VringFd),
+    /// By what we tell that a ring is broken.
+    SetVringErr(VringFd),
+    /// Which protocol features are offered?
+    GetProtocolFeatures,
+    /// These protocol features are taken.
+    SetProtocolFeatures(u64),
+    /// How many queues are there?
+    GetQueueNum,
+    /// Enable (1) or disable (0) a ring.
+    SetVringEnable(VringState),
+    /// Announce this address.
+    SendRarp([u8; 6]),
+    /// The guest's MTU.
+    NetSetMtu(u64),
+    /// Read the configuration space.
+    GetConfig {
+        /// From this byte on.
+        offset: u32,
+        /// So many bytes, at most [`CONFIG_BYTES_MAX`].
+        size: u32,
+        /// 1: a migration's destination reads it.
+        flags: u32,
+    },
+    /// Write the configuration space.
+    SetConfig {
+        /// From this byte on.
+        offset: u32,
+        /// 1: it comes from a migration, not from the guest.
+        flags: u32,
+        /// What.
+        bytes: Vec<u8>,
+    },
+    /// The device as it was before its first driver.
+    ResetDevice,
+    /// How many regions may there be?
+    GetMaxMemSlots,
+    /// One more region.
+    AddMemReg(RegionInfo, OwnedFd),
+    /// One region less.
+    RemMemReg(RegionInfo),
+    /// The virtio status byte.
+    SetStatus(u64),
+    /// What was the status byte?
+    GetStatus,
+    /// Save the device's state to, or load it from, this descriptor.
+    SetDeviceStateFd(Direction, OwnedFd),
+    /// Has that gone well?
+    CheckDeviceState,
+}
+
+/// The log's shared memory.
+#[derive(Debug)]
+pub struct LogMemory {
+    /// Length in bytes; each bit is a page of 4 KiB.
+    pub size: u64,
+    /// Where it begins in the file.
+    pub offset: u64,
+    /// The file.
+    pub fd: OwnedFd,
+}
+
+/// A ring and an eventfd, or none.
+#[derive(Debug)]
+pub struct VringFd {
+    /// Which ring.
+    pub index: u8,
+    /// The eventfd; without one the other end has none and polls.
+    pub fd: Option<OwnedFd>,
+}
+
+/// Which way a device's state goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// The backend writes it.
+    Save,
+    /// The backend reads it.
+    Load,
+}
+
+impl Request {
+    /// Reads a payload and takes the descriptors that came with it.
+    ///
+    /// # Errors
+    /// All of [`MessageError`] but those of a header. The message is understood as far as its end: the next can be read.
+    pub fn decode(code: Code, payload: &[u8], fds: Vec<OwnedFd>) -> Result<Self, MessageError> {
+        let mut fds = Fds { code, fds };
+        let request = match code {
+            Code::SET_MEM_TABLE => return Self::table(payload, fds),
+            Code::SET_LOG_BASE => {
+                let RawLog { size, offset } = exactly(code, payload)?;
+                Self::SetLogBase(LogMemory { size: size.get(), offset: offset.get(), fd: fds.one()? })
+            }
+            Code::SET_LOG_FD => {
+                let number = exactly::<U64>(code, payload)?.get();
+                Self::SetLogFd(fds.unless(number & NO_FD != 0)?)
+            }
+            Code::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
+            Code::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
+            Code::SET_VRING_ERR => Self::SetVringErr(VringFd::decode(code, payload, &mut fds)?),
+            Code::ADD_MEM_REG => Self::AddMemReg(single_region(code, payload)?, fds.one()?),
+            Code::REM_MEM_REG => {
+                // Some frontends send the region's descriptor once more.
+                fds.fds.clear();
+                Self::RemMemReg(single_region(code, payload)?)
+            }
+            Code::SET_DEVICE_STATE_FD => {
+                let direction = direction(code, payload)?;
+                Self::SetDeviceStateFd(direction, fds.one()?)
+            }
+            Code::GET_CONFIG | Code::SET_CONFIG => config(code, payload)?,
+            _ => Self::plain(code, payload)?,
+        };
+        fds.none_left()?;
+        Ok(request)
+    }
+
+    /// Requests without descriptors and of a fixed length.
+    fn plain(code: Code, payload: &[u8]) -> Result<Self, MessageError> {
+        let number = || exactly::<U64>(code, payload).map(U64::get);
+        let state = || exactly::<VringState>(code, payload);
+        let nothing = |request| exactly::<[u8; 0]>(code, payload).map(|_| request);
+        match code {
+            Code::GET_FEATURES => nothing(Self::GetFeatures),
+            Code::SET_FEATURES => number().map(Self::SetFeatures),
+            Code::SET_OWNER => nothing(Self::SetOwner),
+            Code::RESET_OWNER => nothing(Self::ResetOwner),
+            Code::SET_VRING_NUM => state().map(Self::SetVringNum),
+            Code::SET_VRING_ADDR => exactly(code, payload).map(Self::SetVringAddress),
+            Code::SET_VRING_BASE => state().map(Self::SetVringBase),
+            Code::GET_VRING_BASE => state().map(Self::GetVringBase),
+            Code::GET_PROTOCOL_FEATURES => nothing(Self::GetProtocolFeatures),
+            Code::SET_PROTOCOL_FEATURES => number().map(Self::SetProtocolFeatures),
+            Code::GET_QUEUE_NUM => nothing(Self::GetQueueNum),
+            Code::SET_VRING_ENABLE => state().map(Self::SetVringEnable),
+            Code::SEND_RARP => number().map(|mac| {
+                let [a, b, c, d, e, f, ..] = mac.to_le_bytes();
+                Self::SendRarp([a, b, c, d, e, f])
+            }),
+            Code::NET_SET_MTU => number().map(Self::NetSetMtu),
+            Code::RESET_DEVICE => nothing(Self::ResetDevice),
+            Code::GET_MAX_MEM_SLOTS => nothing(Self::GetMaxMemSlots),
+            Code::SET_STATUS => number().map(Self::SetStatus),
+            Code::GET_STATUS => nothing(Self::GetStatus),
+            Code::CHECK_DEVICE_STATE => nothing(Self::CheckDeviceState),
+            _ => Err(MessageError::Unsupported { code, why: left_out(code) }),
+        }
+    }
+
+    fn table(payload: &[u8], mut fds: Fds) -> Result<Self, MessageError> {
+        let code = Code::SET_MEM_TABLE;
+        let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
+        let (table, rest) = RawTable::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawTable>()))?;
+        let count = table.regions.get();
+        if count as usize > TABLE_REGIONS_MAX {
+            return Err(MessageError::Regions { found: count });
+        }
+        let count = count as usize;
+        let bytes = count * size_of::<RegionInfo>();
+        // A frontend may send the whole of its array.
+        if rest.len() < bytes || rest.len() > TABLE_REGIONS_MAX * size_of::<RegionInfo>() {
+            return Err(wrong(size_of::<RawTable>() + bytes));
+        }
+        let found = fds.fds.len();
+        if found != count {
+            return Err(MessageError::Descriptors { code, found, expected: count });
+        }
+        let regions = rest[..bytes].chunks_exact(size_of::<RegionInfo>());
+        let region = |bytes| RegionInfo::read_from_bytes(bytes).expect("a chunk has this length");
+        Ok(Self::SetMemTable(regions.map(region).zip(fds.fds.drain(..)).collect()))
+    }
+}
+
+impl VringFd {
+    fn decode(code: Code, payload: &[u8], fds: &mut Fds) -> Result<Self, MessageError> {
+        let number = exactly::<U64>(code, payload)?.get();
+        if number & !(NO_FD | 0xff) != 0 {
+            let expected = "a ring below 256, and bit 8 for no descriptor";
+            return Err(MessageError::Value { code, what: "its payload", found: number, expected });
+        }
+        let index = u8::try_from(number & 0xff).expect("it is masked");
+        Ok(Self { index, fd: fds.unless(number & NO_FD != 0)? })
+    }
+}
+
+/// The descriptors of one message; those that are not taken are closed.
+struct Fds {
+    code: Code,
+    fds: Vec<OwnedFd>,
+}
+
+impl Fds {
+    fn one(&mut self) -> Result<OwnedFd, MessageError> {
+        let found = self.fds.len();
+        let fault = MessageError::Descriptors { code: self.code, found, expected: 1 };
+        if found == 1 { self.fds.pop().ok_or(fault) } else { Err(fault) }
+    }
+
+    fn unless(&mut self, absent: bool) -> Result<Option<OwnedFd>, MessageError> {
+        if absent { self.none_left().map(|()| None) } else { self.one().map(Some) }
+    }
+
+    fn none_left(&self) -> Result<(), MessageError> {
+        match self.fds.len() {
+            0 => Ok(()),
+            found => Err(MessageError::Descriptors { code: self.code, found, expected: 0 }),
+        }
+    }
+}
+
+fn exactly<T: FromBytes + KnownLayout + Immutable + Unaligned>(
+    code: Code,
+    payload: &[u8],
+) -> Result<T, MessageError> {
+    T::read_from_bytes(payload).map_err(|_| MessageError::Length {
+        code,
+        found: payload.len(),
+        expected: size_of::<T>(),
+    })
+}
+
+fn single_region(code: Code, payload: &[u8]) -> Result<RegionInfo, MessageError> {
+    exactly::<SingleRegion>(code, payload).map(|both| both.region)
+}
+
+#[derive(FromBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct SingleRegion {
+    _padding: U64,
+    region: RegionInfo,
+}
+
+fn direction(code: Code, payload: &[u8]) -> Result<Direction, MessageError> {
+    let RawStateTransfer { direction, phase } = exactly(code, payload)?;
+    if phase.get() != 0 {
+        let (what, found) = ("its phase", phase.get().into());
+        return Err(MessageError::Value { code, what, found, expected: "0, the device being stopped" });
+    }
+    match direction.get() {
+        0 => Ok(Direction::Save),
+        1 => Ok(Direction::Load),
+        found => {
+            let expected = "0 to save or 1 to load";
+            Err(MessageError::Value { code, what: "its direction", found: found.into(), expected })
+        }
+    }
+}
+
+fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
+    let wrong = |expected| MessageError::Length { code, found: payload.len(), expected };
+    let (head, bytes) = RawConfig::read_from_prefix(payload).map_err(|_| wrong(size_of::<RawConfig>()))?;
+    let (offset, size, flags) = (head.offset.get(), head.size.get(), head.flags.get());
+    let bounded = size as usize <= CONFIG_BYTES_MAX && offset as usize <= CONFIG_BYTES_MAX - size as usize;
+    if !bounded {
+        let found = u64::from(offset) + u64::from(size);
+        let expected = "at most 256";
+        return Err(MessageError::Value { code, what: "the end of the part", found, expected });
+    }
+    if code == Code::GET_CONFIG {
+        // The part itself may come along, as room for the answer.
+        if !bytes.is_empty() && bytes.len() != size as usize {
+            return Err(wrong(size_of::<RawConfig>() + size as usize));
+        }
+        return Ok(Request::GetConfig { offset, size, flags });
+    }
+    if bytes.len() != size as usize {
+        return Err(wrong(size_of::<RawConfig>() + size as usize));
+    }
+    Ok(Request::SetConfig { offset, flags, bytes: bytes.to_vec() })
+}
+
+fn left_out(code: Code) -> &'static str {
+    match code {
+        Code::POSTCOPY_ADVISE | Code::POSTCOPY_LISTEN | Code::POSTCOPY_END => {
+            " (PAGEFAULT is not offered: the guest cannot be restored by postcopy)"
+        }
+        Code::GET_INFLIGHT_FD | Code::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
+        Code::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",
+        Code::IOTLB_MSG => " (VIRTIO_F_ACCESS_PLATFORM is not offered)",
+        Code::SET_VRING_ENDIAN => " (CROSS_ENDIAN is not offered)",
+        _ => "",
+    }
+}

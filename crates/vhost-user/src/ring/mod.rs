@@ -1,0 +1,469 @@
+//! A split ring, seen from the device: chains are taken in batches, and given back in batches.
+//!
+//! ```text
+//!   pop(batch, most) ─► chains ─► complete(chain, written) … ─► publish()
+//!     one load of the           staged here, dirty pages          used entries, one store of the used index,
+//!     available index           gathered                          log flushed, at most one notification
+//! ```
+//! What it is not: it waits for nothing and knows no threads; see [`Worker`](crate::Worker). Packed rings are left out.
+//!
+//! A driver is not trusted. Whatever it does ends with a [`RingFault`] that names it, after bounded work: a chain has at
+//! most [`CHAIN_DESCRIPTORS_MAX`] descriptors in [`CHAIN_PIECES_MAX`] pieces and [`CHAIN_BYTES_MAX`] bytes. A ring with a
+//! fault gives no chains any more. Those that it gave before may be completed.
+
+mod batch;
+mod fault;
+mod walk;
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+pub use batch::{Batch, Chain, Head};
+pub use fault::RingFault;
+
+use crate::features;
+use crate::log::{DirtyCache, DirtyLog, LogSwitch};
+use crate::memory::Memory;
+use crate::message::VringAddress;
+use crate::sys::Area;
+use walk::Walk;
+
+/// The most entries of a ring.
+pub const RING_SIZE_MAX: u16 = 32768;
+/// The most descriptors in one chain: what QEMU's own devices take (`VIRTQUEUE_MAX_SIZE`).
+pub const CHAIN_DESCRIPTORS_MAX: usize = 1024;
+/// The most pieces of memory in one chain: what one system call takes.
+pub const CHAIN_PIECES_MAX: usize = towline_channel::IOV_MAX;
+/// The most bytes in one chain.
+pub const CHAIN_BYTES_MAX: u32 = 1 << 30;
+
+const DESCRIPTOR_BYTES: usize = 16;
+const USED_BYTES: usize = 8;
+/// Of available and used ring alike: flags, then the index, then the entries, then the other side's event index.
+const INDEX: usize = 2;
+const ENTRIES: usize = 4;
+/// In the available ring's flags, and in the used ring's: do not notify.
+const NO_NOTIFICATION: u16 = 1;
+/// In [`VringAddress::flags`]: writes to the used ring are logged.
+const LOG_USED: u32 = 1;
+
+/// All that a ring is made of.
+#[derive(Debug)]
+pub struct RingSetup {
+    /// Entries; a power of two.
+    pub size: u32,
+    /// Where its parts are.
+    pub address: VringAddress,
+    /// Which available entry comes first.
+    pub base: u16,
+    /// What was negotiated.
+    pub features: u64,
+    /// By what the driver is woken; none if it polls.
+    pub call: Option<OwnedFd>,
+    /// Whether writes are logged.
+    pub switch: LogSwitch,
+    /// Where to.
+    pub log: Option<Arc<DirtyLog>>,
+}
+
+/// What a ring did so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RingStatistics {
+    /// Chains completed.
+    pub chains: u64,
+    /// Times that the used index was moved.
+    pub batches: u64,
+    /// Times that the driver was woken.
+    pub notifications: u64,
+    /// Times that it did not want to be.
+    pub notifications_suppressed: u64,
+}
+
+/// A ring that is in use.
+#[derive(Debug)]
+pub struct Ring {
+    memory: Arc<Memory>,
+    parts: Parts,
+    address: VringAddress,
+    size: u16,
+    event_index: bool,
+    indirect: bool,
+    call: Option<OwnedFd>,
+    dirty: DirtyCache,
+    /// The next available entry to take.
+    next: u16,
+    /// The driver's available index when it was last looked at.
+    seen: u16,
+    used: u16,
+    /// The used index when the driver was last woken or did not want to be.
+    told: u16,
+    /// By head: the device has it.
+    taken: Vec<bool>,
+    in_flight: u16,
+    /// Completed and not yet published: head, bytes written.
+    staged: VecDeque<(u16, u32)>,
+    /// Whether the driver shall wake the device.
+    listening: bool,
+    epoch: u64,
+    fault: Option<RingFault>,
+    statistics: RingStatistics,
+}
+
+#[derive(Debug)]
+struct Parts {
+    table: Area,
+    available: Area,
+    used: Area,
+}
+
+impl Ring {
+    /// A ring in this memory. `epoch` tells its [`Head`]s from those of a ring that stood here before.
+    ///
+    /// # Errors
+    /// [`RingFault::Size`], [`RingFault::Place`].
+    pub fn new(setup: RingSetup, memory: Arc<Memory>, epoch: u64) -> Result<Self, RingFault> {
+        let RingSetup { size: found, address, base, features, call, switch, log } = setup;
+        let size = u16::try_from(found).ok().filter(|size| size.is_power_of_two() && *size <= RING_SIZE_MAX);
+        let size = size.ok_or(RingFault::Size { found })?;
+        let event_index = features & features::EVENT_IDX != 0;
+        let parts = Parts::find(&memory, &address, size, event_index)?;
+        let used = parts.used.load_16(INDEX, Ordering::Acquire);
+        Ok(Self {
+            memory,
+            parts,
+            address,
+            size,
+            event_index,
+            indirect: features & features::INDIRECT_DESC != 0,
+            call,
+            dirty: DirtyCache::new(switch, log),
+            next: base,
+            seen: base,
+            used,
+            told: used,
+            taken: vec![false; usize::from(size)],
+            in_flight: 0,
+            staged: VecDeque::new(),
+            listening: true,
+            epoch,
+            fault: None,
+            statistics: RingStatistics::default(),
+        })
+    }
+
+    /// Takes at most `most` chains into the batch, whose former content goes. Returns how many; none if the driver has
+    /// no more or the ring is broken.
+    pub fn pop(&mut self, batch: &mut Batch, most: usize) -> usize {
+        batch.begin(&self.memory, self.epoch);
+        if self.fault.is_none()
+            && let Err(fault) = self.take(batch, most)
+        {
+            self.fault = Some(fault);
+        }
+        batch.len()
+    }
+
+    fn take(&mut self, batch: &mut Batch, most: usize) -> Result<(), RingFault> {
+        if usize::from(self.seen.wrapping_sub(self.next)) < most {
+            self.look()?;
+        }
+        let pending = usize::from(self.seen.wrapping_sub(self.next));
+        for _ in 0..pending.min(most) {
+            let entry = ENTRIES + 2 * usize::from(self.next & (self.size - 1));
+            let head = self.parts.available.load_16(entry, Ordering::Relaxed);
+            if head >= self.size {
+                return Err(RingFault::Head { found: head, size: self.size });
+            }
+            if self.taken[usize::from(head)] {
+                return Err(RingFault::Twice { head });
+            }
+            let walk = Walk {
+                memory: &self.memory,
+                table: &self.parts.table,
+                size: self.size,
+                indirect: self.indirect,
+            };
+            walk.chain(head, batch)?;
+            self.taken[usize::from(head)] = true;
+            self.in_flight += 1;
+            self.next = self.next.wrapping_add(1);
+        }
+        Ok(())
+    }
+
+    /// Looks at the driver's index.
+    fn look(&mut self) -> Result<(), RingFault> {
+        let found = self.parts.available.load_16(INDEX, Ordering::Acquire);
+        let room = self.size - self.in_flight;
+        if found.wrapping_sub(self.next) > room {
+            let most = self.next.wrapping_add(room);
+            return Err(RingFault::Index { found, most, at: self.next });
+        }
+        self.seen = found;
+        Ok(())
+    }
+
+    /// Puts back the chains of the batch from `first` on, which were taken last and are not completed: the next
+    /// [`Ring::pop`] gives them again.
+    ///
+    /// # Panics
+    /// If one of them is no longer the device's, or the batch is of another ring.
+    pub fn give_back(&mut self, batch: &mut Batch, first: usize) {
+        assert_eq!(batch.epoch, self.epoch, "a batch of another ring");
+        for shape in batch.chains.drain(first..) {
+            let taken = std::mem::take(&mut self.taken[usize::from(shape.head)]);
+            assert!(taken, "chain {} was completed and given back", shape.head);
+            self.in_flight -= 1;
+            self.next = self.next.wrapping_sub(1);
+        }
+    }
+
+    /// The device is done with a chain and wrote the first `written` bytes of its writable part. The driver sees it
+    /// after [`Ring::publish`].
+    pub fn complete(&mut self, chain: Chain<'_>, written: u32) {
+        let mut left = written.min(chain.writable_bytes());
+        for piece in chain.writable_pieces() {
+            let here = left.min(piece.len);
+            self.dirty.mark(chain.batch.memory.guest_address(piece), here.into());
+            left -= here;
+        }
+        self.finish(chain.head(), written.min(chain.writable_bytes()));
+    }
+
+    /// As [`Ring::complete`], later and in any order, for a chain to which nothing was written.
+    pub fn complete_head(&mut self, head: Head) {
+        self.finish(head, 0);
+    }
+
+    fn finish(&mut self, head: Head, written: u32) {
+        // A ring that was stopped meanwhile has told the frontend that it gives nothing back.
+        if head.epoch == self.epoch && std::mem::take(&mut self.taken[usize::from(head.index)]) {
+            self.in_flight -= 1;
+            self.staged.push_back((head.index, written));
+        }
+    }
+
+    /// Shows the driver what was completed, and wakes it once if it wants that. True if it was woken.
+    pub fn publish(&mut self) -> bool {
+        if self.staged.is_empty() {
+            return false;
+        }
+        let (mut at, count) = (self.used, self.staged.len());
+        for (head, written) in self.staged.drain(..) {
+            let slot = usize::from(at & (self.size - 1));
+            self.parts.used.store_pair(ENTRIES + USED_BYTES * slot, [head.into(), written]);
+            at = at.wrapping_add(1);
+        }
+        let first = std::mem::replace(&mut self.used, at);
+        self.parts.used.store_16(INDEX, at, Ordering::Release);
+        self.mark_used(first, count);
+        self.flush_log();
+        self.statistics.chains += count as u64;
+        self.statistics.batches += 1;
+        self.notify()
+    }
+
+    fn mark_used(&mut self, first: u16, count: usize) {
+        let slot = usize::from(first & (self.size - 1));
+        let straight = count.min(usize::from(self.size) - slot);
+        self.mark_ring(0, ENTRIES);
+        self.mark_ring(ENTRIES + USED_BYTES * slot, USED_BYTES * straight);
+        self.mark_ring(ENTRIES, USED_BYTES * (count - straight));
+    }
+
+    /// Bytes of the used ring were written.
+    fn mark_ring(&mut self, offset: usize, len: usize) {
+        if self.address.flags.get() & LOG_USED != 0 {
+            self.dirty.mark(self.address.log.get().saturating_add(offset as u64), len as u64);
+        }
+    }
+
+    fn flush_log(&mut self) {
+        if let Some(page) = self.dirty.flush() {
+            self.fault.get_or_insert(RingFault::Log { page });
+        }
+    }
+
+    fn notify(&mut self) -> bool {
+        // The driver writes what it wants and then looks at the used index; here it is the other way round.
+        fence(Ordering::SeqCst);
+        let told = std::mem::replace(&mut self.told, self.used);
+        let wanted = if self.event_index {
+            let event = self.parts.available.load_16(self.available_event(), Ordering::Relaxed);
+            needs_event(event, self.used, told)
+        } else {
+            self.parts.available.load_16(0, Ordering::Relaxed) & NO_NOTIFICATION == 0
+        };
+        if wanted {
+            self.statistics.notifications += 1;
+            self.call();
+        } else {
+            self.statistics.notifications_suppressed += 1;
+        }
+        wanted
+    }
+
+    /// Wakes the driver, whatever it wants.
+    pub(crate) fn call(&self) {
+        if let Some(call) = &self.call {
+            // It can only be full, and then it is readable, which is all that was wanted; or of no use to anybody.
+            if let Err(errno) = rustix::io::write(call, &1u64.to_ne_bytes()) {
+                tracing::debug!(%errno, "the driver's eventfd");
+            }
+        }
+    }
+
+    /// Whether the driver shall wake the device when it has more; yes at first. A device that waits for something else
+    /// (a packet to receive, while there is room) says no.
+    pub fn listen(&mut self, wanted: bool) {
+        if std::mem::replace(&mut self.listening, wanted) && !wanted && !self.event_index {
+            self.store_flags(NO_NOTIFICATION);
+        }
+    }
+
+    /// Before the device waits: asks to be woken, if it listens. True if the driver had more in that very moment, so
+    /// that waiting would be wrong.
+    pub fn arm(&mut self) -> bool {
+        if !self.listening || self.fault.is_some() {
+            return false;
+        }
+        if self.event_index {
+            let event = self.used_event();
+            if self.parts.used.load_16(event, Ordering::Relaxed) != self.seen {
+                self.parts.used.store_16(event, self.seen, Ordering::Relaxed);
+                self.mark_ring(event, 2);
+            }
+        } else if self.parts.used.load_16(0, Ordering::Relaxed) != 0 {
+            self.store_flags(0);
+        }
+        self.flush_log();
+        // The driver moves its index and then looks whether we want to know.
+        fence(Ordering::SeqCst);
+        self.parts.available.load_16(INDEX, Ordering::Acquire) != self.seen
+    }
+
+    /// While the device works, kicks are of no use.
+    pub(crate) fn disarm(&mut self) {
+        if !self.event_index && self.parts.used.load_16(0, Ordering::Relaxed) & NO_NOTIFICATION == 0 {
+            self.store_flags(NO_NOTIFICATION);
+        }
+    }
+
+    fn store_flags(&mut self, flags: u16) {
+        self.parts.used.store_16(0, flags, Ordering::Relaxed);
+        self.mark_ring(0, 2);
+    }
+
+    fn available_event(&self) -> usize {
+        ENTRIES + 2 * usize::from(self.size)
+    }
+
+    fn used_event(&self) -> usize {
+        ENTRIES + USED_BYTES * usize::from(self.size)
+    }
+
+    /// The same ring in other memory, or at other places.
+    pub(crate) fn settle(&mut self, memory: Arc<Memory>, address: VringAddress) -> Result<(), RingFault> {
+        self.parts = Parts::find(&memory, &address, self.size, self.event_index)?;
+        (self.memory, self.address) = (memory, address);
+        Ok(())
+    }
+
+    pub(crate) fn set_call(&mut self, call: Option<OwnedFd>) {
+        self.call = call;
+        // Whatever was told to the old one may not have been heard.
+        self.call();
+    }
+
+    pub(crate) fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        self.dirty.set_log(log);
+    }
+
+    pub(crate) fn stands_at(&self) -> u16 {
+        self.next
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    pub(crate) fn address(&self) -> VringAddress {
+        self.address
+    }
+
+    /// Ends the ring: chains that the device still has go back empty. Where the next one begins.
+    pub(crate) fn stop(mut self) -> (u16, usize) {
+        let left: Vec<u16> = (0..self.size).filter(|head| self.taken[usize::from(*head)]).collect();
+        for index in &left {
+            self.finish(Head { index: *index, epoch: self.epoch }, 0);
+        }
+        self.publish();
+        if !self.event_index && self.parts.used.load_16(0, Ordering::Relaxed) != 0 {
+            self.store_flags(0);
+        }
+        self.flush_log();
+        (self.next, left.len())
+    }
+
+    /// What ended it, if something did.
+    pub fn fault(&self) -> Option<&RingFault> {
+        self.fault.as_ref()
+    }
+
+    /// How many chains the device has.
+    pub fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// What it did so far.
+    pub fn statistics(&self) -> RingStatistics {
+        self.statistics
+    }
+}
+
+impl Parts {
+    fn find(
+        memory: &Memory,
+        address: &VringAddress,
+        size: u16,
+        event_index: bool,
+    ) -> Result<Self, RingFault> {
+        let event = if event_index { 2 } else { 0 };
+        let size = usize::from(size);
+        let find = |part, user: u64, len, align| {
+            let fault = RingFault::Place { part, user, len, align };
+            memory.user_area(user, len, align).ok_or(fault)
+        };
+        Ok(Self {
+            table: find("descriptor table", address.descriptors.get(), DESCRIPTOR_BYTES * size, 16)?,
+            available: find("available ring", address.available.get(), ENTRIES + 2 * size + event, 2)?,
+            used: find("used ring", address.used.get(), ENTRIES + USED_BYTES * size + event, 4)?,
+        })
+    }
+}
+
+/// Whether the step from `old` to `new` passed the entry behind `event` (`vring_need_event` of the standard).
+fn needs_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_event_is_needed_when_it_was_passed() {
+        for (event, new, old, needed) in [
+            (0, 1, 0, true),
+            (1, 1, 0, false),
+            (5, 5, 3, false),
+            (4, 5, 3, true),
+            (0xffff, 0, 0xfffe, true),
+            (2, 9, 3, false),
+        ] {
+            assert_eq!(needs_event(event, new, old), needed, "{event} {new} {old}");
+        }
+    }
+}

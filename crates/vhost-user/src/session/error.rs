@@ -1,0 +1,123 @@
+//! Why a session does not do what it is asked.
+
+use crate::device::Refusal;
+use crate::features::ProtocolFeatures;
+use crate::memory::MemoryError;
+use crate::message::MessageError;
+
+/// A request that was refused, or a device that cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// What came is no request.
+    #[error(transparent)]
+    Message(#[from] MessageError),
+    /// Memory or log that cannot be had.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Features that were not offered.
+    #[error("SET_FEATURES takes {unknown:#x}, which was not offered (offered: {offered:#x})")]
+    Features {
+        /// What was not offered.
+        unknown: u64,
+        /// What was.
+        offered: u64,
+    },
+    /// Other features than those which a ring runs with.
+    #[error(
+        "SET_FEATURES changes the driver's features while ring {ring} runs; stop it with GET_VRING_BASE first"
+    )]
+    FeaturesWhileRunning {
+        /// A ring that runs.
+        ring: usize,
+    },
+    /// Protocol features that were not offered.
+    #[error("SET_PROTOCOL_FEATURES takes {unknown:#x}, which was not offered (offered: {offered:#x})")]
+    ProtocolFeatures {
+        /// What was not offered.
+        unknown: u64,
+        /// What was.
+        offered: u64,
+    },
+    /// A request of a feature that was not taken.
+    #[error("{request} came, but {needed:?} was not negotiated")]
+    NotAgreed {
+        /// The request.
+        request: &'static str,
+        /// What it needs.
+        needed: ProtocolFeatures,
+    },
+    /// A ring that the device does not have.
+    #[error("{request} names ring {index}, but the device has {count}")]
+    NoRing {
+        /// The request.
+        request: &'static str,
+        /// The ring.
+        index: u64,
+        /// How many there are.
+        count: usize,
+    },
+    /// A ring is to be started or changed at the wrong moment.
+    #[error("{request} for ring {index}: {why}")]
+    Ring {
+        /// The request.
+        request: &'static str,
+        /// The ring.
+        index: usize,
+        /// What is wrong.
+        why: &'static str,
+    },
+    /// A number out of range.
+    #[error("{request} for ring {index} says {found}, expected {expected}")]
+    Value {
+        /// The request.
+        request: &'static str,
+        /// The ring.
+        index: usize,
+        /// The number.
+        found: u32,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// An MTU that none is.
+    #[error("NET_SET_MTU says {found}, expected at most 65535")]
+    Mtu {
+        /// The number.
+        found: u64,
+    },
+    /// The device says no.
+    #[error("{request}: the device refuses: {reason}")]
+    Refused {
+        /// The request.
+        request: &'static str,
+        /// The device's words.
+        reason: Refusal,
+    },
+    /// A worker could not be made.
+    #[error("worker {index} of the device cannot be made: {reason}")]
+    Worker {
+        /// Which.
+        index: usize,
+        /// The device's words.
+        reason: Refusal,
+    },
+    /// A thread could not be had.
+    #[error("worker {index} has no thread: {source}; is the limit of processes (ulimit -u) reached?")]
+    Thread {
+        /// Which.
+        index: usize,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// A worker's thread ended, which is a bug of the device.
+    #[error("worker {index} panicked; its message is on standard error")]
+    Gone {
+        /// Which.
+        index: usize,
+    },
+}
+
+impl SessionError {
+    pub(crate) fn refused(request: &'static str, reason: Refusal) -> Self {
+        Self::Refused { request, reason }
+    }
+}

@@ -1,0 +1,175 @@
+//! What is said of each ring, before it runs and while it does.
+
+use std::os::fd::OwnedFd;
+
+use super::{Rings, Session, SessionError};
+use crate::features;
+use crate::message::{Reply, Request, VringAddress, VringFd, VringState};
+use crate::ring::{RING_SIZE_MAX, RingSetup};
+
+/// A ring as the frontend has described it.
+#[derive(Debug, Default)]
+pub(super) struct Vring {
+    size: u32,
+    address: Option<VringAddress>,
+    base: u16,
+    /// As long as it does not run; then its thread has them.
+    call: Option<OwnedFd>,
+    err: Option<OwnedFd>,
+    enabled: bool,
+    pub(super) running: bool,
+}
+
+impl<R: Rings> Session<R> {
+    /// Everything with a ring in it.
+    pub(super) fn vring_request(&mut self, request: Request) -> Result<Option<Reply>, SessionError> {
+        let done = |()| None;
+        match request {
+            Request::SetVringNum(state) => self.set_size(&state).map(done),
+            Request::SetVringAddress(address) => self.set_address(address).map(done),
+            Request::SetVringBase(state) => self.set_base(&state).map(done),
+            Request::GetVringBase(state) => {
+                let index = self.index("GET_VRING_BASE", state.index.get())?;
+                let base = self.stop(index)?;
+                let number = u32::from(base).into();
+                Ok(Some(Reply::VringBase(VringState { number, ..state })))
+            }
+            Request::SetVringKick(kick) => self.set_kick(kick).map(done),
+            Request::SetVringCall(VringFd { index, fd }) => {
+                let index = self.index("SET_VRING_CALL", index.into())?;
+                let fd = non_blocking(fd);
+                if self.vrings[index].running {
+                    return self.rings.set_call(index, fd).map(done);
+                }
+                self.vrings[index].call = fd;
+                Ok(None)
+            }
+            Request::SetVringErr(VringFd { index, fd }) => {
+                let index = self.index("SET_VRING_ERR", index.into())?;
+                let fd = non_blocking(fd);
+                if self.vrings[index].running {
+                    return self.rings.set_err(index, fd).map(done);
+                }
+                self.vrings[index].err = fd;
+                Ok(None)
+            }
+            Request::SetVringEnable(state) => self.set_enable(&state).map(done),
+            // All others are the session's own.
+            other => unreachable!("{other:?} has no ring"),
+        }
+    }
+
+    fn index(&self, request: &'static str, index: u32) -> Result<usize, SessionError> {
+        let count = self.vrings.len();
+        let known = usize::try_from(index).ok().filter(|index| *index < count);
+        known.ok_or(SessionError::NoRing { request, index: index.into(), count })
+    }
+
+    fn idle(&self, request: &'static str, index: u32) -> Result<usize, SessionError> {
+        let index = self.index(request, index)?;
+        if self.vrings[index].running {
+            let why = "it runs; stop it with GET_VRING_BASE first";
+            return Err(SessionError::Ring { request, index, why });
+        }
+        Ok(index)
+    }
+
+    fn set_size(&mut self, state: &VringState) -> Result<(), SessionError> {
+        let index = self.idle("SET_VRING_NUM", state.index.get())?;
+        let found = state.number.get();
+        if !found.is_power_of_two() || found > u32::from(RING_SIZE_MAX) {
+            let expected = "a power of two up to 32768";
+            return Err(SessionError::Value { request: "SET_VRING_NUM", index, found, expected });
+        }
+        self.vrings[index].size = found;
+        Ok(())
+    }
+
+    fn set_base(&mut self, state: &VringState) -> Result<(), SessionError> {
+        let index = self.idle("SET_VRING_BASE", state.index.get())?;
+        let found = state.number.get();
+        let base = u16::try_from(found).map_err(|_| SessionError::Value {
+            request: "SET_VRING_BASE",
+            index,
+            found,
+            expected: "at most 65535",
+        })?;
+        self.vrings[index].base = base;
+        Ok(())
+    }
+
+    /// On a ring that runs it says whether its used ring is logged.
+    fn set_address(&mut self, address: VringAddress) -> Result<(), SessionError> {
+        let index = self.index("SET_VRING_ADDR", address.index.get())?;
+        self.vrings[index].address = Some(address);
+        if self.vrings[index].running {
+            self.rings.set_address(index, address)?;
+        }
+        Ok(())
+    }
+
+    fn set_kick(&mut self, VringFd { index, fd }: VringFd) -> Result<(), SessionError> {
+        let request = "SET_VRING_KICK";
+        let index = self.index(request, index.into())?;
+        let refused = |why| SessionError::Ring { request, index, why };
+        let kick = non_blocking(fd).ok_or(refused("without an eventfd it would have to be polled"))?;
+        if self.vrings[index].running {
+            return self.rings.set_kick(index, kick);
+        }
+        let features = self.agreed.features.ok_or(refused("no features were taken with SET_FEATURES"))?;
+        let vring = &mut self.vrings[index];
+        let address = vring.address.ok_or(refused("it has no address yet; SET_VRING_ADDR comes first"))?;
+        let setup = RingSetup {
+            size: vring.size,
+            address,
+            base: vring.base,
+            features,
+            call: vring.call.take(),
+            switch: self.switch.clone(),
+            log: self.log.clone(),
+        };
+        let fault = self.rings.start(index, setup, &self.memory, (kick, vring.err.take()))?;
+        // One that is broken from the start is named by its thread; the others go on, and so does the session.
+        vring.running = fault.is_none();
+        let enabled = vring.enabled || features & features::PROTOCOL_FEATURES == 0;
+        self.rings.enable(index, enabled)
+    }
+
+    fn set_enable(&mut self, state: &VringState) -> Result<(), SessionError> {
+        let index = self.index("SET_VRING_ENABLE", state.index.get())?;
+        let found = state.number.get();
+        if found > 1 {
+            let expected = "0 or 1";
+            return Err(SessionError::Value { request: "SET_VRING_ENABLE", index, found, expected });
+        }
+        self.vrings[index].enabled = found == 1;
+        self.rings.enable(index, found == 1)
+    }
+
+    pub(super) fn enable_all(&mut self, enabled: bool) -> Result<(), SessionError> {
+        for (index, vring) in self.vrings.iter_mut().enumerate() {
+            vring.enabled = enabled;
+            self.rings.enable(index, enabled)?;
+        }
+        Ok(())
+    }
+
+    /// Stops a ring, if it runs; where it stands.
+    pub(super) fn stop(&mut self, index: usize) -> Result<u16, SessionError> {
+        let stopped = self.rings.stop(index)?;
+        let vring = &mut self.vrings[index];
+        (vring.running, vring.call, vring.err) = (false, None, None);
+        vring.base = stopped.unwrap_or(vring.base);
+        Ok(vring.base)
+    }
+}
+
+/// A descriptor of somebody else's that no read or write may wait in.
+fn non_blocking(fd: Option<OwnedFd>) -> Option<OwnedFd> {
+    if let Some(fd) = &fd
+        && let Err(errno) = rustix::io::ioctl_fionbio(fd, true)
+    {
+        tracing::warn!(%errno, "an eventfd that cannot be made non-blocking");
+    }
+    fd
+}

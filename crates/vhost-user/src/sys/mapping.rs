@@ -1,0 +1,153 @@
+//! Shared memory of another process: mapped, read and written without ever becoming a Rust reference.
+//!
+//! The guest and the frontend write it at any time. Words are loaded and stored atomically, larger things are copied once
+//! by volatile reads, and buffers leave as [`IoBuf`], which only system calls look into.
+
+use std::fs::File;
+use std::mem::size_of;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+
+use towline_channel::{IoBuf, IoBufMut};
+use vm_memory::{FileOffset, MmapRegion};
+
+use crate::memory::MemoryError;
+
+/// A part of a file, mapped. Unmapped when the last of its [`Area`]s is gone too.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    region: MmapRegion<()>,
+    /// Where the part begins in the mapping, which begins with the file: huge pages want offsets that suit them.
+    lead: usize,
+    len: usize,
+}
+
+/// A part of a mapping, which it keeps.
+#[derive(Debug, Clone)]
+pub(crate) struct Area {
+    mapping: Arc<Mapping>,
+    start: usize,
+    len: usize,
+}
+
+impl Mapping {
+    /// Maps `len` bytes of the file from `offset` on, to be read and written by all.
+    pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
+        let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
+        let end = end.ok_or(MemoryError::TooLarge { offset, size: len })?;
+        let file = File::from(fd);
+        // What lies behind the end of a file kills who touches it (SIGBUS).
+        let has = file.metadata().map_err(MemoryError::Map)?.len();
+        if has < end {
+            return Err(MemoryError::File { end, has });
+        }
+        let len_of = |bytes: u64| usize::try_from(bytes).expect("it is at most isize::MAX");
+        let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(end));
+        let region = region.map_err(|error| {
+            tracing::debug!(%error, "mmap");
+            MemoryError::Map(std::io::Error::other(error.to_string()))
+        })?;
+        Ok(Self { region, lead: len_of(offset), len: len_of(len) })
+    }
+
+    fn pointer(&self, offset: usize, len: usize) -> *mut u8 {
+        let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(fits, "{len} bytes at {offset} of a mapping of {} bytes", self.len);
+        // SAFETY: `lead + len` is the mapping's length, and `offset + len` was compared with `len` just now.
+        unsafe { self.region.as_ptr().add(self.lead + offset) }
+    }
+
+    /// Bytes to send.
+    pub(crate) fn io_buf(&self, offset: usize, len: usize) -> IoBuf<'_> {
+        // SAFETY: `pointer` has compared it with the mapping, which lives as long as the borrow and is readable.
+        unsafe { IoBuf::from_raw_parts(self.pointer(offset, len), len) }
+    }
+
+    /// Room for bytes.
+    pub(crate) fn io_buf_mut(&self, offset: usize, len: usize) -> IoBufMut<'_> {
+        // SAFETY: as in `io_buf`; it is writable, and no reference into a mapping is ever made.
+        unsafe { IoBufMut::from_raw_parts(self.pointer(offset, len), len) }
+    }
+
+    /// 16 bytes, each read once.
+    pub(crate) fn copy_16(&self, offset: usize) -> [u8; 16] {
+        let pointer = self.pointer(offset, 16);
+        if pointer.cast::<u64>().is_aligned() {
+            // SAFETY: 16 bytes are readable there and aligned for `u64`; volatile, as others write them.
+            let words = unsafe {
+                let words = pointer.cast::<u64>();
+                [words.read_volatile(), words.add(1).read_volatile()]
+            };
+            let [low, high] = words.map(u64::to_ne_bytes);
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&low);
+            bytes[8..].copy_from_slice(&high);
+            return bytes;
+        }
+        // SAFETY: 16 bytes are readable there; bytes have no alignment.
+        unsafe { pointer.cast::<[u8; 16]>().read_volatile() }
+    }
+
+    fn word_16(&self, offset: usize) -> &AtomicU16 {
+        let pointer = self.pointer(offset, size_of::<u16>()).cast::<u16>();
+        assert!(pointer.is_aligned(), "a word of a ring at an odd place");
+        // SAFETY: two bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
+        unsafe { AtomicU16::from_ptr(pointer) }
+    }
+
+    fn word_64(&self, offset: usize) -> &AtomicU64 {
+        let pointer = self.pointer(offset, size_of::<u64>()).cast::<u64>();
+        assert!(pointer.is_aligned(), "a word of the log at an odd place");
+        // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
+        unsafe { AtomicU64::from_ptr(pointer) }
+    }
+}
+
+impl Area {
+    /// A part of the mapping; `None` if it does not have so much, or not aligned to `align`.
+    pub(crate) fn new(mapping: &Arc<Mapping>, start: u64, len: usize, align: usize) -> Option<Self> {
+        let start = usize::try_from(start).ok()?;
+        let end = start.checked_add(len)?;
+        if end > mapping.len || !(mapping.region.as_ptr().addr() + mapping.lead + start).is_multiple_of(align)
+        {
+            return None;
+        }
+        Some(Self { mapping: Arc::clone(mapping), start, len })
+    }
+
+    fn at(&self, offset: usize, len: usize) -> usize {
+        let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(fits, "{len} bytes at {offset} of an area of {} bytes", self.len);
+        self.start + offset
+    }
+
+    /// 16 bytes, each read once.
+    pub(crate) fn copy_16(&self, offset: usize) -> [u8; 16] {
+        self.mapping.copy_16(self.at(offset, 16))
+    }
+
+    pub(crate) fn load_16(&self, offset: usize, order: Ordering) -> u16 {
+        u16::from_le(self.mapping.word_16(self.at(offset, 2)).load(order))
+    }
+
+    pub(crate) fn store_16(&self, offset: usize, value: u16, order: Ordering) {
+        self.mapping.word_16(self.at(offset, 2)).store(value.to_le(), order);
+    }
+
+    pub(crate) fn or_64(&self, offset: usize, bits: u64) {
+        // Bit n of the log is bit n % 8 of byte n / 8: little-endian, whatever the machine.
+        self.mapping.word_64(self.at(offset, 8)).fetch_or(bits.to_le(), Ordering::AcqRel);
+    }
+
+    /// Two words of 32 bits beside each other, aligned to 4.
+    pub(crate) fn store_pair(&self, offset: usize, pair: [u32; 2]) {
+        let pointer = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
+        assert!(pointer.is_aligned(), "an element of a used ring at an odd place");
+        // SAFETY: eight bytes are writable there and aligned for `u32`; volatile, as the guest may read them.
+        unsafe {
+            pointer.write_volatile(pair[0].to_le());
+            pointer.add(1).write_volatile(pair[1].to_le());
+        }
+    }
+}

@@ -1,0 +1,453 @@
+//! Threads that serve queues, and how the session speaks to them.
+//!
+//! ```text
+//!   session ── order ──► mailbox + eventfd ─┐
+//!   guest ─── kick ────────────────────────┼─► poll ─► orders ─► Worker::run ─► publish ─► arm ─┐
+//!   tap, sockets ──────────────────────────┘    ▲                                               │
+//!                                               └───────────────────────────────────────────────┘
+//! ```
+//! A thread takes an order between two batches and only then answers it, so when the session has the answer, no ring
+//! uses the old memory, the old log or the old state of the log's switch. A ring with a fault is named, its error
+//! eventfd is raised, and it rests until the frontend stops it; the others go on.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::device::{Device, Next, Worker};
+use crate::log::DirtyLog;
+use crate::memory::Memory;
+use crate::message::VringAddress;
+use crate::ring::{Ring, RingFault, RingSetup};
+use crate::session::{Rings, SessionError};
+
+/// How long a queue that is stopped may take for what is under way.
+const DRAIN_WITHIN: Duration = Duration::from_secs(1);
+
+/// The queues of one worker.
+#[derive(Debug)]
+pub struct Queues<'a> {
+    slots: &'a mut [Slot],
+    first: usize,
+}
+
+impl Queues<'_> {
+    /// The number of the first of them among all of the device's.
+    pub fn first(&self) -> usize {
+        self.first
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Never, with workers of this crate.
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// One of them, counted from 0; `None` if it does not run now: stopped, disabled, broken or not there.
+    pub fn ring(&mut self, index: usize) -> Option<&mut Ring> {
+        self.slots.get_mut(index).filter(|slot| slot.runs())?.ring.as_mut()
+    }
+}
+
+/// The place of a ring.
+#[derive(Debug, Default)]
+struct Slot {
+    ring: Option<Ring>,
+    kick: Option<OwnedFd>,
+    err: Option<OwnedFd>,
+    enabled: bool,
+    broken: bool,
+    epoch: u64,
+    /// Where a ring stood whose memory was taken away.
+    lost_at: Option<u16>,
+}
+
+impl Slot {
+    fn runs(&self) -> bool {
+        self.ring.is_some() && self.enabled && !self.broken
+    }
+}
+
+/// What the session says to a thread. Queues are counted within the thread.
+enum Order {
+    Start { queue: usize, setup: RingSetup, memory: Arc<Memory>, kick: OwnedFd, err: Option<OwnedFd> },
+    Stop(usize),
+    Enable(usize, bool),
+    Kick(usize, OwnedFd),
+    Call(usize, Option<OwnedFd>),
+    Err(usize, Option<OwnedFd>),
+    Address(usize, VringAddress),
+    Memory(Arc<Memory>),
+    Log(Option<Arc<DirtyLog>>),
+    Settle,
+}
+
+/// What it answers.
+enum Answer {
+    Done,
+    Stopped(Option<u16>),
+    Fault(RingFault),
+}
+
+/// All threads of a device.
+pub(crate) struct Crew {
+    hands: Vec<Hand>,
+    queues_per_worker: usize,
+}
+
+struct Hand {
+    /// `None` ends the thread.
+    orders: Option<Sender<Order>>,
+    answers: Receiver<Answer>,
+    wake: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Crew {
+    /// Starts the threads.
+    pub(crate) fn new(device: &dyn Device) -> Result<Self, SessionError> {
+        let (count, each) = (device.queue_count(), device.queues_per_worker().max(1));
+        let hand = |index: usize| {
+            let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
+            let queues = each.min(count - index * each);
+            Hand::new(device.name(), index, worker, index * each..index * each + queues)
+        };
+        let hands = (0..count.div_ceil(each)).map(hand).collect::<Result<_, _>>()?;
+        Ok(Self { hands, queues_per_worker: each })
+    }
+
+    fn order(&mut self, ring: usize, order: impl FnOnce(usize) -> Order) -> Result<Answer, SessionError> {
+        let (hand, queue) = (ring / self.queues_per_worker, ring % self.queues_per_worker);
+        self.hands[hand].order(order(queue), hand)
+    }
+
+    /// To all, and then the answers of all.
+    fn order_all(&mut self, order: impl Fn() -> Order) -> Result<(), SessionError> {
+        for (index, hand) in self.hands.iter_mut().enumerate() {
+            hand.say(order(), index)?;
+        }
+        for (index, hand) in self.hands.iter_mut().enumerate() {
+            hand.hear(index)?;
+        }
+        Ok(())
+    }
+}
+
+impl Rings for Crew {
+    fn start(
+        &mut self,
+        ring: usize,
+        setup: RingSetup,
+        memory: &Arc<Memory>,
+        fds: (OwnedFd, Option<OwnedFd>),
+    ) -> Result<Option<RingFault>, SessionError> {
+        let (memory, (kick, err)) = (Arc::clone(memory), fds);
+        match self.order(ring, |queue| Order::Start { queue, setup, memory, kick, err })? {
+            Answer::Fault(fault) => Ok(Some(fault)),
+            _ => Ok(None),
+        }
+    }
+
+    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError> {
+        match self.order(ring, Order::Stop)? {
+            Answer::Stopped(base) => Ok(base),
+            _ => Ok(None),
+        }
+    }
+
+    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError> {
+        self.order(ring, |queue| Order::Enable(queue, enabled)).map(drop)
+    }
+
+    fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError> {
+        self.order(ring, |queue| Order::Kick(queue, fd)).map(drop)
+    }
+
+    fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError> {
+        self.order(ring, |queue| Order::Call(queue, fd)).map(drop)
+    }
+
+    fn set_err(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError> {
+        self.order(ring, |queue| Order::Err(queue, fd)).map(drop)
+    }
+
+    fn set_address(&mut self, ring: usize, address: VringAddress) -> Result<(), SessionError> {
+        self.order(ring, |queue| Order::Address(queue, address)).map(drop)
+    }
+
+    fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), SessionError> {
+        self.order_all(|| Order::Memory(Arc::clone(memory)))
+    }
+
+    fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError> {
+        self.order_all(|| Order::Log(log.cloned()))
+    }
+
+    fn settle(&mut self) -> Result<(), SessionError> {
+        self.order_all(|| Order::Settle)
+    }
+}
+
+impl Hand {
+    fn new(
+        name: &str,
+        index: usize,
+        worker: Box<dyn Worker>,
+        queues: std::ops::Range<usize>,
+    ) -> Result<Self, SessionError> {
+        let failed = |source: std::io::Error| SessionError::Thread { index, source };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake = Arc::new(wake.map_err(|errno| failed(errno.into()))?);
+        let (orders, received) = channel();
+        let (answer, answers) = channel();
+        let first = queues.start;
+        let slots = queues.map(|_| Slot::default()).collect();
+        let thread =
+            Thread { worker, slots, first, orders: received, answer, wake: Arc::clone(&wake), running: true };
+        let thread = std::thread::Builder::new().name(format!("{name}-{index}")).spawn(|| thread.run());
+        let thread = Some(thread.map_err(failed)?);
+        Ok(Self { orders: Some(orders), answers, wake, thread })
+    }
+
+    fn order(&mut self, order: Order, index: usize) -> Result<Answer, SessionError> {
+        self.say(order, index)?;
+        self.hear(index)
+    }
+
+    fn say(&mut self, order: Order, index: usize) -> Result<(), SessionError> {
+        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
+        self.wake();
+        if sent { Ok(()) } else { Err(SessionError::Gone { index }) }
+    }
+
+    fn hear(&mut self, index: usize) -> Result<Answer, SessionError> {
+        self.answers.recv().map_err(|_| SessionError::Gone { index })
+    }
+
+    fn wake(&self) {
+        // It can only be full, and then it is readable.
+        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Hand {
+    fn drop(&mut self) {
+        self.orders = None;
+        self.wake();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("a worker panicked");
+        }
+    }
+}
+
+struct Thread {
+    worker: Box<dyn Worker>,
+    slots: Vec<Slot>,
+    first: usize,
+    orders: Receiver<Order>,
+    answer: Sender<Answer>,
+    wake: Arc<OwnedFd>,
+    running: bool,
+}
+
+impl Thread {
+    fn run(mut self) {
+        while self.running {
+            let again = self.turn();
+            self.wait(again);
+            self.obey();
+        }
+        // What is under way when the connection is gone is not published: the frontend has counted already.
+    }
+
+    /// One turn of the device. True if there is more to do at once.
+    fn turn(&mut self) -> bool {
+        self.slots
+            .iter_mut()
+            .filter(|slot| slot.runs())
+            .filter_map(|slot| slot.ring.as_mut())
+            .for_each(Ring::disarm);
+        let next = self.worker.run(&mut Queues { slots: &mut self.slots, first: self.first });
+        let mut again = next == Next::Again;
+        for (queue, slot) in self.slots.iter_mut().enumerate() {
+            let runs = slot.runs();
+            let Some(ring) = &mut slot.ring else { continue };
+            ring.publish();
+            again |= runs && ring.arm();
+            if let Some(fault) = ring.fault()
+                && !slot.broken
+            {
+                broken(self.first + queue, fault);
+                slot.broken = true;
+                raise(slot.err.as_ref());
+            }
+        }
+        again
+    }
+
+    /// The only place where the thread waits.
+    fn wait(&mut self, again: bool) {
+        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        let mut kicks = Vec::new();
+        for (queue, slot) in self.slots.iter().enumerate() {
+            if let Some(kick) = &slot.kick
+                && slot.runs()
+            {
+                kicks.push(queue);
+                fds.push(PollFd::new(kick, PollFlags::IN));
+            }
+        }
+        self.worker.poll(&mut fds);
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        match poll(&mut fds, again.then_some(&now)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => tracing::error!(%errno, "poll"),
+        }
+        let events: Vec<PollFlags> = fds[..=kicks.len()].iter().map(PollFd::revents).collect();
+        if events[0].contains(PollFlags::IN) {
+            take(self.wake.as_fd());
+        }
+        for (queue, events) in kicks.into_iter().zip(&events[1..]) {
+            let slot = &mut self.slots[queue];
+            if events.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {
+                tracing::warn!(ring = self.first + queue, "its kick descriptor is of no use any more");
+                slot.kick = None;
+            } else if events.contains(PollFlags::IN)
+                && let Some(kick) = &slot.kick
+            {
+                take(kick.as_fd());
+            }
+        }
+    }
+
+    fn obey(&mut self) {
+        loop {
+            match self.orders.try_recv() {
+                Ok(order) => {
+                    let answer = self.execute(order);
+                    // A session that does not listen is gone, and the mailbox with it.
+                    let _ = self.answer.send(answer);
+                }
+                Err(std::sync::mpsc::TryRecvError::Empty) => return,
+                Err(std::sync::mpsc::TryRecvError::Disconnected) => {
+                    self.running = false;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn execute(&mut self, order: Order) -> Answer {
+        match order {
+            Order::Start { queue, setup, memory, kick, err } => {
+                return self.start(queue, setup, memory, (kick, err));
+            }
+            Order::Stop(queue) => return Answer::Stopped(self.stop(queue)),
+            Order::Enable(queue, enabled) => self.slots[queue].enabled = enabled,
+            Order::Kick(queue, fd) => self.slots[queue].kick = Some(fd),
+            Order::Err(queue, fd) => self.slots[queue].err = fd,
+            Order::Call(queue, fd) => {
+                if let Some(ring) = &mut self.slots[queue].ring {
+                    ring.set_call(fd);
+                }
+            }
+            Order::Address(queue, address) => self.settle(queue, None, Some(address)),
+            Order::Memory(memory) => {
+                (0..self.slots.len()).for_each(|queue| self.settle(queue, Some(&memory), None));
+            }
+            Order::Log(log) => {
+                let rings = self.slots.iter_mut().filter_map(|slot| slot.ring.as_mut());
+                rings.for_each(|ring| ring.set_log(log.clone()));
+            }
+            Order::Settle => {}
+        }
+        Answer::Done
+    }
+
+    fn start(
+        &mut self,
+        queue: usize,
+        setup: RingSetup,
+        memory: Arc<Memory>,
+        (kick, err): (OwnedFd, Option<OwnedFd>),
+    ) -> Answer {
+        let slot = &mut self.slots[queue];
+        slot.epoch += 1;
+        (slot.kick, slot.err, slot.broken) = (Some(kick), err, false);
+        // A chain of another ring is told by it as well.
+        let epoch = (self.first + queue) as u64 | slot.epoch << 16;
+        match Ring::new(setup, memory, epoch) {
+            Ok(ring) => {
+                // The process before this one may have died between a batch and its notification.
+                ring.call();
+                slot.ring = Some(ring);
+                Answer::Done
+            }
+            Err(fault) => {
+                broken(self.first + queue, &fault);
+                raise(slot.err.as_ref());
+                Answer::Fault(fault)
+            }
+        }
+    }
+
+    fn stop(&mut self, queue: usize) -> Option<u16> {
+        if self.slots[queue].ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
+            let mut queues = Queues { slots: &mut self.slots, first: self.first };
+            self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN);
+        }
+        let slot = &mut self.slots[queue];
+        (slot.kick, slot.err) = (None, None);
+        let Some(ring) = slot.ring.take() else { return slot.lost_at.take() };
+        let (base, left) = ring.stop();
+        if left > 0 {
+            tracing::warn!(
+                ring = self.first + queue,
+                left,
+                "stopped with chains under way; they go back empty"
+            );
+        }
+        Some(base)
+    }
+
+    fn settle(&mut self, queue: usize, memory: Option<&Arc<Memory>>, address: Option<VringAddress>) {
+        let slot = &mut self.slots[queue];
+        let Some(ring) = &mut slot.ring else { return };
+        let memory = memory.unwrap_or(ring.memory());
+        let address = address.unwrap_or(ring.address());
+        if let Err(fault) = ring.settle(Arc::clone(memory), address) {
+            broken(self.first + queue, &fault);
+            raise(slot.err.as_ref());
+            // Its old places are no longer the guest's to give: it is not even stopped.
+            slot.lost_at = slot.ring.take().map(|ring| ring.stands_at());
+        }
+    }
+}
+
+fn broken(ring: usize, fault: &RingFault) {
+    tracing::error!(ring, %fault, "this ring is broken and stays so until its driver is reset");
+}
+
+fn raise(err: Option<&OwnedFd>) {
+    if let Some(err) = err {
+        // Nobody hears of it then; the log says so above.
+        let _ = rustix::io::write(err, &1u64.to_ne_bytes());
+    }
+}
+
+/// Takes what an eventfd has counted.
+fn take(fd: std::os::fd::BorrowedFd<'_>) {
+    // Somebody else may have been quicker; that is as good.
+    let _ = rustix::io::read(fd, &mut [0u8; 8]);
+}

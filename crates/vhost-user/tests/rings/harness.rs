@@ -1,0 +1,207 @@
+//! The bodies of the fuzz targets, and short runs of them.
+#![allow(dead_code, unreachable_pub, reason = "each target uses one of them")]
+
+use std::fs::File;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use towline_vhost_user::log::LogSwitch;
+use towline_vhost_user::message::{Code, HEADER_BYTES, Header, RegionInfo, Request, VringAddress};
+use towline_vhost_user::{
+    Batch, Cancel, Device, Memory, Next, Queues, Refusal, Region, Ring, RingSetup, Worker, features, serve,
+};
+
+/// The most work that one input may cause: chains of a ring.
+const CHAINS_MAX: usize = 256;
+const RING_BYTES: usize = 4096;
+
+fn file(bytes: u64) -> File {
+    let fd = memfd_create("fuzz", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&fd, bytes).expect("room for it");
+    fd.into()
+}
+
+/// One message: a byte that says how many descriptors come along, then header and payload.
+pub fn message(data: &[u8]) {
+    let Some((fds, rest)) = data.split_first() else { return };
+    let Some((header, payload)) = rest.split_first_chunk::<HEADER_BYTES>() else { return };
+    let Ok(header) = Header::parse(header) else { return };
+    assert_eq!(Header::parse(&header.encode()), Ok(header));
+    let null = File::open("/dev/null").expect("it is there");
+    let fds = (0..fds % 12).map(|_| null.as_fd().try_clone_to_owned().expect("a descriptor")).collect();
+    if let Err(error) = Request::decode(header.code, &payload[..payload.len().min(header.length)], fds) {
+        assert!(error.to_string().starts_with(&header.code.to_string()), "{error}");
+    }
+}
+
+/// A ring of 8 entries in a page that is all the input's; every chain is answered, and the input goes on changing it.
+pub fn ring(data: &[u8]) {
+    let Some((mode, mut rest)) = data.split_first() else { return };
+    let guest = file(RING_BYTES as u64);
+    let put = |bytes: &[u8], offset: u64| guest.write_all_at(bytes, offset).expect("it fits");
+    let first = rest.len().min(RING_BYTES / 2);
+    put(&rest[..first], 0);
+    rest = &rest[first..];
+    let info = RegionInfo {
+        guest_address: 0.into(),
+        size: (RING_BYTES as u64).into(),
+        user_address: 0.into(),
+        mmap_offset: 0.into(),
+    };
+    let region = Region::map(&info, guest.as_fd().try_clone_to_owned().expect("a descriptor"));
+    let memory = Arc::new(Memory::new(vec![region.expect("it is there")]).expect("one region"));
+    let features =
+        [0, features::EVENT_IDX, features::INDIRECT_DESC, features::EVENT_IDX | features::INDIRECT_DESC];
+    // The parts lie beside each other, so that 300 bytes are a ring; or on each other.
+    let used = if mode & 4 == 0 { 160 } else { 0 };
+    let address = VringAddress {
+        index: 0.into(),
+        flags: u32::from(mode & 8).into(),
+        descriptors: 0.into(),
+        used: used.into(),
+        available: 128.into(),
+        log: 0.into(),
+    };
+    let features = features[usize::from(mode & 3)];
+    let setup = RingSetup {
+        size: 8,
+        address,
+        base: 0,
+        features,
+        call: None,
+        switch: LogSwitch::default(),
+        log: None,
+    };
+    let mut ring = Ring::new(setup, memory, 1).expect("it is in memory");
+    let mut batch = Batch::new();
+    let mut done = 0;
+    while ring.fault().is_none() && done < CHAINS_MAX {
+        let popped = ring.pop(&mut batch, 5);
+        for chain in batch.chains() {
+            let mut head = [0; 8];
+            chain.read_at(0, &mut head);
+            let written = chain.write_at(1, &head);
+            ring.complete(chain, u32::try_from(written).expect("8 at most"));
+        }
+        ring.publish();
+        let more = ring.arm();
+        done += popped;
+        let Some((change, after)) = rest.split_first_chunk::<4>() else {
+            if popped == 0 || !more { break } else { continue }
+        };
+        put(&change[2..], u64::from(u16::from_le_bytes([change[0], change[1]]) % 300));
+        rest = after;
+    }
+}
+
+/// A conversation: each message is its code, its flags, how many descriptors come along, its length and its payload.
+pub fn session(data: &[u8]) {
+    let (near, far) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    let memory = file(1 << 16);
+    // What the guest has in its memory is the input's too.
+    memory.write_all_at(data.get(..1 << 16).unwrap_or(data), 0).expect("it fits");
+    let mut rest = data;
+    // What fits in the socket, as nobody reads before all is written.
+    for _ in 0..64 {
+        let Some(([code, flags, fds, len], after)) = rest.split_first_chunk::<4>() else { break };
+        let payload = &after[..after.len().min(usize::from(*len))];
+        rest = &after[payload.len()..];
+        let code = Code(u32::from(*code));
+        let mut bytes = Header { code, need_reply: flags & 1 != 0, length: payload.len() }.encode().to_vec();
+        bytes.extend_from_slice(payload);
+        let fds = vec![memory.as_fd(); usize::from(fds % 9)];
+        send(&near, &bytes, &fds);
+    }
+    near.shutdown(std::net::Shutdown::Write).expect("it is open");
+    let channel = towline_channel::UnixChannel::new(OwnedFd::from(far), "fuzz").expect("a socket");
+    let device: Arc<dyn Device> = Arc::new(Echo);
+    let cancel = Cancel::new().expect("an eventfd");
+    // However it ends, it ends.
+    let _ = serve(&channel, &device, &cancel);
+}
+
+fn send(socket: &std::os::unix::net::UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let owned = socket.as_fd().try_clone_to_owned().expect("a descriptor");
+    let channel = towline_channel::UnixChannel::new(owned, "fuzz").expect("a socket");
+    let sent = towline_channel::Channel::send_fds(&channel, bytes, fds).expect("there is room");
+    assert_eq!(sent, bytes.len());
+}
+
+/// A device of two queues that answers with what it is told.
+pub struct Echo;
+
+impl Device for Echo {
+    fn name(&self) -> &str {
+        "echo"
+    }
+
+    fn queue_count(&self) -> usize {
+        2
+    }
+
+    fn queues_per_worker(&self) -> usize {
+        2
+    }
+
+    fn features(&self) -> u64 {
+        1
+    }
+
+    fn protocol_features(&self) -> towline_vhost_user::ProtocolFeatures {
+        towline_vhost_user::ProtocolFeatures::BY_DEVICE
+    }
+
+    fn config(&self) -> Vec<u8> {
+        vec![7; 20]
+    }
+
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+        Ok(Box::new(Echo))
+    }
+}
+
+impl Worker for Echo {
+    fn run(&mut self, queues: &mut Queues<'_>) -> Next {
+        let mut batch = Batch::new();
+        for queue in 0..queues.len() {
+            if let Some(ring) = queues.ring(queue) {
+                ring.pop(&mut batch, 8);
+                for chain in batch.chains() {
+                    let mut bytes = [0; 64];
+                    let len = chain.read_at(0, &mut bytes);
+                    let written = chain.write_at(0, &bytes[..len]);
+                    ring.complete(chain, u32::try_from(written).expect("64 at most"));
+                }
+            }
+        }
+        Next::Wait
+    }
+}
+
+/// Short inputs by chance; the fuzzer does better.
+#[cfg(test)]
+mod by_chance {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+        #[test]
+        fn messages(data in vec(any::<u8>(), 0..300)) {
+            super::message(&data);
+        }
+
+        #[test]
+        fn rings(data in vec(prop_oneof![Just(0u8), 0..4u8, any::<u8>()], 0..900)) {
+            super::ring(&data);
+        }
+
+        #[test]
+        fn sessions(data in vec(prop_oneof![Just(0u8), 1..44u8, any::<u8>()], 0..600)) {
+            super::session(&data);
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Drivers that do what none may: each is named, after bounded work, and nothing else happens.
+
+use towline_vhost_user::ring::{CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX};
+use towline_vhost_user::{Batch, Memory, Ring, RingFault, features};
+
+use crate::driver::*;
+
+const BOTH: u64 = features::EVENT_IDX | features::INDIRECT_DESC;
+const SIZE: u16 = 8;
+
+/// What becomes of one chain whose descriptors (of the ring's table) are these.
+fn fault_of(descriptors: &[(u64, u32, u16, u16)], features: u64) -> RingFault {
+    let mut driver = Driver::new(SIZE);
+    for (index, (address, len, flags, next)) in (0..).zip(descriptors) {
+        driver.descriptor(TABLE, index, (*address, *len), (*flags, *next));
+    }
+    driver.offer(0);
+    fault(&mut driver.ring(features).unwrap())
+}
+
+fn fault(ring: &mut Ring) -> RingFault {
+    let mut batch = Batch::new();
+    assert_eq!(ring.pop(&mut batch, 64), 0);
+    // It stays so.
+    assert_eq!(ring.pop(&mut batch, 64), 0);
+    assert!(!ring.arm());
+    ring.fault().unwrap().clone()
+}
+
+const AT: u64 = GUEST + 0x4_0000;
+const TABLE_AT: u64 = GUEST + 0x1_0000;
+
+#[test]
+fn chains_that_cannot_be_are_named() {
+    let head = 0;
+    let loops = RingFault::Long { head, most: SIZE.into() };
+    assert_eq!(fault_of(&[(AT, 1, NEXT, 1), (AT, 1, NEXT, 0)], BOTH), loops);
+    assert_eq!(fault_of(&[(AT, 1, NEXT, 0)], BOTH), loops);
+    assert_eq!(fault_of(&[(AT, 1, NEXT, 8)], BOTH), RingFault::Next { head, found: 8, size: 8 });
+    assert_eq!(fault_of(&[(AT, 0, 0, 0)], BOTH), RingFault::Nothing { head });
+    assert_eq!(fault_of(&[(AT, 1, NEXT | WRITE, 1), (AT, 1, 0, 0)], BOTH), RingFault::Order { head });
+    let largest = RingFault::Bytes { head };
+    assert_eq!(fault_of(&[(AT, u32::MAX, 0, 0)], BOTH), largest);
+    assert_eq!(fault_of(&[(AT, CHAIN_BYTES_MAX + 1, 0, 0)], BOTH), largest);
+    assert_eq!(fault_of(&[(AT, 16, NEXT, 1), (AT, CHAIN_BYTES_MAX - 15, WRITE, 0)], BOTH), largest);
+}
+
+#[test]
+fn buffers_outside_memory_are_named() {
+    let end = GUEST + MEMORY_BYTES;
+    for (guest, len) in [(0, 1), (GUEST - 1, 2), (end - 1, 2), (end, 1), (u64::MAX, 1), (u64::MAX - 7, 16)] {
+        assert_eq!(fault_of(&[(guest, len, WRITE, 0)], BOTH), RingFault::Buffer { head: 0, guest, len });
+    }
+    let len = CHAIN_BYTES_MAX;
+    assert_eq!(fault_of(&[(AT, len, 0, 0)], BOTH), RingFault::Buffer { head: 0, guest: AT, len });
+}
+
+#[test]
+fn tables_that_cannot_be_are_named() {
+    let indirect = |why| RingFault::Indirect { head: 0, why };
+    assert_eq!(fault_of(&[(TABLE_AT, 16, INDIRECT, 0)], 0), indirect("and the feature was not negotiated"));
+    assert_eq!(fault_of(&[(TABLE_AT, 16, INDIRECT | NEXT, 1)], BOTH), indirect("and a link behind it"));
+    for len in [0, 15, 17] {
+        assert_eq!(fault_of(&[(TABLE_AT, len, INDIRECT, 0)], BOTH), indirect("of no whole descriptors"));
+    }
+    let most = CHAIN_DESCRIPTORS_MAX;
+    for len in [0xffff_fff0, 16 * (u32::try_from(most).unwrap() + 1)] {
+        assert_eq!(fault_of(&[(TABLE_AT, len, INDIRECT, 0)], BOTH), RingFault::Long { head: 0, most });
+    }
+    let guest = GUEST + MEMORY_BYTES - 16;
+    assert_eq!(fault_of(&[(guest, 32, INDIRECT, 0)], BOTH), RingFault::Buffer { head: 0, guest, len: 32 });
+}
+
+#[test]
+fn a_table_within_a_table_and_loops_in_one_are_named() {
+    let within = |first: (u64, u32, u16, u16), second: (u64, u32, u16, u16)| {
+        let mut driver = Driver::new(SIZE);
+        for (index, (address, len, flags, next)) in [(0, first), (1, second)] {
+            driver.descriptor(0x1_0000, index, (address, len), (flags, next));
+        }
+        driver.descriptor(TABLE, 0, (TABLE_AT, 32), (INDIRECT, 0));
+        driver.offer(0);
+        fault(&mut driver.ring(BOTH).unwrap())
+    };
+    let plain = (AT, 1, 0, 0);
+    assert_eq!(
+        within((TABLE_AT, 16, INDIRECT, 0), plain),
+        RingFault::Indirect { head: 0, why: "within another" }
+    );
+    assert_eq!(within((AT, 1, NEXT, 0), plain), RingFault::Long { head: 0, most: 2 });
+    assert_eq!(within((AT, 1, NEXT, 2), plain), RingFault::Next { head: 0, found: 2, size: 2 });
+    assert_eq!(within((AT, 1, NEXT, 1), (AT, 1, NEXT, 0)), RingFault::Long { head: 0, most: 2 });
+}
+
+#[test]
+fn indices_that_jump_are_named() {
+    for (found, at) in [(SIZE + 1, 0), (0xffff, 0), (0x8000, 0)] {
+        let driver = Driver::new(SIZE);
+        driver.put(AVAILABLE + 2, &u16::to_le_bytes(found));
+        assert_eq!(fault(&mut driver.ring(BOTH).unwrap()), RingFault::Index { found, most: SIZE, at });
+    }
+    let mut driver = Driver::new(SIZE);
+    driver.offer(SIZE);
+    assert_eq!(fault(&mut driver.ring(BOTH).unwrap()), RingFault::Head { found: SIZE, size: SIZE });
+}
+
+#[test]
+fn a_chain_that_the_device_has_cannot_come_again() {
+    let mut driver = Driver::new(SIZE);
+    driver.descriptor(TABLE, 3, (AT, 1), (0, 0));
+    driver.offer(3);
+    driver.offer(3);
+    let mut ring = driver.ring(BOTH).unwrap();
+    let mut batch = Batch::new();
+    // The first is good, and can still be completed.
+    assert_eq!(ring.pop(&mut batch, 64), 1);
+    assert_eq!(ring.fault(), Some(&RingFault::Twice { head: 3 }));
+    ring.complete(batch.chain(0), 0);
+    ring.publish();
+    assert_eq!(driver.take(), Some((3, 0)));
+}
+
+#[test]
+fn more_than_the_ring_holds_cannot_be_under_way() {
+    let mut driver = Driver::new(2);
+    (0..2).for_each(|index| driver.descriptor(TABLE, index, (AT, 1), (0, 0)));
+    driver.offer(0);
+    driver.offer(1);
+    let mut ring = driver.ring(BOTH).unwrap();
+    let mut batch = Batch::new();
+    assert_eq!(ring.pop(&mut batch, 64), 2);
+    driver.offer(0);
+    assert_eq!(ring.pop(&mut Batch::new(), 64), 0);
+    assert_eq!(ring.fault(), Some(&RingFault::Index { found: 3, most: 2, at: 2 }));
+}
+
+#[test]
+fn a_ring_outside_memory_is_named() {
+    let driver = Driver::new(SIZE);
+    let with = |change: &dyn Fn(&mut towline_vhost_user::RingSetup)| {
+        let mut setup = driver.setup(BOTH);
+        change(&mut setup);
+        Ring::new(setup, driver.memory(), 1).unwrap_err().to_string()
+    };
+    assert_eq!(with(&|setup| setup.size = 0), "its size is 0, expected a power of two up to 32768");
+    assert_eq!(with(&|setup| setup.size = 6), "its size is 6, expected a power of two up to 32768");
+    assert_eq!(with(&|setup| setup.size = 65536), "its size is 65536, expected a power of two up to 32768");
+    let odd =
+        "its used ring at user address 0x7f0000008002 (70 bytes, aligned to 4) is not in the guest's memory";
+    assert_eq!(with(&|setup| setup.address.used = (USER + USED + 2).into()), odd);
+    let end = with(&|setup| setup.address.available = (USER + MEMORY_BYTES - 20).into());
+    assert!(end.starts_with("its available ring at user address 0x7f000007ffec (22 bytes"), "{end}");
+    let nowhere = Ring::new(driver.setup(BOTH), Memory::default().into(), 1).unwrap_err().to_string();
+    assert!(nowhere.starts_with("its descriptor table at"), "{nowhere}");
+}
+
+#[test]
+fn rings_in_each_other_stay_within_bounds() {
+    // The used ring lies on the descriptor table: what the device gives back are new descriptors.
+    let mut driver = Driver::new(SIZE);
+    let mut setup = driver.setup(BOTH);
+    setup.address.used = setup.address.descriptors;
+    let mut ring = Ring::new(setup, driver.memory(), 1).unwrap();
+    driver.descriptor(TABLE, 7, (AT, 8), (WRITE, 0));
+    let mut batch = Batch::new();
+    for _ in 0..100 {
+        driver.offer(7);
+        for chain in 0..ring.pop(&mut batch, 64) {
+            ring.complete(batch.chain(chain), 8);
+        }
+        ring.publish();
+    }
+    assert!(ring.fault().is_some() || ring.statistics().chains == 100);
+}

@@ -1,0 +1,114 @@
+//! The fuzz targets' seeds (`fuzz/seeds`): what a frontend and a driver that behave would say.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use towline_vhost_user::message::{Code, Header};
+
+use crate::driver::{INDIRECT, NEXT, WRITE};
+use crate::harness;
+
+/// A target's seeds, by name.
+type Seeds = BTreeMap<String, Vec<u8>>;
+type Body = fn(&[u8]);
+
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn halves(halves: &[u32]) -> Vec<u8> {
+    halves.iter().flat_map(|half| half.to_le_bytes()).collect()
+}
+
+/// A conversation from the first request to the last ring's end.
+fn conversation() -> Vec<(Code, u8, Vec<u8>)> {
+    let address = [halves(&[0, 1]), words(&[0, 160, 128, 160])].concat();
+    vec![
+        (Code::GET_FEATURES, 0, vec![]),
+        (Code::GET_PROTOCOL_FEATURES, 0, vec![]),
+        (Code::SET_PROTOCOL_FEATURES, 0, words(&[0x9_a21f])),
+        (Code::GET_QUEUE_NUM, 0, vec![]),
+        (Code::SET_OWNER, 0, vec![]),
+        (Code::SET_FEATURES, 0, words(&[0x1_7000_0001])),
+        (Code::GET_CONFIG, 0, halves(&[0, 8, 0])),
+        (Code::SET_MEM_TABLE, 1, [halves(&[1, 0]), words(&[0, 0x1_0000, 0, 0])].concat()),
+        (Code::SET_VRING_NUM, 0, halves(&[0, 8])),
+        (Code::SET_VRING_BASE, 0, halves(&[0, 0])),
+        (Code::SET_VRING_ADDR, 0, address),
+        (Code::SET_VRING_CALL, 1, words(&[0])),
+        (Code::SET_VRING_KICK, 1, words(&[0])),
+        (Code::SET_VRING_ENABLE, 0, halves(&[0, 1])),
+        (Code::SET_LOG_BASE, 1, words(&[4096, 0])),
+        (Code::SET_FEATURES, 0, words(&[0x1_7400_0001])),
+        (Code::ADD_MEM_REG, 1, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
+        (Code::REM_MEM_REG, 0, words(&[0, 0x10_0000, 0x1000, 0x10_0000, 0])),
+        (Code::GET_VRING_BASE, 0, halves(&[0, 0])),
+        (Code::SET_STATUS, 0, words(&[15])),
+        (Code::NET_SET_MTU, 0, words(&[1500])),
+        (Code::SEND_RARP, 0, words(&[0x5634_1200_5452])),
+        (Code::RESET_DEVICE, 0, vec![]),
+    ]
+}
+
+fn messages() -> Seeds {
+    let message = |(code, fds, payload): (Code, u8, Vec<u8>)| {
+        let header = Header { code, need_reply: true, length: payload.len() }.encode();
+        (code.to_string(), [&[fds], &header[..], &payload].concat())
+    };
+    conversation().into_iter().map(message).collect()
+}
+
+fn sessions() -> Seeds {
+    let message = |(code, fds, payload): (Code, u8, Vec<u8>)| {
+        let head = [u8::try_from(code.0).unwrap(), 1, fds, u8::try_from(payload.len()).unwrap()];
+        [&head[..], &payload].concat()
+    };
+    [("whole".to_owned(), conversation().into_iter().flat_map(message).collect())].into()
+}
+
+fn rings() -> Seeds {
+    let descriptor = |(address, len, flags, next): (u64, u32, u16, u16)| {
+        [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
+    };
+    let ring = |mode: u8, table: &[(u64, u32, u16, u16)]| {
+        let mut memory = vec![0; 2048];
+        for (at, entry) in table.iter().enumerate() {
+            memory[16 * at..][..16].copy_from_slice(&descriptor(*entry));
+            memory[512 + 16 * at..][..16].copy_from_slice(&descriptor(*entry));
+        }
+        // One entry, the head 0.
+        memory[130] = 1;
+        [&[mode][..], &memory].concat()
+    };
+    [
+        (
+            "chain".to_owned(),
+            ring(1, &[(1024, 16, NEXT, 1), (1100, 100, NEXT | WRITE, 2), (1300, 8, WRITE, 0)]),
+        ),
+        ("table".to_owned(), ring(3, &[(528, 32, INDIRECT, 0), (1024, 16, NEXT, 1), (1100, 100, WRITE, 0)])),
+        ("upon".to_owned(), ring(4, &[(1024, 16, WRITE, 0)])),
+    ]
+    .into()
+}
+
+#[test]
+fn the_fuzz_targets_start_from_these() {
+    let bodies: [(&str, Body, Seeds); 3] = [
+        ("vhost_message", harness::message, messages()),
+        ("vhost_session", harness::session, sessions()),
+        ("vhost_ring", harness::ring, rings()),
+    ];
+    for (target, body, seeds) in bodies {
+        let directory: PathBuf =
+            [env!("CARGO_MANIFEST_DIR"), "..", "..", "fuzz", "seeds", target].iter().collect();
+        for (name, seed) in seeds {
+            body(&seed);
+            let path = directory.join(name);
+            if std::env::var_os("BLESS").is_some() {
+                std::fs::create_dir_all(&directory).unwrap();
+                std::fs::write(&path, &seed).unwrap();
+            }
+            assert!(std::fs::read(&path).unwrap() == seed, "{}: BLESS=1 makes it anew", path.display());
+        }
+    }
+}
