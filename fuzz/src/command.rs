@@ -5,13 +5,16 @@ use std::path::Path;
 use std::process::Command;
 
 /// Every target, with the longest input that is worth its time.
-pub const TARGETS: [(&str, u32); 6] = [
+pub const TARGETS: [(&str, u32); 9] = [
     ("main_channel", 2048),
     ("lane", 4096),
     ("return_path", 1024),
     ("device_state", 2048),
     ("mapped_ram", 1024),
     ("xbzrle", 512),
+    ("vhost_message", 512),
+    ("vhost_session", 2048),
+    ("vhost_ring", 3072),
 ];
 
 /// `cargo fuzz run` of a target, `runs` inputs long, in the repository at `root`. It needs cargo-fuzz (`cargo install

@@ -1,7 +1,10 @@
-//! The fuzz targets' bodies, which are the protocol's own tests too.
+//! The fuzz targets' bodies, which are the crates' own tests too.
 #![allow(dead_code, reason = "each target uses one of them")]
 
 #[path = "../../crates/protocol/tests/stream/harness.rs"]
 pub mod harness;
+
+#[path = "../../crates/vhost-user/tests/rings/harness.rs"]
+pub mod vhost_user;
 
 pub mod command;
