@@ -7,7 +7,7 @@ use common::{pattern, recv_exact, recv_to_end, send_all, spawn_asleep, tcp};
 use std::net::Shutdown;
 use std::num::{NonZeroU64, NonZeroUsize};
 use std::time::Duration;
-use towline_channel::fault::{Capture, Cut, Delay, Direction, ShortIo, Throttle};
+use towline_channel::fault::{Capture, Cut, Delay, Direction, Flip, ShortIo, Throttle};
 use towline_channel::{
     Capabilities, Channel, Error, IoBuf, IoBufMut, PairChannel, RecvFlags, SendFlags, UnixChannel, pair,
 };
@@ -40,6 +40,23 @@ fn a_cut_in_sending_lets_exactly_n_bytes_through() {
             assert_eq!(recv_exact(&far, 100).unwrap(), pattern(100));
             assert_eq!(send_all(&far, b"x").is_ok(), n > 100, "{n}: ends as soon as byte N has passed");
         }
+    }
+}
+
+#[test]
+fn a_flip_changes_one_byte_however_it_comes() {
+    for at in [0, 1, 50, 99, 100] {
+        let (near, far) = memory();
+        send_all(&far, &pattern(100)).unwrap();
+        far.shutdown(Shutdown::Write).unwrap();
+        let flip = Flip::new(short(near, at), at, 0x81);
+        let mut seen = [0; 100];
+        flip.recv(&mut [(&mut seen).into()], RecvFlags::PEEK).unwrap();
+        let mut expected = pattern(100);
+        if let Some(byte) = expected.get_mut(at as usize) {
+            *byte ^= 0x81;
+        }
+        assert_eq!(recv_to_end(&flip).unwrap(), expected, "byte {at}");
     }
 }
 

@@ -22,6 +22,7 @@
 //! its way into a socket or file, unless it is compressed. Limits: precopy; one target page size (4 KiB).
 
 mod buffer;
+mod checksum;
 mod compression;
 pub mod convergence;
 mod dirty;

@@ -140,7 +140,7 @@ impl Relay {
 impl Sink for Relay {
     fn configuration(&self, configuration: &Configuration) -> Result<()> {
         self.form.get_or_init(|| BarrierForm::of(&configuration.machine_type));
-        self.main().begin(configuration, true)?;
+        self.main().begin(configuration, true, self.lanes.len())?;
         for lane in 0..self.lanes.len() {
             self.lane(lane)?
                 .init(lane, self.connections.uuid, self.connections.introduced)
@@ -155,7 +155,12 @@ impl Sink for Relay {
         let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
         let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
         self.main().blocks(RamOptions { section_id, barrier }, blocks)?;
-        self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())
+        if self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())? {
+            for lane in 0..self.lanes.len() {
+                self.lane(lane)?.write_checksums();
+            }
+        }
+        Ok(())
     }
 
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {

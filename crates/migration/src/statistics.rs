@@ -63,6 +63,10 @@ statistics! {
     vectored_calls,
     /// System calls that moved pages through one buffer.
     plain_calls,
+    /// Packets that went with a checksum, for a towline to compare.
+    checksums_written,
+    /// Packets whose header and pages were compared with their checksum.
+    checksums_verified,
 }
 
 impl Statistics {

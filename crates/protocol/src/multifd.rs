@@ -12,6 +12,8 @@
 //! set SYNC on the lane's last packet with pages if that is still waiting, send an empty packet behind it, and leave in
 //! each header what they do not set: with no pages, size, number, name and offsets are those of the packet before.
 
+mod checksum;
+
 use alloc::string::String;
 use alloc::vec::Vec;
 
@@ -19,6 +21,8 @@ use crate::limits;
 use crate::ram::{BlockIndex, PAGE_SIZE, RamBlock};
 use crate::wire::{Reader, lossy};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
+
+pub use checksum::{Checksum, Damage, PONG_CHECKSUMS, Sums};
 
 /// The first word of an init packet and of every header.
 pub const MAGIC: u32 = 0x1122_3344;

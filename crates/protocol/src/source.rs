@@ -11,6 +11,7 @@ use alloc::vec::Vec;
 
 use crate::configuration::Configuration;
 use crate::machine::BarrierForm;
+use crate::multifd::PONG_CHECKSUMS;
 use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::Message;
 use crate::section::{Command, SectionHeader, SectionType, put_footer};
@@ -19,6 +20,10 @@ use crate::{PeerMisbehaved, Result};
 
 /// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
 pub const PING_SETUP: u32 = 1;
+
+/// Asks whether the destination compares the checksums of packets: one that does answers
+/// [`PONG_CHECKSUMS`], any other, as QEMU, repeats the value.
+pub const PING_CHECKSUMS: u32 = 0x7477_6c01;
 
 /// Header and configuration are written.
 #[derive(Debug)]
@@ -40,6 +45,16 @@ impl Setup {
         if return_path {
             Command::OpenReturnPath.encode(out);
             Command::Ping(PING_SETUP).encode(out);
+        }
+        Self(())
+    }
+
+    /// As [`Self::begin`] with a return path, and asks whether the destination compares checksums: before the first PING, whose
+    /// answer so comes behind this one's ([`Answers::wants_checksums`]).
+    pub fn begin_with_lanes(configuration: &Configuration, out: &mut Vec<u8>) -> Self {
+        configuration.encode(out);
+        for command in [Command::OpenReturnPath, Command::Ping(PING_CHECKSUMS), Command::Ping(PING_SETUP)] {
+            command.encode(out);
         }
         Self(())
     }
@@ -181,6 +196,7 @@ impl AwaitShut {
 #[derive(Debug, Default)]
 pub struct Answers {
     pong: bool,
+    checksums: bool,
     awaits_shut: bool,
     shut: bool,
 }
@@ -188,7 +204,7 @@ pub struct Answers {
 /// What a message of the return path means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// It read the stream's head.
+    /// It answers a PING: the first, so that it has read the stream's head, or that for checksums.
     Pong,
     /// It has the guest; it says nothing more.
     Shut,
@@ -218,9 +234,12 @@ impl Answers {
             }
             message => {
                 check_return_path(message)?;
-                let pong = matches!(message, Message::Pong(_));
-                self.pong |= pong;
-                Ok(if pong { Answer::Pong } else { Answer::Other })
+                match message {
+                    Message::Pong(PING_SETUP) => self.pong = true,
+                    Message::Pong(value) => self.checksums = *value == PONG_CHECKSUMS,
+                    _ => return Ok(Answer::Other),
+                }
+                Ok(Answer::Pong)
             }
         }
     }
@@ -228,6 +247,11 @@ impl Answers {
     /// Whether the first PING was answered.
     pub fn has_pong(&self) -> bool {
         self.pong
+    }
+
+    /// Whether the destination compares checksums. Known with [`Self::has_pong`], and false of a QEMU, which repeats the question.
+    pub fn wants_checksums(&self) -> bool {
+        self.checksums
     }
 
     /// Whether the destination has the guest.
@@ -239,7 +263,7 @@ impl Answers {
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &Message) -> Result<()> {
     match message {
-        Message::Pong(PING_SETUP) | Message::SwitchoverAck => Ok(()),
+        Message::Pong(PING_SETUP | PING_CHECKSUMS | PONG_CHECKSUMS) | Message::SwitchoverAck => Ok(()),
         Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         Message::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())

@@ -1,6 +1,7 @@
 //! Guests that run, and write their memory, while they go from QEMU to QEMU through towline.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod checksums;
 mod converge;
 mod footprint;
 mod hosts;

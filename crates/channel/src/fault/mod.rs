@@ -6,6 +6,7 @@
 //! | [`Delay`] | lets each transfer wait a random time first |
 //! | [`Throttle`] | passes so many bytes a second, each direction by itself |
 //! | [`Capture`] | records what passes |
+//! | [`Flip`] | changes one byte |
 //! | [`ShortIo`] | splits transfers at random places |
 //!
 //! Each wraps any `Box<dyn Channel>`, also another layer, and says of itself what the channel inside can do.
@@ -13,11 +14,12 @@
 //! Whatever is random comes from a `u64` seed, with one generator for each direction: what one direction draws does not
 //! depend on what another thread does with the other. So the same seed and the same calls replay a failure.
 //!
-//! What this is not: a model of a network. Bytes are neither lost, changed nor reordered, as no stream does that.
+//! What this is not: a model of a network. Bytes are neither lost nor reordered, as no stream does that.
 
 mod capture;
 mod cut;
 mod delay;
+mod flip;
 mod pause;
 mod short_io;
 mod throttle;
@@ -25,6 +27,7 @@ mod throttle;
 pub use capture::{Capture, Tape};
 pub use cut::Cut;
 pub use delay::Delay;
+pub use flip::Flip;
 pub use short_io::ShortIo;
 pub use throttle::Throttle;
 

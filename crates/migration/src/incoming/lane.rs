@@ -3,17 +3,19 @@
 //! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send behind its last SYNC,
 //! and a source whose lane breaks then says that it failed.
 
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBufMut};
-use towline_protocol::multifd::{HEADER_BYTES, Method, Packet};
+use towline_channel::{Channel, ChannelExt, Error as ChannelError, IoBuf, IoBufMut};
+use towline_protocol::multifd::{Checksum, Damage, HEADER_BYTES, Method, Packet};
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, PageRef, PeerMisbehaved};
+use towline_protocol::{BlockIndex, InvalidMessage, PageRef, PeerMisbehaved};
 use towline_protocol::{limits, machine};
 
 use super::refuse::{REFUSE_TIMEOUT, drain};
 use super::{Shared, ended};
 use crate::buffer::Buffers;
+use crate::checksum;
 use crate::compression::Decompressor;
 use crate::session::Released;
 use crate::statistics::Statistics;
@@ -30,6 +32,13 @@ pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
             shared.session.leave(index);
         }
     }
+}
+
+/// What a packet is compared with, and its header's hash here.
+#[derive(Clone, Copy)]
+struct Check {
+    header: u64,
+    checksum: Option<Checksum>,
 }
 
 struct Lane<'a> {
@@ -66,9 +75,11 @@ impl<'a> Lane<'a> {
                 Err(ChannelError::Closed { .. }) => return Err(ended(self.channel, "a lane's next packet")),
                 Err(error) => return Err(error.into()),
             }
+            let check = self.check(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
-            if self.take(&packet)? == Released::Closed {
+            self.demand(&packet, check)?;
+            if self.take(&packet, check)? == Released::Closed {
                 return Ok(());
             }
         }
@@ -79,18 +90,56 @@ impl<'a> Lane<'a> {
         self.shared.machine_type.get().is_some_and(|name| !machine::lanes_are_closed(name))
     }
 
-    fn take(&mut self, packet: &Packet) -> Result<Released> {
+    /// Takes the checksum out of a header, and compares the header with it before anything of it is believed.
+    fn check(&self, header: &mut [u8; HEADER_BYTES]) -> Result<Check> {
+        let checksum = Checksum::take(header);
+        let header = checksum.map_or(0, |_| checksum::of_header(header));
+        if checksum.is_some_and(|checksum| checksum.header != Checksum::of_header(header)) {
+            return Err(self.damaged(checksum::damaged(Damage::Header, &Packet::empty(), &[])));
+        }
+        Ok(Check { header, checksum })
+    }
+
+    /// A source that was told that checksums are compared leaves none out, but of what it sent before.
+    fn demand(&self, packet: &Packet, check: Check) -> Result<()> {
+        let missing = check.checksum.is_none() && packet.block.is_some();
+        match missing && self.shared.compares_checksums.load(Ordering::Acquire) {
+            true => Err(self.damaged(InvalidMessage::ChecksumMissing)),
+            false => Ok(()),
+        }
+    }
+
+    /// Compares a packet, whose contents lie in these buffers, with what was sent.
+    fn verify(&self, packet: &Packet, check: Check, contents: &[IoBuf<'_>]) -> Result<()> {
+        let Some(checksum) = check.checksum else { return Ok(()) };
+        let hashed = if checksum.of_pages { contents } else { &[] };
+        let sums = checksum::sums(check.header, packet.method, hashed);
+        if let Some(damage) = sums.compare(&checksum.sums) {
+            return Err(self.damaged(checksum::damaged(damage, packet, self.shared.blocks())));
+        }
+        let is_whole = checksum.of_pages || packet.normal.is_empty();
+        Statistics::add(&self.shared.statistics.checksums_verified, is_whole.into());
+        Ok(())
+    }
+
+    fn damaged(&self, message: InvalidMessage) -> Error {
+        Error::protocol(self.channel.peer())(message.into())
+    }
+
+    fn take(&mut self, packet: &Packet, check: Check) -> Result<Released> {
         let statistics = self.shared.statistics;
         statistics.count_lane(HEADER_BYTES);
         Statistics::add(&statistics.multifd_bytes, packet.data_bytes.into());
         self.check_method(packet)?;
         if let Some(block) = packet.block {
             self.outstanding = true;
-            self.contents(block, packet)?;
+            self.contents(block, packet, check)?;
             if !packet.zero.is_empty() {
                 Statistics::add(&statistics.duplicate, packet.zero.len() as u64);
                 self.shared.sink.zero(Stream::Lane(self.index), block, &packet.zero)?;
             }
+        } else {
+            self.verify(packet, check, &[])?;
         }
         if packet.sync {
             let released = self.shared.session.arrive()?;
@@ -111,15 +160,15 @@ impl<'a> Lane<'a> {
     }
 
     /// Receives the contents of a packet's pages: into the sink's own memory where it has any, else into the buffer.
-    fn contents(&mut self, block: BlockIndex, packet: &Packet) -> Result<()> {
+    fn contents(&mut self, block: BlockIndex, packet: &Packet, check: Check) -> Result<()> {
         let offsets = &packet.normal[..];
         if offsets.is_empty() {
-            return Ok(());
+            return self.verify(packet, check, &[]);
         }
         let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
         let length = offsets.len() * PAGE_SIZE as usize;
         if self.decompressor.is_some() {
-            self.decompress(packet.data_bytes, offsets.len())?;
+            self.decompress(packet, check)?;
             return self.hand_on(block, offsets, length);
         }
         let rooms: Option<Vec<_>> =
@@ -127,10 +176,13 @@ impl<'a> Lane<'a> {
         let pages = offsets.len() as u64;
         if let Some(mut rooms) = rooms {
             self.channel.recv_exact(&mut rooms)?;
+            let landed: Vec<_> = rooms.iter().map(IoBufMut::as_io_buf).collect();
+            self.verify(packet, check, &landed)?;
             self.shared.statistics.count_pages(pages, length as u64, rooms.len());
             return sink.landed(stream, block, offsets);
         }
         self.channel.recv_exact(&mut [self.buffers.current.receive(length)])?;
+        self.verify(packet, check, &[IoBuf::from(self.buffers.current.bytes(length))])?;
         self.shared.statistics.count_pages(pages, length as u64, 1);
         self.hand_on(block, offsets, length)
     }
@@ -143,15 +195,19 @@ impl<'a> Lane<'a> {
         self.buffers.turn(sink.lease(stream), self.shared.session)
     }
 
-    /// Receives so many bytes, which give so many pages, into the buffer.
-    fn decompress(&mut self, data_bytes: u32, pages: usize) -> Result<()> {
-        let Some(decompressor) = &mut self.decompressor else { return Ok(()) };
-        let compressed = data_bytes as usize;
-        self.channel.recv_exact(&mut [decompressor.receive(compressed)])?;
+    /// Receives a compressed packet's pages into the buffer.
+    fn decompress(&mut self, packet: &Packet, check: Check) -> Result<()> {
+        let (compressed, pages) = (packet.data_bytes as usize, packet.normal.len());
+        // Taken out for as long as it is looked at together with the lane.
+        let Some(mut decompressor) = self.decompressor.take() else { return Ok(()) };
+        let mut input = [decompressor.receive(compressed)];
+        self.channel.recv_exact(&mut input)?;
+        self.verify(packet, check, &[input[0].as_io_buf()])?;
         let contents = self.buffers.current.bytes_mut(pages * PAGE_SIZE as usize);
         decompressor
             .decompress(compressed, contents)
             .map_err(|error| Error::protocol(self.channel.peer())(error))?;
+        self.decompressor = Some(decompressor);
         self.shared.statistics.count_pages(pages as u64, compressed as u64, 1);
         Ok(())
     }

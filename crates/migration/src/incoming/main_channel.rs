@@ -1,14 +1,17 @@
 //! The main channel's thread: sections, records, barriers, device state, and the word to the source.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::destination::{Barriers, Destination, Event, ITEM_BYTES_MAX, SectionKind};
 use towline_protocol::device_state::{Collector, DeviceState};
+use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::section::Command;
+use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
 use super::connect::{Connections, EXTRA_TIMEOUT};
@@ -207,10 +210,16 @@ impl<'a> MainChannel<'a> {
                 self.return_path = Some(writer);
                 Ok(())
             }
-            Command::Ping(value) => match &self.return_path {
-                Some(writer) => writer.send(&Message::Pong(*value)),
-                None => Ok(()),
-            },
+            Command::Ping(value) => {
+                let Some(writer) = &self.return_path else { return Ok(()) };
+                match *value == PING_CHECKSUMS {
+                    true => {
+                        self.shared.compares_checksums.store(true, Ordering::Release);
+                        writer.send(&Message::Pong(PONG_CHECKSUMS))
+                    }
+                    false => writer.send(&Message::Pong(*value)),
+                }
+            }
             Command::SwitchoverStart | Command::Other { .. } => Ok(()),
         }
     }

@@ -17,6 +17,7 @@ mod refuse;
 mod wait;
 
 use std::net::Shutdown;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
@@ -75,6 +76,8 @@ struct Shared<'a> {
     machine_type: OnceLock<String>,
     /// Pulled when the main channel has everything: no lane waits for more.
     complete: Cancel,
+    /// The source was told so, and leaves no checksum out from then on.
+    compares_checksums: AtomicBool,
 }
 
 impl Shared<'_> {
@@ -122,6 +125,7 @@ impl Incoming {
             blocks: OnceLock::new(),
             machine_type: OnceLock::new(),
             complete: Cancel::new()?,
+            compares_checksums: AtomicBool::new(false),
         };
         self.session.watch(&connections.main);
         for lane in &connections.lanes {

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use towline_channel::{Channel, IoBuf, total_len};
-use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::multifd::{Checksum, HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::LaneOptions;
 use super::sends::PacketSender;
+use crate::checksum;
 use crate::compression::Compressor;
 use crate::statistics::Statistics;
 use crate::{Guest, Result};
@@ -19,6 +20,16 @@ use crate::{Guest, Result};
 pub(crate) struct LaneWriter {
     out: PacketWriter,
     compressor: Option<Compressor>,
+    /// The guest is stopped.
+    memory_is_still: bool,
+}
+
+/// Whether contents can change while they are sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Contents {
+    /// A running guest may write there. What it writes is sent again, but its hash would be of neither.
+    Live,
+    Still,
 }
 
 #[derive(Debug)]
@@ -31,6 +42,8 @@ struct PacketWriter {
     method: Method,
     packet: Packet,
     header: Box<[u8; HEADER_BYTES]>,
+    /// The destination compares them.
+    checksums: bool,
 }
 
 impl LaneWriter {
@@ -44,8 +57,8 @@ impl LaneWriter {
         let sender = PacketSender::new(channel, Arc::clone(&statistics), zero_copy_send, compression);
         let (packet, header) = (Packet::empty(), Box::new([0; HEADER_BYTES]));
         let method = compression.method();
-        let out = PacketWriter { sender, packets, statistics, method, packet, header };
-        Ok(Self { out, compressor: Compressor::new(compression)? })
+        let out = PacketWriter { sender, packets, statistics, method, packet, header, checksums: false };
+        Ok(Self { out, compressor: Compressor::new(compression)?, memory_is_still: false })
     }
 
     /// Sends the lane's first bytes, unless who connected it did.
@@ -56,6 +69,16 @@ impl LaneWriter {
         }
         self.out.statistics.count_lane(bytes.len());
         Ok(())
+    }
+
+    /// From here on packets have checksums.
+    pub(crate) fn write_checksums(&mut self) {
+        self.out.checksums = true;
+    }
+
+    /// From here on nobody writes in the guest's memory, so that what is hashed is what is sent.
+    pub(crate) fn memory_is_still(&mut self) {
+        self.memory_is_still = true;
     }
 
     /// Names a page to go with content. The caller sends when [`Self::is_full`], and before it changes the block.
@@ -84,11 +107,14 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) if !runs.is_empty() => {
                 let contents = compressor.compress_memory(guest, &runs)?;
-                self.out.send(&[IoBuf::from(contents)], blocks)
+                self.out.send(&[IoBuf::from(contents)], Contents::Still, blocks)
             }
             _ => {
+                let is_still = |&(page, length): &(PageRef, u64)| guest.immutable(page, length).is_some();
+                let still = self.memory_is_still || (self.out.checksums && runs.iter().all(is_still));
+                let kind = if still { Contents::Still } else { Contents::Live };
                 let contents = runs.iter().map(|&(page, length)| guest.memory(page, length));
-                self.out.send(&contents.collect::<Vec<_>>(), blocks)
+                self.out.send(&contents.collect::<Vec<_>>(), kind, blocks)
             }
         }
     }
@@ -106,11 +132,11 @@ impl LaneWriter {
         match &mut self.compressor {
             Some(compressor) => {
                 let contents = compressor.compress(contents)?;
-                self.out.send(&[IoBuf::from(contents)], blocks)?;
+                self.out.send(&[IoBuf::from(contents)], Contents::Still, blocks)?;
             }
             None => {
                 let contents = contents.iter().map(|&slice| IoBuf::from(slice));
-                self.out.send(&contents.collect::<Vec<_>>(), blocks)?;
+                self.out.send(&contents.collect::<Vec<_>>(), Contents::Still, blocks)?;
             }
         }
         Ok(())
@@ -125,14 +151,14 @@ impl LaneWriter {
     ) -> Result<()> {
         self.out.packet.block = Some(block);
         self.out.packet.zero.extend_from_slice(offsets);
-        self.out.send(&[], blocks)?;
+        self.out.send(&[], Contents::Still, blocks)?;
         Ok(())
     }
 
     /// Ends this lane's part of a pass.
     pub(crate) fn sync(&mut self, blocks: &[RamBlock]) -> Result<()> {
         self.out.packet.sync = true;
-        self.out.send(&[], blocks)?;
+        self.out.send(&[], Contents::Still, blocks)?;
         Ok(())
     }
 
@@ -150,7 +176,7 @@ pub(super) fn init(index: usize, uuid: [u8; 16]) -> [u8; INIT_BYTES] {
 
 impl PacketWriter {
     /// Sends the packet; returns the length of its contents in bytes.
-    fn send(&mut self, contents: &[IoBuf<'_>], blocks: &[RamBlock]) -> Result<u64> {
+    fn send(&mut self, contents: &[IoBuf<'_>], kind: Contents, blocks: &[RamBlock]) -> Result<u64> {
         let packet = &mut self.packet;
         let (normal, zero) = (packet.normal.len() as u64, packet.zero.len() as u64);
         let data_bytes = total_len(contents) as u64;
@@ -160,6 +186,14 @@ impl PacketWriter {
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };
         packet.encode(blocks, &mut self.header);
+        if self.checksums {
+            let of_pages = kind == Contents::Still;
+            let hashed = if of_pages { contents } else { &[] };
+            let header = checksum::of_header(&self.header);
+            let sums = checksum::sums(header, packet.method, hashed);
+            Checksum { of_pages, header: Checksum::of_header(header), sums }.put(&mut self.header);
+            Statistics::add(&self.statistics.checksums_written, 1);
+        }
         self.sender.send(&self.header[..], contents)?;
         if normal > 0 {
             self.statistics.count_pages(normal, data_bytes, 1 + contents.len());

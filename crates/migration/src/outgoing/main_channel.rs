@@ -48,8 +48,17 @@ impl MainWriter {
     }
 
     /// Sends header and configuration, and opens the return path if asked to.
-    pub(crate) fn begin(&mut self, configuration: &Configuration, return_path: bool) -> Result<()> {
-        self.state = State::Setup(Setup::begin(configuration, return_path, &mut self.pending));
+    pub(crate) fn begin(
+        &mut self,
+        configuration: &Configuration,
+        return_path: bool,
+        lanes: usize,
+    ) -> Result<()> {
+        let out = &mut self.pending;
+        self.state = State::Setup(match return_path && lanes > 0 {
+            true => Setup::begin_with_lanes(configuration, out),
+            false => Setup::begin(configuration, return_path, out),
+        });
         self.flush()
     }
 

@@ -191,8 +191,10 @@ impl Outgoing {
             .collect::<Result<_>>()?;
         let answers = self.begin(connections, &shared)?;
         self.setup(connections, &shared, &mut lanes, form)?;
-        if let Some(answers) = &answers {
-            answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
+        if let Some(answers) = &answers
+            && answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?
+        {
+            lanes.iter_mut().for_each(LaneWriter::write_checksums);
         }
         let left = self.iterate(&shared, &mut lanes)?;
         guest.stop()?;
@@ -211,7 +213,8 @@ impl Outgoing {
     /// Header and configuration; opens the return path.
     fn begin(&self, connections: &Connections, shared: &Shared<'_>) -> Result<Option<ReturnPath>> {
         self.statistics.set_total(shared.guest.blocks().iter().map(|block| block.length).sum());
-        shared.main().begin(shared.guest.configuration(), self.options.return_path)?;
+        let (configuration, lanes) = (shared.guest.configuration(), connections.lanes.len());
+        shared.main().begin(configuration, self.options.return_path, lanes)?;
         Ok(match self.options.return_path {
             true => Some(ReturnPath::start(
                 Arc::clone(&connections.main),
@@ -273,6 +276,7 @@ impl Outgoing {
         let mut pass = left;
         pass.merge(Pass::harvested(shared.guest)?);
         shared.main().open_end();
+        lanes.iter_mut().for_each(LaneWriter::memory_is_still);
         self.pass(shared, lanes, &pass)?;
         shared.guest.device_state()
     }

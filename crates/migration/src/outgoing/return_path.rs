@@ -89,11 +89,11 @@ impl ReturnPath {
         self.heard().answers.expect_shut();
     }
 
-    /// Waits for the answer to the first PING.
-    pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<()> {
+    /// Waits for the answer to the first PING. Returns whether the destination compares checksums.
+    pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<bool> {
         let deadline = Instant::now() + timeout;
         match self.wait(session, Some(deadline), |heard| heard.answers.has_pong())? {
-            true => Ok(()),
+            true => Ok(self.heard().answers.wants_checksums()),
             false => Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes }),
         }
     }

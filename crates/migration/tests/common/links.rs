@@ -4,7 +4,7 @@ use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use towline_channel::fault::{Cut, Delay, Direction, ShortIo, Throttle};
+use towline_channel::fault::{Cut, Delay, Direction, Flip, ShortIo, Throttle};
 use towline_channel::{Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, pair};
 use towline_migration::{Stream, outgoing};
 
@@ -48,6 +48,8 @@ pub(crate) enum Layer {
     Delay(Duration, u64),
     /// Bytes per second.
     Throttle(u64),
+    /// Changes this byte of those received.
+    Flip(u64),
 }
 
 /// Both ends of a main channel and its lanes.
@@ -85,6 +87,7 @@ fn wrap(channel: Box<dyn Channel>, side: Side, stream: Stream, faults: &[Fault])
     ours.fold(channel, |channel, fault| match fault.layer {
         Layer::Cut(after, direction) => Box::new(Cut::new(channel, after, direction)),
         Layer::Short(most, seed) => Box::new(ShortIo::new(channel, NonZeroUsize::new(most).unwrap(), seed)),
+        Layer::Flip(at) => Box::new(Flip::new(channel, at, 0x10)),
         Layer::Throttle(rate) => Box::new(Throttle::new(channel, NonZeroU64::new(rate).unwrap())),
         Layer::Delay(longest, seed) => Box::new(Delay::new(channel, Duration::ZERO..=longest, seed)),
     })

@@ -1,0 +1,67 @@
+//! A byte that is changed on its way.
+
+use super::limit_mut;
+use crate::channel::forward_channel;
+use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags, gather, scatter, total_len_mut};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Mutex;
+
+/// Changes bits of one received byte, as a faulty network card does whose checksums are its own. Bytes of `recv_at` and
+/// those received with descriptors do not count.
+#[derive(Debug)]
+pub struct Flip {
+    inner: Box<dyn Channel>,
+    bits: u8,
+    /// How many bytes come before it; `None` once it has passed. Held while bytes are received.
+    before: Mutex<Option<u64>>,
+}
+
+impl Flip {
+    /// Changes `bits` of byte `at` that comes over `inner`, counted from 0.
+    pub fn new(inner: Box<dyn Channel>, at: u64, bits: u8) -> Self {
+        Self { inner, bits, before: Mutex::new(Some(at)) }
+    }
+}
+
+impl Channel for Flip {
+    forward_channel!(inner: peer, capabilities, flush, lease, zero_copy_statistics, shutdown, reset, set_timeouts, wait_recv, as_fd, finish);
+
+    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
+        self.inner.send(bufs, flags)
+    }
+
+    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
+        let room = total_len_mut(bufs);
+        let mut before = self.before.lock().expect("channels do not panic");
+        let received = self.inner.recv(&mut limit_mut(bufs, room), flags)?;
+        let Some(at) = *before else { return Ok(received) };
+        let left = at.checked_sub(received as u64);
+        if left.is_none() {
+            let at = usize::try_from(at).expect("less than what was received");
+            let mut bytes = vec![0; at + 1];
+            gather(&bufs.iter().map(IoBufMut::as_io_buf).collect::<Vec<_>>(), &mut bytes);
+            bytes[at] ^= self.bits;
+            scatter(&bytes, bufs);
+        }
+        if !flags.contains(RecvFlags::PEEK) {
+            *before = left;
+        }
+        Ok(received)
+    }
+
+    fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
+        self.inner.send_fds(bytes, fds)
+    }
+
+    fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
+        self.inner.recv_fds(bytes, fds)
+    }
+
+    fn send_at(&self, bufs: &[IoBuf<'_>], offset: u64) -> Result<usize> {
+        self.inner.send_at(bufs, offset)
+    }
+
+    fn recv_at(&self, bufs: &mut [IoBufMut<'_>], offset: u64) -> Result<usize> {
+        self.inner.recv_at(bufs, offset)
+    }
+}
