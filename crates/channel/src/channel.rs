@@ -199,6 +199,12 @@ pub trait Channel: Debug + Send + Sync {
     /// The descriptor to poll for input (for output where the channel only sends); `None` where there is none.
     fn as_fd(&self) -> Option<BorrowedFd<'_>>;
 
+    /// The descriptor, where all bytes of the stream pass through it as they are, for [`Splice`](crate::Splice). A channel that
+    /// wraps another, or receives ahead, has none.
+    fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
     /// Whether [`Channel::recv`] gives something (or the end) without a look at the descriptor: what was received ahead. Who
     /// polls asks this first.
     fn has_buffered(&self) -> bool {

@@ -38,9 +38,9 @@
 //! # Ok::<(), towline_channel::Error>(())
 //! ```
 //!
-//! `SIGPIPE`: sockets never raise it (`MSG_NOSIGNAL`). Writing to a pipe whose reader is gone does, unless the process
-//! ignores that signal; Rust's runtime does so before `main`, and a host that is not a Rust program must do it itself
-//! before it uses `exec:` or a pipe.
+//! `SIGPIPE`: sockets never raise it (`MSG_NOSIGNAL`), but for [`Splice`]. Writing to a pipe whose reader is gone does, unless
+//! the process ignores that signal; Rust's runtime does so before `main`, and a host that is not a Rust program must do it
+//! itself before it uses `exec:` or a pipe.
 
 mod address;
 mod cancel;
@@ -57,6 +57,7 @@ mod opening;
 mod pair;
 mod pipe;
 mod socket;
+mod splice;
 mod sys;
 mod tcp;
 mod tls;
@@ -75,6 +76,7 @@ pub use exec::ExecChannel;
 pub use file::FileChannel;
 pub use listen::{ListenOptions, Listener};
 pub use pair::{PairChannel, pair};
+pub use splice::Splice;
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
 pub use tcp::{TcpChannel, check_zero_copy};

@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType, sockopt};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, ToSocketAddrs};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -96,6 +96,10 @@ impl TcpChannel {
 
 impl Channel for TcpChannel {
     forward_channel!(socket: peer, recv, set_timeouts, as_fd);
+
+    fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_fd()
+    }
 
     fn capabilities(&self) -> Capabilities {
         let zero_copy = self.zero_copy.as_ref().map_or(Capabilities::empty(), |_| Capabilities::ZERO_COPY);

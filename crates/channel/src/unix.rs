@@ -48,6 +48,10 @@ impl UnixChannel {
 impl Channel for UnixChannel {
     forward_channel!(socket: peer, capabilities, send, recv, flush, shutdown, set_timeouts, as_fd);
 
+    fn splice_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_fd()
+    }
+
     fn send_fds(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<usize> {
         check_send(self.peer(), self.capabilities(), SendFlags::empty())?;
         if bytes.is_empty() {

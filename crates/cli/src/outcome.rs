@@ -82,12 +82,13 @@ impl Outcome<'_> {
                 report.multifd_channels
             )),
             false => reporter.line(&format!(
-                "  moved        {} at {}/s over {} lanes, in {} vectored and {} plain calls",
+                "  moved        {} at {}/s over {} lanes, in {} vectored, {} plain and {} spliced calls",
                 size(moved.transferred),
                 size((moved.transferred as f64 / seconds) as u64),
                 report.multifd_channels,
                 count(moved.vectored_calls),
-                count(moved.plain_calls)
+                count(moved.plain_calls),
+                count(moved.spliced_calls)
             )),
         }
         if let Some(ratio) = report.compression_ratio() {

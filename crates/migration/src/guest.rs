@@ -178,6 +178,23 @@ pub trait Sink: Sync {
         Ok(())
     }
 
+    /// Takes contents of pages that come next on `from`, `offsets.len()` pages of them and nothing else, from there itself:
+    /// for a sink that passes them on without having seen them. Returns the calls that took. `None`: it wants them by
+    /// [`Self::pages`].
+    ///
+    /// # Errors
+    /// As [`Self::pages`].
+    fn pass_on(
+        &self,
+        stream: Stream,
+        from: &dyn Channel,
+        block: BlockIndex,
+        offsets: &[u64],
+    ) -> Option<Result<u64>> {
+        let _ = (stream, from, block, offsets);
+        None
+    }
+
     /// Pages that came with content.
     ///
     /// # Errors

@@ -1,15 +1,17 @@
 //! A sink that sends on: two QEMUs meet, with towline between them.
 //!
 //! ```text
-//!   source ─► Incoming ─► Relay ─► destination       each page goes out of the buffer it was received into
+//!   source ─► Incoming ─► Relay ─► destination       each page goes out of the buffer it was received into, if any
 //!          ◄─ SHUT 0 ◄──  commit() ◄─ SHUT 0         the source hears only what the destination has said
 //! ```
 //!
 //! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their bounds, so
-//! the destination reads the source's order. The relay holds no guest memory; a destination that is slow makes the source
-//! wait by its socket. Both sides have the same number of lanes and the same compression, and the machine type says the same of
-//! both. What is compressed is decompressed and compressed again: a lane's stream depends on all its packets before, and the
-//! relay makes two of one that has both zero pages and others.
+//! the destination reads the source's order. Between bare sockets, where nothing is sent by zero-copy and nobody compares
+//! checksums, the contents of a lane's pages change hands within the kernel (`splice(2)`): only headers are seen here. The
+//! relay holds no guest memory; a destination that is slow makes the source wait by its socket. Both sides have the same number
+//! of lanes and the same compression, and the machine type says the same of both. What is compressed is decompressed and
+//! compressed again: a lane's stream depends on all its packets before, and the relay makes two of one that has both zero pages
+//! and others.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -183,6 +185,20 @@ impl Sink for Relay {
                 self.connections.lanes.get(lane).map_or_else(ZeroCopyLease::default, |lane| lane.lease())
             }
             Stream::Main => ZeroCopyLease::default(),
+        }
+    }
+
+    fn pass_on(
+        &self,
+        stream: Stream,
+        from: &dyn Channel,
+        block: BlockIndex,
+        offsets: &[u64],
+    ) -> Option<Result<u64>> {
+        let Stream::Lane(lane) = stream else { return None };
+        match self.lane(lane) {
+            Ok(mut writer) => writer.splice(from, block, offsets, self.known()),
+            Err(error) => Some(Err(error)),
         }
     }
 

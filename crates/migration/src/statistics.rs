@@ -63,6 +63,8 @@ statistics! {
     vectored_calls,
     /// System calls that moved pages through one buffer.
     plain_calls,
+    /// System calls that moved pages from socket to socket within the kernel.
+    spliced_calls,
     /// Packets that went with a checksum, for a towline to compare.
     checksums_written,
     /// Packets whose header and pages were compared with their checksum.
@@ -93,6 +95,14 @@ impl Statistics {
         Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
         Self::add(&self.transferred, bytes);
         Self::add(if buffers > 1 { &self.vectored_calls } else { &self.plain_calls }, 1);
+    }
+
+    /// Counts pages that went with content, in so many calls that never had them in memory.
+    pub(crate) fn count_spliced(&self, pages: u64, bytes: u64, calls: u64) {
+        Self::add(&self.normal, pages);
+        Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
+        Self::add(&self.transferred, bytes);
+        Self::add(&self.spliced_calls, calls);
     }
 
     /// Counts a lane's bytes that are no pages.

@@ -142,6 +142,24 @@ impl LaneWriter {
         Ok(())
     }
 
+    /// Sends these pages, at least one, whose contents come next on `from`. Returns the calls that took; `None` where their
+    /// contents have to be received into memory first.
+    pub(crate) fn splice(
+        &mut self,
+        from: &dyn Channel,
+        block: BlockIndex,
+        offsets: &[u64],
+        blocks: &[RamBlock],
+    ) -> Option<Result<u64>> {
+        // Who hashes the pages has to see them.
+        if self.compressor.is_some() || self.out.checksums || !self.out.sender.splices_from(from) {
+            return None;
+        }
+        self.out.packet.block = Some(block);
+        self.out.packet.normal.extend_from_slice(offsets);
+        Some(self.out.splice(from, blocks))
+    }
+
     /// Sends these pages as zero.
     pub(crate) fn forward_zero(
         &mut self,
@@ -177,33 +195,57 @@ pub(super) fn init(index: usize, uuid: [u8; 16]) -> [u8; INIT_BYTES] {
 impl PacketWriter {
     /// Sends the packet; returns the length of its contents in bytes.
     fn send(&mut self, contents: &[IoBuf<'_>], kind: Contents, blocks: &[RamBlock]) -> Result<u64> {
-        let packet = &mut self.packet;
-        let (normal, zero) = (packet.normal.len() as u64, packet.zero.len() as u64);
         let data_bytes = total_len(contents) as u64;
+        self.encode(data_bytes, blocks);
+        if self.checksums {
+            self.put_checksum(contents, kind);
+        }
+        self.sender.send(&self.header[..], contents)?;
+        let normal = self.packet.normal.len() as u64;
+        if normal > 0 {
+            self.statistics.count_pages(normal, data_bytes, 1 + contents.len());
+        }
+        self.sent(data_bytes);
+        Ok(data_bytes)
+    }
+
+    /// Sends the packet, whose contents come next on `from`; returns the calls that took.
+    fn splice(&mut self, from: &dyn Channel, blocks: &[RamBlock]) -> Result<u64> {
+        let normal = self.packet.normal.len() as u64;
+        let data_bytes = normal * PAGE_SIZE;
+        self.encode(data_bytes, blocks);
+        let calls = self.sender.splice(&self.header[..], from, data_bytes)?;
+        self.statistics.count_spliced(normal, data_bytes, calls);
+        self.sent(data_bytes);
+        Ok(calls)
+    }
+
+    fn encode(&mut self, data_bytes: u64, blocks: &[RamBlock]) {
+        let packet = &mut self.packet;
         packet.data_bytes = u32::try_from(data_bytes).expect("bounded by PACKET_COMPRESSED_BYTES_MAX");
         // QEMU asks for the method wherever there are pages, zero ones too.
         packet.method = if packet.block.is_some() { self.method } else { Method::None };
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };
         packet.encode(blocks, &mut self.header);
-        if self.checksums {
-            let of_pages = kind == Contents::Still;
-            let hashed = if of_pages { contents } else { &[] };
-            let header = checksum::of_header(&self.header);
-            let sums = checksum::sums(header, packet.method, hashed);
-            Checksum { of_pages, header: Checksum::of_header(header), sums }.put(&mut self.header);
-            Statistics::add(&self.statistics.checksums_written, 1);
-        }
-        self.sender.send(&self.header[..], contents)?;
-        if normal > 0 {
-            self.statistics.count_pages(normal, data_bytes, 1 + contents.len());
-        }
-        Statistics::add(&self.statistics.duplicate, zero);
+    }
+
+    fn put_checksum(&mut self, contents: &[IoBuf<'_>], kind: Contents) {
+        let of_pages = kind == Contents::Still;
+        let hashed = if of_pages { contents } else { &[] };
+        let header = checksum::of_header(&self.header);
+        let sums = checksum::sums(header, self.packet.method, hashed);
+        Checksum { of_pages, header: Checksum::of_header(header), sums }.put(&mut self.header);
+        Statistics::add(&self.statistics.checksums_written, 1);
+    }
+
+    fn sent(&mut self, data_bytes: u64) {
+        let packet = &mut self.packet;
+        Statistics::add(&self.statistics.duplicate, packet.zero.len() as u64);
         self.statistics.count_lane(HEADER_BYTES);
         Statistics::add(&self.statistics.multifd_bytes, data_bytes);
         packet.normal.clear();
         packet.zero.clear();
         (packet.block, packet.sync) = (None, false);
-        Ok(data_bytes)
     }
 }

@@ -17,7 +17,8 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 use towline_channel::{
-    Capabilities, Channel, ChannelExt, Error as ChannelError, Flushed, IoBuf, IoCursor, SendFlags, total_len,
+    Capabilities, Channel, ChannelExt, Error as ChannelError, Flushed, IoBuf, IoCursor, SendFlags, Splice,
+    total_len,
 };
 
 use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
@@ -69,6 +70,8 @@ pub(crate) struct PacketSender {
     channel: Arc<dyn Channel>,
     policy: Policy,
     asked: ZeroCopySend,
+    /// Made when it is first needed.
+    splice: Option<Splice>,
     statistics: Arc<Statistics>,
     /// What is told of this lane.
     told: Arc<Mutex<LaneSends>>,
@@ -89,7 +92,7 @@ impl PacketSender {
         let policy = Policy::new(asked, can);
         let (way, reason) = policy.state();
         let told = statistics.add_lane(LaneSends { way, reason, ..LaneSends::default() });
-        Self { channel, policy, asked, statistics, told }
+        Self { channel, policy, asked, splice: None, statistics, told }
     }
 
     /// Sends bytes that are no packet with pages.
@@ -126,6 +129,27 @@ impl PacketSender {
         self.policy.sent(bytes, way, cost);
         self.tell(bytes, way, cost);
         Ok(())
+    }
+
+    /// Whether contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
+    pub(crate) fn splices_from(&mut self, from: &dyn Channel) -> bool {
+        let has_zero_copy = self.channel.capabilities().contains(Capabilities::ZERO_COPY);
+        let wants_zero_copy =
+            self.asked == ZeroCopySend::On || (self.asked == ZeroCopySend::Auto && has_zero_copy);
+        if wants_zero_copy || !Splice::joins(from, self.channel.as_ref()) {
+            return false;
+        }
+        if self.splice.is_none() {
+            self.splice = Splice::new().inspect_err(|error| tracing::debug!(%error, "no splicing")).ok();
+        }
+        self.splice.is_some()
+    }
+
+    /// Sends a header, and behind it so many bytes that come next on `from`; returns the calls that took.
+    pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: u64) -> Result<u64> {
+        let splice = self.splice.as_ref().expect("asked for by `splices_from`");
+        self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
+        Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?)
     }
 
     /// Waits until the kernel reads none of the memory that was sent.

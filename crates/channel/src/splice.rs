@@ -1,0 +1,82 @@
+//! Bytes that go from one socket to another within the kernel (`splice(2)`).
+//!
+//! ```text
+//!   socket ──splice──► pipe ──splice──► socket       pages of the sender's message change hands, nobody copies them
+//! ```
+//! For who passes on what he need not see. Not for channels that change bytes on their way or have received some ahead: these
+//! have no [`Channel::splice_fd`].
+
+use std::os::fd::OwnedFd;
+
+use rustix::io::{Errno, retry_on_intr};
+use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
+
+use crate::{Channel, Error, Result};
+
+/// What the pipe holds if it may: a packet of QEMU's multifd, in pages of which some are half filled. A process that is not
+/// privileged may own a limited number of larger pipes (pipe(7)), and works with smaller ones behind that.
+const PIPE_BYTES: usize = 1 << 20;
+
+/// A pipe that bytes go through.
+#[derive(Debug)]
+pub struct Splice {
+    read: OwnedFd,
+    write: OwnedFd,
+}
+
+impl Splice {
+    /// A pipe of its own.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the process has no descriptor left.
+    pub fn new() -> Result<Self> {
+        let pipe = pipe_with(PipeFlags::CLOEXEC);
+        let (read, write) = pipe.map_err(|errno| Error::io("pipe", "this process", errno))?;
+        // What it has without is enough to work with.
+        let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
+        Ok(Self { read, write })
+    }
+
+    /// Whether bytes can go from the one to the other.
+    pub fn joins(from: &dyn Channel, to: &dyn Channel) -> bool {
+        from.splice_fd().is_some() && to.splice_fd().is_some()
+    }
+
+    /// Moves so many bytes; returns how many calls that took. After an error some may be lost in the pipe, which is of no use
+    /// then.
+    ///
+    /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, as it is in Rust programs.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if `from` ends before, [`Error::Unsupported`] for a channel that has no descriptor for this, otherwise as
+    /// [`Channel::recv`] of `from` and [`Channel::send`] of `to`.
+    pub fn move_exact(&self, from: &dyn Channel, to: &dyn Channel, length: usize) -> Result<u64> {
+        let what = "splicing; receive into memory and send from there";
+        let unsupported = |channel: &dyn Channel| Error::unsupported(channel.peer(), what);
+        let source = from.splice_fd().ok_or_else(|| unsupported(from))?;
+        let destination = to.splice_fd().ok_or_else(|| unsupported(to))?;
+        let (mut calls, mut done) = (0, 0);
+        while done < length {
+            let (wanted, flags) = (length - done, SpliceFlags::empty());
+            let taken = retry_on_intr(|| splice(source, None, &self.write, None, wanted, flags));
+            let taken = taken.map_err(|errno| failed("recv", from, errno))?;
+            if taken == 0 {
+                return Err(Error::Closed { peer: from.peer().to_owned(), wanted: length, got: done });
+            }
+            calls += 1;
+            let mut given = 0;
+            while given < taken {
+                let moved =
+                    retry_on_intr(|| splice(&self.read, None, destination, None, taken - given, flags));
+                given += moved.map_err(|errno| failed("send", to, errno))?;
+                calls += 1;
+            }
+            done += taken;
+        }
+        Ok(calls)
+    }
+}
+
+fn failed(op: &'static str, channel: &dyn Channel, errno: Errno) -> Error {
+    Error::io(op, channel.peer(), errno)
+}
