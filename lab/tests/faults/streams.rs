@@ -104,6 +104,7 @@ fn strangers_on_the_port_change_nothing() {
         let finished = towline.wait(WITHIN).unwrap();
         assert_eq!(finished.status.code(), Some(0), "{}", finished.stderr);
         assert!(matches!(silent.read(&mut [0]), Ok(0) | Err(_)), "the listener is gone");
+        source.qmp().wait_migration("completed", WITHIN).unwrap();
         source.qmp().execute("cont", Value::Null).unwrap();
         assert_runs(&source);
     }
