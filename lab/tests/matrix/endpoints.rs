@@ -141,7 +141,7 @@ fn from_the_file_of_a_stock_migration() {
 #[test]
 fn a_command_cannot_have_lanes() {
     let said = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);
-    let wanted = "towline: --multifd-channels 4 with exec:cat: only tcp: and unix: have several connections; leave the option out\n";
+    let wanted = "towline: --multifd-channels 4 with exec:cat: only tcp:, unix:, ws:// and wss:// have several connections; leave the option out\n";
     assert_eq!(said, wanted);
 }
 

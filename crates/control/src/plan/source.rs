@@ -281,6 +281,7 @@ impl QmpSource {
 
     /// After a copy: puts the settings back, and lets the guest run on if asked to. Returns what to note.
     pub(super) fn release(mut self, resume: bool) -> Result<Vec<String>, Error> {
+        self.wait_tidy()?;
         let notes = self.restore_settings();
         if resume && self.ran {
             self.qemu.cont()?;
@@ -382,6 +383,8 @@ impl QmpSource {
         Ok(notes)
     }
 
+    /// Only when QEMU has cleaned up: it does so by the settings that it finds then, some time after it says that it is done, and
+    /// aborts (`yank_unregister_instance`) if it has lanes that these do not speak of.
     fn restore_settings(&mut self) -> Vec<String> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()
