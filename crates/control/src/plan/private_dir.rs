@@ -1,6 +1,7 @@
 //! A directory for the sockets between a QEMU and us, which only the two can enter.
 
 use std::fs::{self, DirBuilder, Permissions};
+use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process;
@@ -8,6 +9,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::Error;
 use crate::qmp::PeerCredentials;
+
+/// Names tried at most.
+const NAMES_MAX: u32 = 10_000;
 
 /// Removed with all that is in it on drop.
 #[derive(Debug)]
@@ -18,11 +22,8 @@ pub(super) struct PrivateDir {
 impl PrivateDir {
     /// Makes one that `peer`, if it is another user, can enter too.
     pub(super) fn new(peer: Option<&PeerCredentials>) -> Result<Self, Error> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("towline-{}-{number}", process::id()));
+        let path = made()?;
         let failed = |source| Error::PrivateDir { path: path.clone(), source };
-        DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
         let dir = Self { path: path.clone() };
         if let Some(peer) = peer
             && peer.uid != rustix::process::getuid().as_raw()
@@ -38,6 +39,20 @@ impl PrivateDir {
     }
 }
 
+/// Makes a directory of a name that is free: a towline of the same number that was killed may have left its own.
+fn made() -> Result<PathBuf, Error> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("towline-{}-{number}", process::id()));
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && number < NAMES_MAX => {}
+            Err(source) => return Err(Error::PrivateDir { path, source }),
+        }
+    }
+}
+
 /// Lets the QEMU that may enter the directory use the socket in it.
 pub(super) fn open_to_peer(socket: &Path) -> Result<(), Error> {
     fs::set_permissions(socket, Permissions::from_mode(0o666))
@@ -48,6 +63,25 @@ impl Drop for PrivateDir {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir_all(&self.path) {
             tracing::debug!(path = %self.path.display(), %error, "a private directory stays");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_left_is_in_nobodys_way() {
+        let first = PrivateDir::new(None).unwrap();
+        let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
+        let next = std::env::temp_dir().join(format!("towline-{}-{}", process::id(), number + 1));
+        // Another test may have it already.
+        let left = DirBuilder::new().create(&next).is_ok();
+        let second = PrivateDir::new(None).unwrap();
+        assert_ne!(second.path, next);
+        if left {
+            fs::remove_dir(&next).unwrap();
         }
     }
 }

@@ -281,8 +281,14 @@ impl QmpSource {
 
     /// After a copy: puts the settings back, and lets the guest run on if asked to. Returns what to note.
     pub(super) fn release(mut self, resume: bool) -> Result<Vec<String>, Error> {
-        self.wait_tidy()?;
-        let notes = self.restore_settings();
+        // The copy is complete, whatever becomes of its source now.
+        let notes = match self.wait_tidy() {
+            Ok(()) => self.restore_settings(),
+            Err(error) => {
+                self.forget();
+                vec![error.to_string()]
+            }
+        };
         if resume && self.ran {
             self.qemu.cont()?;
         }
