@@ -24,9 +24,10 @@ use rustix::event::PollFlags;
 use std::fmt::Debug;
 use std::net::Shutdown;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Makes packets.
 pub(crate) trait Pack: Debug + Send {
@@ -101,8 +102,20 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         }
     }
 
-    pub(crate) fn inner(&self) -> &dyn Channel {
-        self.inner.as_ref()
+    pub(crate) fn peer(&self) -> &str {
+        self.inner.peer()
+    }
+
+    pub(crate) fn reset(&self) -> Result<()> {
+        self.inner.reset()
+    }
+
+    pub(crate) fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
+        self.inner.set_timeouts(recv, send)
+    }
+
+    pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.as_fd()
     }
 
     pub(crate) fn has_ended_send(&self) -> bool {
@@ -119,7 +132,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         check_send(self.inner.peer(), self.capabilities(), flags)?;
         match total_len(bufs) {
             0 => Ok(0),
-            _ => self.lock_outbox().send(self.inner(), bufs, flags),
+            _ => self.lock_outbox().send(self.inner.as_ref(), bufs, flags),
         }
     }
 
@@ -128,7 +141,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         let ended = || self.ended_recv.load(Ordering::Acquire);
         match total_len_mut(bufs) {
             0 => Ok(0),
-            _ => self.lock_inbox().recv(self.inner(), bufs, flags, ended, || self.say_what_is_due()),
+            _ => self.lock_inbox().recv(self.inner.as_ref(), bufs, flags, ended, || self.say_what_is_due()),
         }
     }
 
@@ -137,7 +150,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         if !self.has_ended_send()
             && let Ok(mut outbox) = self.outbox.try_lock()
         {
-            outbox.say_what_is_due(self.inner(), || self.is_writable());
+            outbox.say_what_is_due(self.inner.as_ref(), || self.is_writable());
         }
     }
 
@@ -147,11 +160,11 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         let _ = self.inner.shutdown(Shutdown::Both);
         let mut byte = [0];
         let mut room = [IoBufMut::from(&mut byte)];
-        self.lock_inbox().recv(self.inner(), &mut room, RecvFlags::PEEK, || true, || {}).err()
+        self.lock_inbox().recv(self.inner.as_ref(), &mut room, RecvFlags::PEEK, || true, || {}).err()
     }
 
     pub(crate) fn flush(&self) -> Result<Flushed> {
-        self.lock_outbox().drain(self.inner(), SendFlags::empty())?;
+        self.lock_outbox().drain(self.inner.as_ref(), SendFlags::empty())?;
         self.inner.flush()
     }
 
@@ -162,7 +175,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
             if !self.inner.wait_recv(until)? {
                 return Ok(false);
             }
-            if !matches!(self.lock_inbox().receive_more(self.inner()), Ok(1..)) {
+            if !matches!(self.lock_inbox().receive_more(self.inner.as_ref()), Ok(1..)) {
                 return Ok(true);
             }
         }
@@ -191,7 +204,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         }
         // Whoever holds it waits in the channel below, and the stream ends in the middle of something.
         let Ok(mut outbox) = self.outbox.try_lock() else { return };
-        outbox.close(self.inner(), || self.is_writable());
+        outbox.close(self.inner.as_ref(), || self.is_writable());
     }
 
     fn is_writable(&self) -> bool {

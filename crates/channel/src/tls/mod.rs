@@ -28,18 +28,17 @@ mod send;
 pub use credentials::{TlsClient, TlsServer};
 pub use failure::describe_plain;
 
+use crate::channel::forward_channel;
 use crate::framed::Framed;
 use crate::wait::Patience;
-use crate::{Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{Cancel, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use handshake::Handshaken;
 use recv::Opener;
 use rustls::pki_types::ServerName;
 use send::Sealer;
-use std::net::Shutdown;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// A connection that is through its handshake.
 #[derive(Debug)]
@@ -131,13 +130,7 @@ impl TlsChannel {
 }
 
 impl Channel for TlsChannel {
-    fn peer(&self) -> &str {
-        self.framed.inner().peer()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.framed.capabilities()
-    }
+    forward_channel!(framed: peer, capabilities, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
 
     fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
         let sent = self.framed.send(bufs, flags).map_err(|error| self.send_failed(error))?;
@@ -148,34 +141,6 @@ impl Channel for TlsChannel {
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
         let received = self.framed.recv(bufs, flags);
         self.received(received)
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        self.framed.flush()
-    }
-
-    fn wait_recv(&self, until: &Cancel) -> Result<bool> {
-        self.framed.wait_recv(until)
-    }
-
-    fn has_buffered(&self) -> bool {
-        self.framed.has_buffered()
-    }
-
-    fn shutdown(&self, how: Shutdown) -> Result<()> {
-        self.framed.shutdown(how)
-    }
-
-    fn reset(&self) -> Result<()> {
-        self.framed.inner().reset()
-    }
-
-    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
-        self.framed.inner().set_timeouts(recv, send)
-    }
-
-    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.framed.inner().as_fd()
     }
 }
 

@@ -15,14 +15,13 @@
 mod frame;
 mod handshake;
 
+use crate::channel::forward_channel;
 use crate::framed::Framed;
 use crate::wait::Patience;
-use crate::{Cancel, Capabilities, Channel, Error, Flushed, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
+use crate::{Cancel, Channel, Error, Result};
 use frame::{FrameReader, FrameWriter, Pings, Side};
-use std::net::Shutdown;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// A connection that is through its handshake.
 #[derive(Debug)]
@@ -67,49 +66,7 @@ impl WebSocketChannel {
 }
 
 impl Channel for WebSocketChannel {
-    fn peer(&self) -> &str {
-        self.framed.inner().peer()
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        self.framed.capabilities()
-    }
-
-    fn send(&self, bufs: &[IoBuf<'_>], flags: SendFlags) -> Result<usize> {
-        self.framed.send(bufs, flags)
-    }
-
-    fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize> {
-        self.framed.recv(bufs, flags)
-    }
-
-    fn flush(&self) -> Result<Flushed> {
-        self.framed.flush()
-    }
-
-    fn wait_recv(&self, until: &Cancel) -> Result<bool> {
-        self.framed.wait_recv(until)
-    }
-
-    fn has_buffered(&self) -> bool {
-        self.framed.has_buffered()
-    }
-
-    fn shutdown(&self, how: Shutdown) -> Result<()> {
-        self.framed.shutdown(how)
-    }
-
-    fn reset(&self) -> Result<()> {
-        self.framed.inner().reset()
-    }
-
-    fn set_timeouts(&self, recv: Option<Duration>, send: Option<Duration>) -> Result<()> {
-        self.framed.inner().set_timeouts(recv, send)
-    }
-
-    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.framed.inner().as_fd()
-    }
+    forward_channel!(framed: peer, capabilities, send, recv, flush, wait_recv, has_buffered, shutdown, reset, set_timeouts, as_fd);
 }
 
 impl Drop for WebSocketChannel {

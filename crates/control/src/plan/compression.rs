@@ -5,8 +5,7 @@ use towline_migration::Compression;
 use super::{Destination, Error, Options, Source};
 use crate::qmp::commands::MigrationParameters;
 
-/// Refuses compression where it would do nothing. Zero-copy sends, when there are any, are to be refused here: compressed
-/// pages lie in a buffer that is used again at once.
+/// Refuses compression where it would do nothing.
 pub(super) fn check(
     source: &Source,
     destination: &Destination,

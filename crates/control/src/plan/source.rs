@@ -181,7 +181,7 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits until QEMU has put the migration before in order, of which it says earlier that it failed. A `migrate` that
+    /// Waits until QEMU has cleaned up a migration, of which it says earlier that it is complete or failed. A `migrate` that
     /// comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration that is none.
     fn wait_tidy(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + TIDY_TIMEOUT;
