@@ -1,0 +1,126 @@
+//! `migration_version`: one attribute that each migratable device offers, judged by the destination's device itself.
+//!
+//! Reading it gives the device's version string, which only its own type may look into. Writing the *source's* string to the
+//! *destination's* attribute answers: success, it can be migrated there; an errno, it cannot, and that device's log says why.
+//! That both are of one type is checked before anything is written. A device that cannot be migrated answers the read with
+//! ENODEV. (Linux, "vfio/mdev: expose mdev migration version", 2019.)
+
+use crate::facts::{Attribute, Facts, Subject};
+use crate::limits;
+use crate::report::{Findings, Report};
+
+/// The id of what is found here.
+pub const RULE_ID: &str = "migration-version";
+/// What a device that cannot be migrated answers (`errno.h`).
+const ENODEV: i32 = 19;
+
+/// Judges a pair of attributes. `write` writes to the destination's, and gives the errno if that is refused; it is called only if
+/// the types agree and the source gave a string.
+///
+/// `None`: these are not two attributes.
+pub fn judge(
+    source: &Facts,
+    destination: &Facts,
+    write: impl FnOnce(&str) -> Result<(), i32>,
+) -> Option<Report> {
+    let (Subject::Attribute(source), Subject::Attribute(destination)) =
+        (&source.subject, &destination.subject)
+    else {
+        return None;
+    };
+    let mut report = Report::default();
+    compare(source, destination, write, &mut Findings { rule: RULE_ID, report: &mut report });
+    Some(report)
+}
+
+fn compare(
+    source: &Attribute,
+    destination: &Attribute,
+    write: impl FnOnce(&str) -> Result<(), i32>,
+    findings: &mut Findings<'_>,
+) {
+    if source.device_type != destination.device_type {
+        return findings.no(
+            format!(
+                "the source's device is of type {:?}, the destination's of type {:?}",
+                source.device_type, destination.device_type
+            ),
+            "only devices of one type can be compared, and migrated",
+        );
+    }
+    let Some(version) = &source.version else {
+        return unreadable(source.errno, findings);
+    };
+    if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
+        let text = format!(
+            "the source's version string has {} bytes, expected at most {}",
+            version.len(),
+            limits::MIGRATION_VERSION_BYTES_MAX
+        );
+        return findings.no(text, "is this a migration_version attribute?");
+    }
+    if let Err(errno) = write(version) {
+        findings.no(
+            format!("the destination's device refuses the source's version: {}", error(errno)),
+            "its log says why",
+        );
+    }
+}
+
+fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
+    match errno {
+        Some(ENODEV) => findings.no("the source's device cannot be migrated (ENODEV)", "its log says why"),
+        Some(errno) => findings.unknown(
+            format!("the source's version cannot be read: {}", error(errno)),
+            "see that the attribute can be read",
+        ),
+        None => findings.unknown("the source's version was not read", ""),
+    }
+}
+
+fn error(errno: i32) -> String {
+    std::io::Error::from_raw_os_error(errno).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::{Verdict, Way};
+
+    fn attribute(device_type: &str, version: Option<&str>, errno: Option<i32>) -> Facts {
+        let version = version.map(str::to_owned);
+        Subject::Attribute(Attribute { device_type: device_type.into(), version, errno }).into()
+    }
+
+    fn verdict(source: &Facts, answer: Result<(), i32>) -> (Verdict, Option<String>) {
+        let mut written = None;
+        let report = judge(source, &attribute("net", None, None), |version| {
+            written = Some(version.to_owned());
+            answer
+        });
+        (report.unwrap().verdict(Way::Towline), written)
+    }
+
+    #[test]
+    fn the_destination_decides() {
+        let source = attribute("net", Some("v2 mq=4\n"), None);
+        assert_eq!(verdict(&source, Ok(())), (Verdict::Yes, Some("v2 mq=4\n".into())));
+        assert_eq!(verdict(&source, Err(22)).0, Verdict::No);
+    }
+
+    #[test]
+    fn nothing_is_written_to_another_type_or_from_one_that_cannot_be_read() {
+        let other = attribute("vsock", Some("v2"), None);
+        assert_eq!(verdict(&other, Ok(())), (Verdict::No, None));
+        assert_eq!(verdict(&attribute("net", None, Some(ENODEV)), Ok(())), (Verdict::No, None));
+        assert_eq!(verdict(&attribute("net", None, Some(13)), Ok(())), (Verdict::CouldNotTell, None));
+        let long = "x".repeat(limits::MIGRATION_VERSION_BYTES_MAX + 1);
+        assert_eq!(verdict(&attribute("net", Some(&long), None), Ok(())), (Verdict::No, None));
+    }
+
+    #[test]
+    fn other_facts_are_no_pair_of_attributes() {
+        let image: Facts = Subject::Image(crate::facts::Image::default()).into();
+        assert!(judge(&image, &image, |_| Ok(())).is_none());
+    }
+}

@@ -1,0 +1,46 @@
+//! A device outside QEMU.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+/// A device of ours (a vhost-user backend).
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Device {
+    /// `net`, `vsock`, …
+    pub device_type: String,
+    /// Features that it offers, by virtio's names.
+    pub features: BTreeSet<String>,
+    /// Features that its driver took; empty before there is one, and for a destination.
+    pub negotiated: BTreeSet<String>,
+    /// Queue pairs, or queues where they come alone.
+    pub queues: u16,
+    /// The longest ring that it takes.
+    pub ring_size_max: u16,
+    /// The length of a ring in use; 0: none is.
+    pub ring_size: u16,
+    /// The largest packet; 0: not said.
+    pub mtu: u16,
+    /// The version of the state that it writes.
+    pub state_version: u32,
+    /// The oldest that it reads.
+    pub state_version_min: u32,
+    /// Why it cannot be migrated, if it cannot.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unmigratable: Option<String>,
+}
+
+/// A `migration_version` attribute, as it was read.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Attribute {
+    /// The device's type, which must be the same at both sides before anything is compared.
+    pub device_type: String,
+    /// Its version string. Only the device type itself may look into it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+    /// The errno with which reading it failed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub errno: Option<i32>,
+}

@@ -1,0 +1,48 @@
+//! A stored guest.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Block, Error, at_most};
+use crate::limits;
+
+/// An image.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Image {
+    /// The guest's machine type.
+    pub machine: String,
+    /// Its memory; a page size of 0, since any will do.
+    pub blocks: Vec<Block>,
+    /// Its device state.
+    pub sections: Vec<Section>,
+    /// The QEMU that ran it, if known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<String>,
+}
+
+/// The state of one device in a stream.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Section {
+    /// QEMU's idstr: `0000:00:02.0/virtio-net`.
+    pub name: String,
+    /// Tells those of one name apart.
+    pub instance: u32,
+    /// The version of the state.
+    pub version: u32,
+}
+
+impl Section {
+    /// What the state's description is called: the last part of the name.
+    #[must_use]
+    pub fn state(&self) -> &str {
+        self.name.rsplit('/').next().unwrap_or_default()
+    }
+}
+
+impl Image {
+    pub(super) fn check(&self) -> Result<(), Error> {
+        at_most("RAM blocks", self.blocks.len(), limits::ENTRIES_MAX)?;
+        at_most("sections", self.sections.len(), limits::ENTRIES_MAX)
+    }
+}

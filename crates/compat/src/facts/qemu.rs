@@ -1,0 +1,252 @@
+//! A running or waiting QEMU. `None` stands for what could not be asked.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::{Error, at_most};
+use crate::limits;
+
+/// A QEMU, by its control socket.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Qemu {
+    /// Its version, `10.0.2`.
+    pub version: String,
+    /// The versioned machine type, as the stream carries it.
+    pub machine: String,
+    /// What its guest does, in QEMU's words.
+    pub status: String,
+    /// Whether it waits for a guest.
+    pub incoming: Incoming,
+    /// The guest's UUID.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uuid: Option<String>,
+    /// Whether KVM runs it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kvm: Option<bool>,
+    /// Memory that the stream carries.
+    pub blocks: Vec<Block>,
+    /// Migration capabilities that it knows, on or off.
+    pub capabilities: BTreeMap<String, bool>,
+    /// Migration parameters.
+    pub parameters: BTreeMap<String, Value>,
+    /// Why QEMU refuses to migrate this guest.
+    pub blocked_reasons: Vec<String>,
+    /// Properties of the machine that are numbers, words or switches.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine_properties: Option<BTreeMap<String, Value>>,
+    /// The virtual processors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<Vec<Cpu>>,
+    /// What CPUID says to the guest, of its first processor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_features: Option<Vec<FeatureWord>>,
+    /// All devices.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub devices: Option<Vec<QemuDevice>>,
+    /// Network backends.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub netdevs: Option<Vec<Netdev>>,
+    /// Drives, which are never moved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drives: Option<Vec<Drive>>,
+    /// What backs the memory, where objects do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_backends: Option<Vec<MemoryBackend>>,
+}
+
+/// Whether a QEMU waits for a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Incoming {
+    /// It has a guest of its own.
+    #[default]
+    No,
+    /// With `-incoming defer`.
+    Deferred,
+    /// At an address of its own.
+    Listening,
+    /// A guest is coming in, or failed to.
+    Loading,
+}
+
+/// A RAM block.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Block {
+    /// Its name in the stream.
+    pub name: String,
+    /// Bytes a page of the memory behind it; 0: not known.
+    pub page_bytes: u64,
+    /// Bytes in use.
+    pub used_bytes: u64,
+    /// Bytes it may grow to.
+    pub max_bytes: u64,
+}
+
+/// A virtual processor.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Cpu {
+    /// Its number.
+    pub index: u64,
+    /// The model, as `-cpu` names it.
+    pub model: String,
+    /// The local APIC's id, which tells its state from the others'.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub apic_id: Option<u64>,
+    /// Socket, die, core, thread: `socket-id` and so on.
+    pub topology: BTreeMap<String, u64>,
+}
+
+/// 32 bits of CPUID.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct FeatureWord {
+    /// EAX of the question.
+    pub leaf: u32,
+    /// ECX of it, where that matters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub subleaf: Option<u32>,
+    /// `EAX` to `EDX` of the answer.
+    pub register: String,
+    /// The answer.
+    pub bits: u32,
+}
+
+/// A device of a QEMU.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct QemuDevice {
+    /// Its type, as `-device` names it.
+    pub kind: String,
+    /// The user's name for it, or empty.
+    pub id: String,
+    /// Where it is, which is what its state is found by: `pci/02.0`, `pci/02.0/virtio`.
+    pub place: String,
+    /// Its properties, as `info qtree` prints them.
+    pub properties: BTreeMap<String, String>,
+    /// What a virtio device and its driver agreed upon; `None` for others, and where QEMU does not tell.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub virtio: Option<Virtio>,
+}
+
+impl QemuDevice {
+    /// For messages: `virtio-net-pci "net0" at pci/02.0`.
+    #[must_use]
+    pub fn shown(&self) -> String {
+        match self.id.as_str() {
+            "" => format!("{} at {}", self.kind, self.place),
+            id => format!("{} {id:?} at {}", self.kind, self.place),
+        }
+    }
+}
+
+/// Features of a virtio device, by QEMU's names.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Virtio {
+    /// What the device offers.
+    pub offered: BTreeSet<String>,
+    /// What the driver took. Empty before there is one.
+    pub negotiated: BTreeSet<String>,
+}
+
+/// A network backend.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Netdev {
+    /// Its id.
+    pub id: String,
+    /// `tap`, `user`, `vhost-user`, …
+    pub kind: String,
+}
+
+/// A drive with its medium.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Drive {
+    /// The guest's device that uses it, or the node's name.
+    pub device: String,
+    /// The file.
+    pub file: String,
+    /// `raw`, `qcow2`, …
+    pub format: String,
+    /// Whether the guest cannot write it.
+    pub read_only: bool,
+    /// Bytes that the guest sees.
+    pub virtual_bytes: u64,
+    /// The file as this host knows it, `device:inode`, so that two names of one file are one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub identity: Option<String>,
+    /// Whether somebody keeps others from writing it.
+    pub lock: Lock,
+}
+
+/// QEMU's image locks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lock {
+    /// Not a file of this host, or not asked.
+    #[default]
+    Unknown,
+    /// Nobody.
+    Free,
+    /// Somebody writes it: the guest that runs with it, or another one.
+    Held,
+    /// Somebody reads it and wants nobody to write.
+    HeldByReaders,
+}
+
+/// A `memory-backend-*` object.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct MemoryBackend {
+    /// Its id.
+    pub id: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Whether its pages were touched at start.
+    pub prealloc: bool,
+    /// Whether other processes may map it.
+    pub share: bool,
+}
+
+impl Qemu {
+    /// The device at a place.
+    #[must_use]
+    pub fn device_at(&self, place: &str) -> Option<&QemuDevice> {
+        self.devices.iter().flatten().find(|device| device.place == place)
+    }
+
+    /// Its version as numbers, for comparisons.
+    #[must_use]
+    pub fn version_numbers(&self) -> Vec<u32> {
+        self.version.split('.').map_while(|part| part.parse().ok()).collect()
+    }
+
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let lists = [
+            ("RAM blocks", self.blocks.len()),
+            ("capabilities", self.capabilities.len()),
+            ("parameters", self.parameters.len()),
+            ("blocked reasons", self.blocked_reasons.len()),
+            ("machine properties", self.machine_properties.as_ref().map_or(0, BTreeMap::len)),
+            ("processors", self.cpus.as_ref().map_or(0, Vec::len)),
+            ("CPUID words", self.cpu_features.as_ref().map_or(0, Vec::len)),
+            ("devices", self.devices.as_ref().map_or(0, Vec::len)),
+            ("network backends", self.netdevs.as_ref().map_or(0, Vec::len)),
+            ("drives", self.drives.as_ref().map_or(0, Vec::len)),
+            ("memory backends", self.memory_backends.as_ref().map_or(0, Vec::len)),
+        ];
+        for (what, found) in lists {
+            at_most(what, found, limits::ENTRIES_MAX)?;
+        }
+        for device in self.devices.iter().flatten() {
+            at_most("properties of a device", device.properties.len(), limits::PROPERTIES_MAX)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,203 @@
+//! What the rules found, and the verdict that follows.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::limits;
+
+/// Who sees to it that both ends are set alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Way {
+    /// `towline copy` or `move`, which set capabilities and parameters.
+    Towline,
+    /// QEMU's own `migrate`, with what is set now.
+    ByHand,
+}
+
+/// What a finding means for the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// It runs on; this is worth knowing.
+    Note,
+    /// Nobody can say whether it runs on.
+    Unknown,
+    /// It would not run on.
+    No,
+}
+
+/// Would the guest run there?
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Yes.
+    Yes,
+    /// Yes, and there is something to know.
+    YesWithNotes,
+    /// No.
+    No,
+    /// Something that decides it could not be learned.
+    CouldNotTell,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Yes => "yes",
+            Self::YesWithNotes => "yes, with notes",
+            Self::No => "no",
+            Self::CouldNotTell => "could not tell",
+        })
+    }
+}
+
+/// Something that a rule found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Finding {
+    /// The rule's id.
+    pub rule: &'static str,
+    /// What it means.
+    pub severity: Severity,
+    /// The way it holds for; `None`: for both.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub way: Option<Way>,
+    /// The thing and both values.
+    pub text: String,
+    /// What to do about it, or empty.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub remedy: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)?;
+        if self.remedy.is_empty() { Ok(()) } else { write!(f, " ({})", self.remedy) }
+    }
+}
+
+/// All that the rules found.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Report {
+    findings: Vec<Finding>,
+    /// Findings that were left out, being too many.
+    left_out: usize,
+}
+
+impl Report {
+    /// The verdict for one way.
+    #[must_use]
+    pub fn verdict(&self, way: Way) -> Verdict {
+        match self.of(way).map(|finding| finding.severity).max() {
+            None => Verdict::Yes,
+            Some(Severity::Note) => Verdict::YesWithNotes,
+            Some(Severity::Unknown) => Verdict::CouldNotTell,
+            Some(Severity::No) => Verdict::No,
+        }
+    }
+
+    /// The findings of one way, in the rules' order.
+    pub fn of(&self, way: Way) -> impl Iterator<Item = &Finding> {
+        self.findings.iter().filter(move |finding| finding.way.is_none_or(|of| of == way))
+    }
+
+    /// All findings.
+    #[must_use]
+    pub fn findings(&self) -> &[Finding] {
+        &self.findings
+    }
+
+    /// Why not, for one way, each with what to do about it.
+    #[must_use]
+    pub fn reasons(&self, way: Way) -> Vec<String> {
+        let no = self.of(way).filter(|finding| finding.severity == Severity::No);
+        no.map(ToString::to_string).collect()
+    }
+
+    /// What else to know, for one way.
+    #[must_use]
+    pub fn notes(&self, way: Way) -> Vec<String> {
+        let rest = self.of(way).filter(|finding| finding.severity != Severity::No);
+        rest.map(ToString::to_string).collect()
+    }
+
+    /// Keeps a finding, as long as there is room; one that is worse than a note always has some.
+    pub(crate) fn push(&mut self, finding: Finding) {
+        let is_full = self.findings.len() >= limits::FINDINGS_MAX;
+        match self.findings.iter().rposition(|kept| kept.severity < finding.severity) {
+            _ if !is_full => self.findings.push(finding),
+            Some(at) => {
+                self.findings.remove(at);
+                self.findings.push(finding);
+                self.left_out += 1;
+            }
+            None => self.left_out += 1,
+        }
+    }
+}
+
+/// A rule's own pen.
+pub(crate) struct Findings<'a> {
+    pub(crate) rule: &'static str,
+    pub(crate) report: &'a mut Report,
+}
+
+impl Findings<'_> {
+    pub(crate) fn no(&mut self, text: impl Into<String>, remedy: impl Into<String>) {
+        self.add(Severity::No, None, text.into(), remedy.into());
+    }
+
+    pub(crate) fn unknown(&mut self, text: impl Into<String>, remedy: impl Into<String>) {
+        self.add(Severity::Unknown, None, text.into(), remedy.into());
+    }
+
+    pub(crate) fn note(&mut self, text: impl Into<String>, remedy: impl Into<String>) {
+        self.add(Severity::Note, None, text.into(), remedy.into());
+    }
+
+    pub(crate) fn add(&mut self, severity: Severity, way: Option<Way>, text: String, remedy: String) {
+        self.report.push(Finding { rule: self.rule, severity, way, text, remedy });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(severity: Severity, way: Option<Way>) -> Report {
+        let mut report = Report::default();
+        Findings { rule: "r", report: &mut report }.add(severity, way, "t".into(), String::new());
+        report
+    }
+
+    #[test]
+    fn the_worst_finding_decides() {
+        assert_eq!(Report::default().verdict(Way::Towline), Verdict::Yes);
+        assert_eq!(found(Severity::Note, None).verdict(Way::Towline), Verdict::YesWithNotes);
+        let mut report = found(Severity::Unknown, None);
+        assert_eq!(report.verdict(Way::ByHand), Verdict::CouldNotTell);
+        Findings { rule: "r", report: &mut report }.no("x", "do y");
+        assert_eq!(report.verdict(Way::ByHand), Verdict::No);
+        assert_eq!(report.reasons(Way::ByHand), ["x (do y)"]);
+        assert_eq!(report.notes(Way::ByHand), ["t"]);
+    }
+
+    #[test]
+    fn what_holds_for_one_way_is_not_said_of_the_other() {
+        let report = found(Severity::No, Some(Way::ByHand));
+        assert_eq!(report.verdict(Way::ByHand), Verdict::No);
+        assert_eq!(report.verdict(Way::Towline), Verdict::Yes);
+    }
+
+    #[test]
+    fn too_many_notes_do_not_hide_a_no() {
+        let mut report = Report::default();
+        let mut findings = Findings { rule: "r", report: &mut report };
+        (0..limits::FINDINGS_MAX + 5).for_each(|_| findings.note("n", ""));
+        findings.no("x", "");
+        assert_eq!(report.findings().len(), limits::FINDINGS_MAX);
+        assert_eq!((report.left_out, report.verdict(Way::Towline)), (6, Verdict::No));
+    }
+}

@@ -1,0 +1,45 @@
+//! What QEMU itself refuses to migrate.
+
+use super::{Pair, Rule};
+use crate::facts::Subject;
+use crate::report::Findings;
+
+pub(super) const RULE: Rule =
+    Rule { id: "blocked", about: "QEMU does not refuse to migrate this guest", run };
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    if let Subject::Qemu(source) = &pair.source.subject {
+        for reason in &source.blocked_reasons {
+            findings.no(
+                format!("QEMU cannot send this guest: {reason}"),
+                "take that device out of the guest, or end what blocks it",
+            );
+        }
+    }
+    let from_source = |reason: &String| match &pair.source.subject {
+        Subject::Qemu(source) => source.blocked_reasons.contains(reason),
+        _ => false,
+    };
+    if let Some(destination) = pair.taker() {
+        for reason in destination.blocked_reasons.iter().filter(|reason| !from_source(reason)) {
+            findings.note(format!("it could not be moved on from there: {reason}"), "");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::between;
+    use super::*;
+    use crate::report::Severity;
+
+    #[test]
+    fn a_blocker_at_the_source_is_a_no_and_one_there_a_note() {
+        let reason = "non-migratable device: 0000:00:02.0/nvme".to_owned();
+        let found = between(&RULE, |source, _| source.blocked_reasons.push(reason.clone()));
+        assert_eq!(found[0].severity, Severity::No);
+        assert!(found[0].text.contains(&reason), "{found:?}");
+        let found = between(&RULE, |_, destination| destination.blocked_reasons.push(reason.clone()));
+        assert_eq!(found[0].severity, Severity::Note);
+    }
+}

@@ -1,0 +1,96 @@
+//! Migration capabilities, which QEMU does not negotiate. towline sets them alike; who says `migrate` by hand has to.
+
+use super::{Pair, Rule};
+use crate::facts::Qemu;
+use crate::report::{Findings, Severity, Way};
+
+pub(super) const RULE: Rule = Rule {
+    id: "capabilities",
+    about: "migration capabilities are set alike (towline does that; by hand somebody has to)",
+    run,
+};
+
+/// Must be the same.
+const BOTH: &[(&str, &str)] = &[
+    ("multifd", "the destination waits for channels that nobody opens, or gets ones that it does not expect"),
+    ("postcopy-preempt", "one side waits for a channel of the other"),
+    ("mapped-ram", "QEMU compares it when the stream begins"),
+    ("x-ignore-shared", "QEMU compares it when the stream begins"),
+    ("compress", "the destination has no threads that decompress"),
+];
+/// Must be on there if it is on here.
+const IF_ON: &[(&str, &str)] = &[
+    ("postcopy-ram", "QEMU refuses a stream that announces postcopy"),
+    ("switchover-ack", "the source waits for an acknowledgement that never comes"),
+];
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    let is_on = |qemu: &Qemu, name: &str| qemu.capabilities.get(name) == Some(&true);
+    let word = |on| if on { "on" } else { "off" };
+    for (table, both) in [(BOTH, true), (IF_ON, false)] {
+        for (name, why) in table {
+            let (mine, theirs) = (is_on(source, name), is_on(destination, name));
+            if mine != theirs && (both || mine) {
+                let text = format!(
+                    "the capability {name} is {} at the source and {} at the destination: {why}",
+                    word(mine),
+                    word(theirs)
+                );
+                let remedy = "migrate-set-capabilities at both, or let towline do it";
+                findings.add(Severity::No, Some(Way::ByHand), text, remedy.into());
+            }
+        }
+    }
+    if let Some(needed) = pair.lanes.filter(|lanes| *lanes > 0) {
+        for (side, qemu) in [("source", source), ("destination", destination)] {
+            if !qemu.capabilities.is_empty() && !qemu.capabilities.contains_key("multifd") {
+                let text = format!("QEMU {} at the {side} has no multifd", qemu.version);
+                let remedy = format!("--multifd-channels 0 instead of {needed}");
+                findings.add(Severity::No, Some(Way::Towline), text, remedy);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::between;
+    use super::*;
+
+    fn found(name: &str, mine: bool, theirs: bool) -> Vec<crate::Finding> {
+        between(&RULE, |source, destination| {
+            for qemu in [&mut *source, &mut *destination] {
+                qemu.capabilities.insert("multifd".into(), false);
+            }
+            source.capabilities.insert(name.into(), mine);
+            destination.capabilities.insert(name.into(), theirs);
+        })
+    }
+
+    #[test]
+    fn only_by_hand_they_must_be_alike() {
+        for (name, mine, theirs, count) in [
+            ("multifd", true, false, 1),
+            ("multifd", false, true, 1),
+            ("multifd", true, true, 0),
+            ("postcopy-ram", true, false, 1),
+            ("postcopy-ram", false, true, 0),
+            ("events", true, false, 0),
+        ] {
+            let found = found(name, mine, theirs);
+            assert_eq!(found.len(), count, "{name} {mine} {theirs}: {found:?}");
+            assert!(found.iter().all(|found| found.way == Some(Way::ByHand)));
+        }
+    }
+
+    #[test]
+    fn lanes_need_a_qemu_that_has_them() {
+        let found = between(&RULE, |source, destination| {
+            source.capabilities.insert("multifd".into(), false);
+            destination.capabilities.insert("xbzrle".into(), false);
+        });
+        assert_eq!(found[0].text, "QEMU 10.0.2 at the destination has no multifd");
+        assert_eq!(found[0].way, Some(Way::Towline));
+    }
+}

@@ -1,0 +1,89 @@
+//! Virtual processors, whose state goes by number and by local APIC id.
+
+use std::collections::BTreeSet;
+
+use super::{Pair, Rule};
+use crate::report::Findings;
+
+pub(super) const RULE: Rule = Rule {
+    id: "cpu-count",
+    about: "as many virtual processors, with the same APIC ids (one more at the destination: QEMU's source says `completed` while the destination dies)",
+    run,
+};
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    let (Some(guest), Some(there)) = (&source.cpus, &destination.cpus) else {
+        findings.unknown("the virtual processors of one side are not known", "");
+        return;
+    };
+    if guest.len() != there.len() {
+        findings.no(
+            format!("the guest has {} virtual processors, there are {}", guest.len(), there.len()),
+            format!("start it with -smp {}", guest.len()),
+        );
+        return;
+    }
+    let ids = |cpus: &[crate::facts::Cpu]| cpus.iter().filter_map(|cpu| cpu.apic_id).collect::<BTreeSet<_>>();
+    let (guest_ids, there_ids) = (ids(guest), ids(there));
+    let remedy = "give -smp the same sockets, dies, cores and threads";
+    if guest_ids != there_ids && !guest_ids.is_empty() && !there_ids.is_empty() {
+        findings.no(
+            format!("the guest's processors have the APIC ids {guest_ids:?}, there {there_ids:?}"),
+            remedy,
+        );
+    } else if let Some((a, b)) = guest.iter().zip(there).find(|(a, b)| a.topology != b.topology) {
+        findings.note(
+            format!("processor {} is {:?} in the guest and {:?} there", a.index, a.topology, b.topology),
+            remedy,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::between;
+    use super::*;
+    use crate::facts::Cpu;
+    use crate::report::Severity;
+
+    fn cpus(apic_ids: &[u64], threads: u64) -> Option<Vec<Cpu>> {
+        let cpu = |(index, &apic_id): (usize, &u64)| Cpu {
+            index: index as u64,
+            model: "Nehalem".into(),
+            apic_id: Some(apic_id),
+            topology: [("thread-id".to_owned(), threads)].into(),
+        };
+        Some(apic_ids.iter().enumerate().map(cpu).collect())
+    }
+
+    #[test]
+    fn one_more_or_less_is_a_no() {
+        for (guest, there) in [([0, 1].as_slice(), [0].as_slice()), (&[0], &[0, 1])] {
+            let found = between(&RULE, |source, destination| {
+                (source.cpus, destination.cpus) = (cpus(guest, 0), cpus(there, 0));
+            });
+            assert_eq!(found[0].severity, Severity::No);
+            assert!(found[0].remedy.ends_with(&guest.len().to_string()), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn other_apic_ids_are_a_no_and_another_topology_with_the_same_ids_a_note() {
+        let severity = |ids: &[u64], threads| {
+            let found = between(&RULE, |source, destination| {
+                (source.cpus, destination.cpus) = (cpus(&[0, 1, 2], 0), cpus(ids, threads));
+            });
+            found.first().map(|found| found.severity)
+        };
+        assert_eq!(severity(&[0, 1, 2], 0), None);
+        assert_eq!(severity(&[0, 1, 4], 0), Some(Severity::No));
+        assert_eq!(severity(&[0, 1, 2], 1), Some(Severity::Note));
+    }
+
+    #[test]
+    fn what_was_not_asked_is_not_known() {
+        let found = between(&RULE, |source, _| source.cpus = cpus(&[0], 0));
+        assert_eq!(found[0].severity, Severity::Unknown);
+    }
+}

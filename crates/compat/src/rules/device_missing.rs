@@ -1,0 +1,87 @@
+//! A device of the guest that is not there: its state finds nobody.
+
+use std::collections::BTreeMap;
+
+use super::{Pair, Rule};
+use crate::facts::QemuDevice;
+use crate::report::Findings;
+
+pub(super) const RULE: Rule =
+    Rule { id: "device-missing", about: "each device of the guest is there, in the same place", run };
+
+/// Devices without a state, which nobody misses in a stream.
+const STATELESS: [&str; 4] = ["isa-debugcon", "isa-debug-exit", "pc-testdev", "pci-testdev"];
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    let (Some(guest), Some(there)) = (&source.devices, &destination.devices) else {
+        findings.unknown("the devices of one side are not known", "");
+        return;
+    };
+    let places: BTreeMap<&str, &QemuDevice> =
+        there.iter().map(|device| (device.place.as_str(), device)).collect();
+    let missing: Vec<_> = guest.iter().filter(|device| !places.contains_key(device.place.as_str())).collect();
+    for device in &missing {
+        // Of a device and what it consists of, one is named.
+        let is_part = missing
+            .iter()
+            .any(|other| device.place.strip_prefix(&other.place).is_some_and(|rest| rest.starts_with('/')));
+        if is_part {
+            continue;
+        }
+        // Where the guest has none of that kind, it may have moved.
+        let moved = there
+            .iter()
+            .find(|other| other.kind == device.kind && guest.iter().all(|own| own.place != other.place));
+        let text = format!("the guest has a device {}, there is none", device.shown());
+        if STATELESS.contains(&device.kind.as_str()) {
+            findings.note(text, "it has no state; the guest will not find it");
+        } else if let Some(other) = moved {
+            findings.no(text, format!("one is at {}: give it the same addr= and bus=", other.place));
+        } else {
+            findings.no(text, format!("start it with the same -device {}", device.kind));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{between, device};
+    use super::*;
+    use crate::report::Severity;
+
+    fn found(guest: Vec<QemuDevice>, there: Vec<QemuDevice>) -> Vec<crate::Finding> {
+        between(&RULE, |source, destination| {
+            (source.devices, destination.devices) = (Some(guest), Some(there));
+        })
+    }
+
+    #[test]
+    fn one_that_is_not_there_is_named_once() {
+        let guest = vec![device("e1000", "pci/02.0", &[]), device("part", "pci/02.0/x", &[])];
+        let found = found(guest, Vec::new());
+        assert_eq!(found.len(), 1);
+        assert_eq!(
+            found[0].to_string(),
+            "the guest has a device e1000 at pci/02.0, there is none (start it with the same -device e1000)"
+        );
+    }
+
+    #[test]
+    fn one_in_another_slot_says_where() {
+        let found = found(vec![device("e1000", "pci/02.0", &[])], vec![device("e1000", "pci/03.0", &[])]);
+        assert_eq!(found[0].remedy, "one is at pci/03.0: give it the same addr= and bus=");
+    }
+
+    #[test]
+    fn one_without_a_state_is_a_note() {
+        let found = found(vec![device("isa-debug-exit", "pci/1f.0/isa-debug-exit", &[])], Vec::new());
+        assert_eq!(found[0].severity, Severity::Note);
+    }
+
+    #[test]
+    fn what_is_not_known_is_said() {
+        let found = between(&RULE, |source, _| source.devices = Some(Vec::new()));
+        assert_eq!(found[0].severity, Severity::Unknown);
+    }
+}

@@ -1,0 +1,270 @@
+//! What differs between a device and its counterpart there.
+
+use super::{Pair, Rule};
+use crate::facts::{Qemu, QemuDevice};
+use crate::report::Findings;
+
+pub(super) const RULE: Rule =
+    Rule { id: "device-properties", about: "a device's properties that the stream or the guest sees", run };
+
+/// What a property that differs does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Effect {
+    /// Nothing: it is the host's, or another rule looks at it.
+    None,
+    /// QEMU takes it and the guest runs on.
+    Taken(&'static str),
+    /// QEMU refuses the device's state.
+    Refused(&'static str),
+    /// Nobody looked.
+    Unknown,
+}
+
+const PCI_CONFIG: &str = "it is in PCI configuration space, which QEMU compares";
+const STREAM: &str = "it changes what the stream has of the device";
+
+/// Properties that are the host's, or that other rules look at: memory by its block, features by what was agreed upon.
+const NO_EFFECT: &[&str] = &[
+    "netdev",
+    "chardev",
+    "drive",
+    "audiodev",
+    "iothread",
+    "ioeventfd",
+    "vhostfd",
+    "vhost",
+    "tx",
+    "x-txtimer",
+    "x-txburst",
+    "bootindex",
+    "romfile",
+    "romsize",
+    "rombar",
+    "rerror",
+    "werror",
+    "share-rw",
+    "account-invalid",
+    "account-failed",
+    "stats-intervals",
+    "backend_defaults",
+    "page-sampling",
+    "failover_pair_id",
+    "request-merging",
+    "iothread-vq-mapping",
+    "x-max-bounce-buffer-size",
+    "memdev",
+    "hostmem",
+    "vgamem_mb",
+    "ram_size",
+    "ram_size_mb",
+    "vram_size_mb",
+    "display",
+    "head",
+    "below-4g-mem-size",
+    "above-4g-mem-size",
+    "rng",
+    "filename",
+    "ebpf-rss-fds",
+    "disable-legacy-check",
+    "x-disable-legacy-check",
+    "use-disabled-flag",
+    "use-started",
+    "evdev",
+    "cryptodev",
+    "guest-stats-polling-interval",
+];
+
+/// virtio's own rule compares these where they are in use.
+const FEATURES: &[&str] = &[
+    "csum",
+    "guest_csum",
+    "gso",
+    "guest_tso4",
+    "guest_tso6",
+    "guest_ecn",
+    "guest_ufo",
+    "guest_announce",
+    "host_tso4",
+    "host_tso6",
+    "host_ecn",
+    "host_ufo",
+    "mrg_rxbuf",
+    "status",
+    "ctrl_vq",
+    "ctrl_rx",
+    "ctrl_vlan",
+    "ctrl_rx_extra",
+    "ctrl_mac_addr",
+    "ctrl_guest_offloads",
+    "mq",
+    "rss",
+    "hash",
+    "guest_rsc_ext",
+    "guest_uso4",
+    "guest_uso6",
+    "host_uso",
+    "standby",
+    "indirect_desc",
+    "event_idx",
+    "notify_on_empty",
+    "any_layout",
+    "iommu_platform",
+    "packed",
+    "queue_reset",
+    "in_order",
+    "config-wce",
+    "discard",
+    "write-zeroes",
+    "seg-max-adjust",
+    "report-discard-granularity",
+    "deflate-on-oom",
+    "free-page-hint",
+    "page-poison",
+    "free-page-reporting",
+    "hotplug",
+    "param_change",
+    "speed",
+    "duplex",
+    "scsi",
+];
+
+const TAKEN: &[(&str, &str)] = &[
+    ("mac", "the guest keeps its own address, which comes with its state"),
+    ("host_mtu", "the guest keeps the MTU that it knows"),
+    ("rx_queue_size", "the guest keeps its ring; give it the same for the next boot"),
+    ("tx_queue_size", "the guest keeps its ring; give it the same for the next boot"),
+    ("queue-size", "the guest keeps its ring; give it the same for the next boot"),
+    ("serial", "the guest sees another serial number when it looks again"),
+    ("model", "the guest sees another name when it looks again"),
+    ("ver", "the guest sees another version when it looks again"),
+    ("wwn", "the guest sees another name when it looks again"),
+    ("write-cache", "the guest keeps its setting"),
+    ("logical_block_size", "the disk has other blocks than the guest knows"),
+    ("physical_block_size", ""),
+    ("min_io_size", ""),
+    ("opt_io_size", ""),
+    ("discard_granularity", ""),
+    ("max-bytes", ""),
+    ("period", ""),
+    ("acpi-index", "the guest may name the device anew when it boots"),
+    ("edid", ""),
+    ("xres", ""),
+    ("yres", ""),
+    ("xmax", ""),
+    ("ymax", ""),
+];
+
+const REFUSED: &[(&str, &str)] = &[
+    (
+        "vectors",
+        "the table of MSI-X vectors is as long as queues ask for: give it the same queues and vectors=",
+    ),
+    ("multifunction", PCI_CONFIG),
+    ("disable-legacy", PCI_CONFIG),
+    ("disable-modern", PCI_CONFIG),
+    ("modern-pio-notify", PCI_CONFIG),
+    ("page-per-vq", PCI_CONFIG),
+    ("class", PCI_CONFIG),
+    ("ats", PCI_CONFIG),
+    ("aer", PCI_CONFIG),
+    ("msi", PCI_CONFIG),
+    ("msix", PCI_CONFIG),
+    ("disable-acs", PCI_CONFIG),
+    ("chassis", PCI_CONFIG),
+    ("slot", PCI_CONFIG),
+    ("port", PCI_CONFIG),
+    ("migrate-extra", STREAM),
+    ("timers", STREAM),
+];
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    for guest in source.devices.iter().flatten() {
+        if let Some(there) = destination.device_at(&guest.place).filter(|there| there.kind == guest.kind) {
+            compare([source, destination], guest, there, findings);
+        }
+    }
+}
+
+fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: &mut Findings<'_>) {
+    for (name, mine) in &guest.properties {
+        // One that only one of two versions has is what the machine type makes of it.
+        let Some(theirs) = there.properties.get(name).filter(|theirs| *theirs != mine) else { continue };
+        let text = format!("{name} of {} is {mine} in the guest and {theirs} there", guest.shown());
+        let remedy = format!("start it with {name}={mine}");
+        match effect(guest, there, name) {
+            Effect::None => {}
+            Effect::Taken("") => findings.note(text, ""),
+            Effect::Taken(what) => findings.note(text, what),
+            Effect::Refused(why) => findings.no(format!("{text}: {why}"), remedy),
+            // The same machine type means the same device; what a version shows otherwise is its own affair.
+            Effect::Unknown if qemus[0].version != qemus[1].version => findings.note(text, ""),
+            Effect::Unknown => findings.unknown(text, remedy),
+        }
+    }
+}
+
+fn effect(guest: &QemuDevice, there: &QemuDevice, name: &str) -> Effect {
+    let of = |table: &[(&str, &'static str)]| {
+        table.iter().find(|(property, _)| *property == name).map(|(_, text)| *text)
+    };
+    let is_virtio = guest.virtio.is_some() && there.virtio.is_some();
+    if NO_EFFECT.contains(&name) || (is_virtio && FEATURES.contains(&name)) {
+        Effect::None
+    } else if let Some(what) = of(TAKEN) {
+        Effect::Taken(what)
+    } else if let Some(why) = of(REFUSED) {
+        Effect::Refused(why)
+    } else {
+        Effect::Unknown
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{between, device};
+    use super::*;
+    use crate::facts::Virtio;
+    use crate::report::Severity;
+
+    fn found(property: &str, there: &str, is_virtio: bool) -> Vec<crate::Finding> {
+        between(&RULE, |source, destination| {
+            for (qemu, value) in [(source, "1"), (destination, there)] {
+                let virtio = is_virtio.then(Virtio::default);
+                let device = QemuDevice { virtio, ..device("nic", "pci/02.0", &[(property, value)]) };
+                qemu.devices = Some(vec![device]);
+            }
+        })
+    }
+
+    #[test]
+    fn each_property_has_its_effect() {
+        let severity = |property, virtio| found(property, "2", virtio).first().map(|found| found.severity);
+        assert_eq!(severity("netdev", false), None);
+        assert_eq!(severity("mac", false), Some(Severity::Note));
+        assert_eq!(severity("vectors", false), Some(Severity::No));
+        assert_eq!(severity("gso", true), None);
+        assert_eq!(severity("gso", false), Some(Severity::Unknown));
+        assert_eq!(severity("brand-new", false), Some(Severity::Unknown));
+        assert_eq!(found("vectors", "1", false), []);
+    }
+
+    #[test]
+    fn both_values_and_the_way_out_are_told() {
+        assert_eq!(
+            found("vectors", "2", false)[0].to_string(),
+            "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the table of MSI-X vectors is as long as queues ask \
+             for: give it the same queues and vectors= (start it with vectors=1)"
+        );
+    }
+
+    #[test]
+    fn no_property_is_in_two_tables() {
+        let mut names: Vec<_> = NO_EFFECT.iter().chain(FEATURES).copied().collect();
+        names.extend(TAKEN.iter().chain(REFUSED).map(|(name, _)| *name));
+        let count = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+}

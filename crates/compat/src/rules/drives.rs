@@ -1,0 +1,128 @@
+//! Drives, which are never moved: each is shared, another file, missing or locked.
+
+use super::{Pair, Rule};
+use crate::facts::{Drive, Lock, Subject};
+use crate::report::Findings;
+
+pub(super) const RULE: Rule = Rule {
+    id: "drives",
+    about: "each drive is there: shared, another file, missing, or locked by somebody",
+    run,
+};
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some(destination) = pair.taker() else { return };
+    let there = destination.drives.as_deref().unwrap_or_default();
+    let guest: &[Drive] = match &pair.source.subject {
+        Subject::Qemu(source) => source.drives.as_deref().unwrap_or_default(),
+        _ => &[],
+    };
+    for drive in guest {
+        match there.iter().find(|other| other.device == drive.device) {
+            None => findings.note(
+                format!("drive {} ({}, {}) is missing there", drive.device, drive.file, drive.format),
+                "disks are not moved: give it a medium if the guest uses it",
+            ),
+            Some(other) if is_same(drive, other, pair.is_live) => findings
+                .note(format!("drive {} ({}, {}) is shared", drive.device, drive.file, drive.format), ""),
+            Some(other) => another(drive, other, findings),
+        }
+    }
+    if !pair.is_live {
+        return;
+    }
+    for drive in there {
+        let is_the_guests = guest.iter().any(|own| is_same(own, drive, true));
+        let is_locked = match drive.lock {
+            Lock::Held => true,
+            Lock::HeldByReaders => !drive.read_only,
+            Lock::Free | Lock::Unknown => false,
+        };
+        if is_locked && !is_the_guests {
+            findings.no(
+                format!(
+                    "drive {} ({}) there is locked: another guest runs with it",
+                    drive.device, drive.file
+                ),
+                "end that guest first, or give this one a disk of its own",
+            );
+        }
+    }
+}
+
+fn another(drive: &Drive, other: &Drive, findings: &mut Findings<'_>) {
+    findings.note(
+        format!("drive {} is {} in the guest and {} there", drive.device, drive.file, other.file),
+        "disks are not moved: see that it has the same content",
+    );
+    if drive.virtual_bytes != other.virtual_bytes {
+        findings.note(
+            format!(
+                "drive {} has {} bytes in the guest and {} there",
+                drive.device, drive.virtual_bytes, other.virtual_bytes
+            ),
+            "the guest goes by the size that it knows",
+        );
+    }
+}
+
+/// The same file: by what it is on this host, or by its name where the facts are from two.
+fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
+    match (&a.identity, &b.identity) {
+        (Some(a), Some(b)) if one_host => a == b,
+        _ => a.file == b.file,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{between, of};
+    use super::*;
+    use crate::facts::{Image, Qemu};
+    use crate::report::Severity;
+
+    fn drive(file: &str, lock: Lock) -> Drive {
+        Drive { device: "disk0".into(), file: file.into(), lock, ..Drive::default() }
+    }
+
+    fn found(guest: Vec<Drive>, there: Vec<Drive>) -> Vec<crate::Finding> {
+        between(&RULE, |source, destination| {
+            (source.drives, destination.drives) = (Some(guest), Some(there));
+        })
+    }
+
+    #[test]
+    fn one_that_both_have_may_be_locked_by_the_guest_itself() {
+        let found = found(vec![drive("a", Lock::Held)], vec![drive("a", Lock::Held)]);
+        assert_eq!((found.len(), found[0].severity), (1, Severity::Note));
+        assert!(found[0].text.ends_with("is shared"));
+    }
+
+    #[test]
+    fn two_names_of_one_file_are_one() {
+        let named = |file: &str| Drive { identity: Some("1:2".into()), ..drive(file, Lock::Held) };
+        assert!(found(vec![named("a")], vec![named("b")])[0].text.ends_with("is shared"));
+    }
+
+    #[test]
+    fn a_missing_one_and_another_file_are_notes() {
+        assert!(found(vec![drive("a", Lock::Free)], Vec::new())[0].text.ends_with("is missing there"));
+        let found = found(vec![drive("a", Lock::Free)], vec![drive("b", Lock::Free)]);
+        assert!(found.iter().all(|found| found.severity == Severity::Note), "{found:?}");
+    }
+
+    #[test]
+    fn one_that_somebody_else_locks_is_a_no() {
+        let locked = |lock, read_only| {
+            let drive = Drive { read_only, ..drive("a", lock) };
+            let there = Qemu { drives: Some(vec![drive]), ..Qemu::default() };
+            let found = of(&RULE, Subject::Image(Image::default()), Subject::Qemu(Box::new(there)));
+            found.first().map(|found| found.severity)
+        };
+        assert_eq!(locked(Lock::Held, false), Some(Severity::No));
+        assert_eq!(locked(Lock::Held, true), Some(Severity::No));
+        assert_eq!(locked(Lock::HeldByReaders, true), None);
+        assert_eq!(locked(Lock::HeldByReaders, false), Some(Severity::No));
+        assert_eq!(locked(Lock::Unknown, false), None);
+    }
+}

@@ -1,0 +1,68 @@
+//! Switches of the machine.
+
+use serde_json::Value;
+
+use super::{Pair, Rule};
+use crate::report::Findings;
+
+pub(super) const RULE: Rule = Rule {
+    id: "machine-properties",
+    about: "switches of -machine and -m that change what the guest sees",
+    run,
+};
+
+/// Those that devices, memory and processors tell of by themselves.
+const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "smp"];
+/// Parts of a property that its own rule looks at.
+const MEMORY_SIZE: &str = "size";
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    let (Some(guest), Some(there)) = (&source.machine_properties, &destination.machine_properties) else {
+        return;
+    };
+    for (name, mine) in guest.iter().filter(|(name, _)| !SEEN_ELSEWHERE.contains(&name.as_str())) {
+        let Some(theirs) = there.get(name) else { continue };
+        let (mine, theirs) = (without_size(mine), without_size(theirs));
+        if mine != theirs {
+            findings.unknown(
+                format!("-machine's {name} is {mine} in the guest and {theirs} there"),
+                "start both with the same -machine and -m",
+            );
+        }
+    }
+}
+
+/// The size is a RAM block's.
+fn without_size(value: &Value) -> Value {
+    match value {
+        Value::Object(map) => {
+            map.iter().filter(|(name, _)| *name != MEMORY_SIZE).map(|(k, v)| (k.clone(), v.clone())).collect()
+        }
+        other => other.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::testing::between;
+    use super::*;
+    use crate::report::Severity;
+
+    fn found(name: &str, guest: Value, there: Value) -> Vec<crate::Finding> {
+        between(&RULE, |source, destination| {
+            source.machine_properties = Some([(name.to_owned(), guest)].into());
+            destination.machine_properties = Some([(name.to_owned(), there)].into());
+        })
+    }
+
+    #[test]
+    fn a_switch_that_differs_is_not_known() {
+        assert_eq!(found("smm", json!("on"), json!("off"))[0].severity, Severity::Unknown);
+        assert_eq!(found("hpet", json!(true), json!(false)), []);
+        assert_eq!(found("memory", json!({ "size": 1 }), json!({ "size": 2 })), []);
+        assert_eq!(found("memory", json!({ "size": 1, "slots": 2 }), json!({ "size": 1 })).len(), 1);
+    }
+}

@@ -1,0 +1,200 @@
+//! The rules: one file each, with its id, what it is about, and what it finds in a pair.
+//!
+//! To add one: a file with a `RULE`, a line in [`RULES`], a row in `docs/check.md`, its own test, and a real pair in
+//! `lab/tests/pairs`.
+
+mod accelerator;
+mod blocked;
+mod capabilities;
+mod cpu_count;
+mod cpu_features;
+mod cpu_model;
+mod device_extra;
+mod device_kind;
+mod device_missing;
+mod device_properties;
+mod drives;
+mod image_sections;
+mod kinds;
+mod machine_properties;
+mod machine_type;
+mod net_header;
+mod netdev_user;
+mod page_size;
+mod parameters;
+mod prealloc;
+mod qemu_version;
+mod ram_blocks;
+mod state_versions;
+mod towline_device;
+mod uuid;
+mod virtio_features;
+mod waiting;
+
+use crate::facts::{Block, Facts, Qemu, Subject};
+use crate::report::{Findings, Report};
+
+/// A rule.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule {
+    /// Its name, which stays.
+    pub id: &'static str,
+    /// What it is about, in a line.
+    pub about: &'static str,
+    run: fn(&Pair<'_>, &mut Findings<'_>),
+}
+
+/// Every rule, in the order in which findings are told.
+pub const RULES: &[Rule] = &[
+    kinds::RULE,
+    waiting::RULE,
+    blocked::RULE,
+    machine_type::RULE,
+    ram_blocks::RULE,
+    page_size::RULE,
+    uuid::RULE,
+    cpu_count::RULE,
+    cpu_features::RULE,
+    cpu_model::RULE,
+    accelerator::RULE,
+    device_missing::RULE,
+    device_kind::RULE,
+    device_properties::RULE,
+    virtio_features::RULE,
+    net_header::RULE,
+    netdev_user::RULE,
+    device_extra::RULE,
+    machine_properties::RULE,
+    image_sections::RULE,
+    state_versions::RULE,
+    towline_device::RULE,
+    capabilities::RULE,
+    parameters::RULE,
+    drives::RULE,
+    qemu_version::RULE,
+    prealloc::RULE,
+];
+
+/// Both sides, and how the guest would go from one to the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Pair<'a> {
+    /// Where the guest is.
+    pub source: &'a Facts,
+    /// Where it would go.
+    pub destination: &'a Facts,
+    /// Lanes that towline would use; `None`: not known yet.
+    pub lanes: Option<usize>,
+    /// The destination was asked just now, rather than at another time.
+    pub is_live: bool,
+}
+
+/// Applies every rule.
+#[must_use]
+pub fn judge(pair: &Pair<'_>) -> Report {
+    let mut report = Report::default();
+    for rule in RULES {
+        (rule.run)(pair, &mut Findings { rule: rule.id, report: &mut report });
+    }
+    report
+}
+
+impl<'a> Pair<'a> {
+    /// Both sides, if both are QEMUs.
+    fn qemus(&self) -> Option<(&'a Qemu, &'a Qemu)> {
+        match (&self.source.subject, &self.destination.subject) {
+            (Subject::Qemu(source), Subject::Qemu(destination)) => Some((source, destination)),
+            _ => None,
+        }
+    }
+
+    /// The QEMU that would take the guest.
+    fn taker(&self) -> Option<&'a Qemu> {
+        match &self.destination.subject {
+            Subject::Qemu(qemu) => Some(qemu),
+            _ => None,
+        }
+    }
+
+    /// The guest's machine type, where the source has one.
+    fn guest_machine(&self) -> Option<&'a str> {
+        match &self.source.subject {
+            Subject::Qemu(qemu) => Some(&qemu.machine),
+            Subject::Image(image) => Some(&image.machine),
+            Subject::Binary(binary) => Some(&binary.machine),
+            Subject::Device(_) | Subject::Attribute(_) => None,
+        }
+    }
+
+    /// The guest's memory.
+    fn guest_blocks(&self) -> &'a [Block] {
+        match &self.source.subject {
+            Subject::Qemu(qemu) => &qemu.blocks,
+            Subject::Image(image) => &image.blocks,
+            Subject::Binary(_) | Subject::Device(_) | Subject::Attribute(_) => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod testing {
+    //! Pairs for the rules' own tests.
+
+    use crate::facts::{Facts, Incoming, Qemu, QemuDevice, Subject};
+    use crate::report::{Finding, Findings, Report};
+
+    use super::{Pair, Rule};
+
+    /// What a rule finds between two QEMUs that are alike but for what `change` does to the destination's and the source's.
+    pub(crate) fn between(rule: &Rule, change: impl FnOnce(&mut Qemu, &mut Qemu)) -> Vec<Finding> {
+        let mut source = Qemu {
+            version: "10.0.2".into(),
+            machine: "pc-q35-10.0".into(),
+            status: "running".into(),
+            ..Qemu::default()
+        };
+        let mut destination =
+            Qemu { status: "inmigrate".into(), incoming: Incoming::Deferred, ..source.clone() };
+        change(&mut source, &mut destination);
+        of(rule, Subject::Qemu(Box::new(source)), Subject::Qemu(Box::new(destination)))
+    }
+
+    /// What it finds between any two.
+    pub(crate) fn of(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
+        let (source, destination) = (Facts::from(source), Facts::from(destination));
+        let pair = Pair { source: &source, destination: &destination, lanes: Some(4), is_live: true };
+        let mut report = Report::default();
+        (rule.run)(&pair, &mut Findings { rule: rule.id, report: &mut report });
+        report.findings().to_vec()
+    }
+
+    pub(crate) fn device(kind: &str, place: &str, properties: &[(&str, &str)]) -> QemuDevice {
+        let properties = properties.iter().map(|(name, value)| ((*name).into(), (*value).into()));
+        QemuDevice {
+            kind: kind.into(),
+            place: place.into(),
+            properties: properties.collect(),
+            ..QemuDevice::default()
+        }
+    }
+
+    #[test]
+    fn every_rule_has_an_id_of_its_own() {
+        let mut ids: Vec<_> = super::RULES.iter().map(|rule| rule.id).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), super::RULES.len());
+    }
+
+    #[test]
+    fn two_alike_are_fine() {
+        for rule in super::RULES {
+            let found = between(rule, |source, destination| {
+                for qemu in [source, destination] {
+                    (qemu.devices, qemu.cpus) = (Some(Vec::new()), Some(Vec::new()));
+                    (qemu.netdevs, qemu.cpu_features) = (Some(Vec::new()), Some(Vec::new()));
+                }
+            });
+            assert_eq!(found, [], "{}", rule.id);
+        }
+    }
+}

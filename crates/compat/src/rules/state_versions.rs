@@ -1,0 +1,148 @@
+//! Versions of devices' states: what is written, and the oldest that is read.
+
+use super::{Pair, Rule};
+use crate::facts::{Binary, Field, Image, State, Subject};
+use crate::limits;
+use crate::report::Findings;
+
+pub(super) const RULE: Rule = Rule {
+    id: "state-versions",
+    about: "a QEMU binary reads each state in the version in which it is written, field by field",
+    run,
+};
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    match (&pair.source.subject, &pair.destination.subject) {
+        (Subject::Image(image), Subject::Binary(binary)) => stored(image, binary, findings),
+        (Subject::Binary(source), Subject::Binary(destination)) => binaries(source, destination, findings),
+        _ => {}
+    }
+}
+
+fn stored(image: &Image, binary: &Binary, findings: &mut Findings<'_>) {
+    for section in &image.sections {
+        // Not every state is a device's; the others (timer, cpu_common) have no description in a dump.
+        if let Some(there) = binary.state(section.state()) {
+            version(&format!("{:?}", section.name), section.version, there, findings);
+        }
+    }
+}
+
+fn binaries(source: &Binary, destination: &Binary, findings: &mut Findings<'_>) {
+    for (kind, state) in &source.states {
+        match destination.states.get(kind) {
+            None => findings.no(
+                format!("there is no device {kind}, or it has no state there"),
+                "a guest with one cannot be moved there",
+            ),
+            Some(there) => {
+                version(kind, state.version, there, findings);
+                fields(kind, state, there, 0, findings);
+            }
+        }
+    }
+}
+
+fn version(name: &str, written: u32, there: &State, findings: &mut Findings<'_>) {
+    if written > there.version {
+        findings.no(
+            format!("the state of {name} has version {written}, there at most {} is read", there.version),
+            "use a QEMU there that is not older",
+        );
+    } else if written < there.version_min {
+        findings.no(
+            format!(
+                "the state of {name} has version {written}, there at least {} is read",
+                there.version_min
+            ),
+            "go by a QEMU in between",
+        );
+    }
+}
+
+/// Compares what is always in a stream, as far as both have it in the same version.
+fn fields(name: &str, a: &State, b: &State, depth: usize, findings: &mut Findings<'_>) {
+    if depth > limits::DEPTH_MAX {
+        return;
+    }
+    let always = |state: &State, version: u32| {
+        let field = |field: &&Field| !field.conditional && field.version <= version;
+        state.fields.iter().filter(field).cloned().collect::<Vec<_>>()
+    };
+    let (mine, theirs) = (always(a, a.version), always(b, a.version));
+    if mine.len() != theirs.len() {
+        findings.unknown(
+            format!("the state of {name} has {} fields, there {} are read", mine.len(), theirs.len()),
+            "",
+        );
+        return;
+    }
+    for (mine, theirs) in mine.iter().zip(&theirs) {
+        match (&mine.structure, &theirs.structure) {
+            (Some(a), Some(b)) => fields(&format!("{name}/{}", mine.name), a, b, depth + 1, findings),
+            (None, None) if mine.size != theirs.size => findings.unknown(
+                format!(
+                    "the field {} of {name} has {} bytes, there {} has {}",
+                    mine.name, mine.size, theirs.name, theirs.size
+                ),
+                "",
+            ),
+            _ => {}
+        }
+    }
+    for part in &a.subsections {
+        match b.subsections.iter().find(|there| there.name == part.name) {
+            None => findings.note(
+                format!("the state of {name} may have a part {} that is not known there", part.name),
+                "a guest that needs it would be refused",
+            ),
+            Some(there) => version(&part.name, part.version, there, findings),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::of;
+    use super::*;
+    use crate::facts::Section;
+    use crate::report::Severity;
+
+    fn state(version: u32, version_min: u32, sizes: &[u64]) -> State {
+        let field = |size: &u64| Field { name: "f".into(), size: *size, ..Field::default() };
+        State {
+            name: "e1000".into(),
+            version,
+            version_min,
+            fields: sizes.iter().map(field).collect(),
+            subsections: Vec::new(),
+        }
+    }
+
+    fn binary(state: State) -> Subject {
+        Subject::Binary(Binary { machine: "m".into(), states: [("e1000".to_owned(), state)].into() })
+    }
+
+    #[test]
+    fn an_images_state_must_be_within_what_is_read() {
+        let severity = |version| {
+            let section = Section { name: "0000:00:02.0/e1000".into(), instance: 0, version };
+            let image = Image { sections: vec![section], ..Image::default() };
+            let found = of(&RULE, Subject::Image(image), binary(state(3, 2, &[])));
+            found.first().map(|found| found.severity)
+        };
+        assert_eq!([1, 2, 3, 4].map(severity), [Some(Severity::No), None, None, Some(Severity::No)]);
+    }
+
+    #[test]
+    fn two_binaries_are_compared_field_by_field() {
+        let found = |a, b| of(&RULE, binary(a), binary(b));
+        assert_eq!(found(state(3, 1, &[4, 8]), state(3, 1, &[4, 8])), []);
+        assert_eq!(found(state(3, 1, &[]), state(2, 1, &[]))[0].severity, Severity::No);
+        let sized = found(state(3, 1, &[4, 8]), state(3, 1, &[4, 2]));
+        assert_eq!(sized[0].text, "the field f of e1000 has 8 bytes, there f has 2");
+        assert_eq!(found(state(3, 1, &[4]), state(3, 1, &[4, 8]))[0].severity, Severity::Unknown);
+        let none = Subject::Binary(Binary { machine: "m".into(), ..Binary::default() });
+        assert_eq!(of(&RULE, binary(state(1, 1, &[])), none)[0].severity, Severity::No);
+    }
+}

@@ -1,0 +1,48 @@
+//! The guest's uuid, which each multifd channel carries, and the stream where `validate-uuid` is on.
+
+use super::{Pair, Rule};
+use crate::report::{Findings, Severity, Way};
+
+pub(super) const RULE: Rule =
+    Rule { id: "uuid", about: "the uuid is the same, where lanes or validate-uuid compare it", run };
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    let Some((source, destination)) = pair.qemus() else { return };
+    let (Some(guest), Some(there)) = (&source.uuid, &destination.uuid) else { return };
+    if guest == there {
+        return;
+    }
+    let text = format!("the guest's uuid is {guest}, there it is {there}");
+    let remedy = format!("start it with -uuid {guest}");
+    let lanes = pair.lanes.is_none_or(|lanes| lanes > 0);
+    let is_on = |name: &str| source.capabilities.get(name) == Some(&true);
+    let by_hand = is_on("multifd") || is_on("validate-uuid");
+    for (way, compared) in [(Way::Towline, lanes), (Way::ByHand, by_hand)] {
+        let severity = if compared { Severity::No } else { Severity::Note };
+        findings.add(severity, Some(way), text.clone(), remedy.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::between;
+    use super::*;
+
+    #[test]
+    fn lanes_carry_it() {
+        let other = |multifd| {
+            between(&RULE, |source, destination| {
+                source.capabilities.insert("multifd".into(), multifd);
+                (source.uuid, destination.uuid) = (Some("1".into()), Some("2".into()));
+            })
+        };
+        let ways = |found: &[crate::Finding]| found.iter().map(|f| (f.way, f.severity)).collect::<Vec<_>>();
+        let (towline, by_hand) = (Some(Way::Towline), Some(Way::ByHand));
+        assert_eq!(ways(&other(false)), [(towline, Severity::No), (by_hand, Severity::Note)]);
+        assert_eq!(ways(&other(true)), [(towline, Severity::No), (by_hand, Severity::No)]);
+        assert_eq!(
+            other(true)[0].to_string(),
+            "the guest's uuid is 1, there it is 2 (start it with -uuid 1)"
+        );
+    }
+}

@@ -1,0 +1,68 @@
+//! The source has a guest, the destination waits for one.
+
+use super::{Pair, Rule};
+use crate::facts::{Incoming, Subject};
+use crate::report::{Findings, Severity, Way};
+
+pub(super) const RULE: Rule = Rule {
+    id: "waiting",
+    about: "the source has a guest that can be sent, the destination waits for one",
+    run,
+};
+
+fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
+    if let Subject::Qemu(source) = &pair.source.subject
+        && source.status == "inmigrate"
+    {
+        findings.no("the source waits for a guest itself", "is this the destination?");
+    }
+    if !pair.is_live {
+        return;
+    }
+    let Some(destination) = pair.taker() else { return };
+    match destination.incoming {
+        Incoming::Deferred => {}
+        Incoming::No => findings.no(
+            format!("the destination does not wait for a guest, its status is `{}`", destination.status),
+            "start it with `-incoming defer`",
+        ),
+        Incoming::Listening => findings.add(
+            Severity::No,
+            Some(Way::Towline),
+            "the destination waits for a guest already, at an address of its own".into(),
+            "start it with `-incoming defer`, or copy to that address".into(),
+        ),
+        Incoming::Loading => findings.no(
+            "the destination was told to load a guest before",
+            "end it and start it again with `-incoming defer`",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::between;
+    use super::*;
+
+    #[test]
+    fn a_destination_that_runs_a_guest_takes_none() {
+        let found = between(&RULE, |_, destination| {
+            destination.incoming = Incoming::No;
+            destination.status = "running".into();
+        });
+        assert_eq!(
+            found[0].to_string(),
+            "the destination does not wait for a guest, its status is `running` (start it with `-incoming defer`)"
+        );
+        let found = between(&RULE, |_, destination| destination.incoming = Incoming::Listening);
+        assert_eq!(found[0].way, Some(Way::Towline));
+        let found = between(&RULE, |_, destination| destination.incoming = Incoming::Loading);
+        assert_eq!(found[0].severity, Severity::No);
+    }
+
+    #[test]
+    fn a_source_that_waits_has_no_guest() {
+        let found = between(&RULE, |source, _| source.status = "inmigrate".into());
+        assert_eq!(found[0].text, "the source waits for a guest itself");
+    }
+}
