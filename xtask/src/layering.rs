@@ -21,6 +21,7 @@ const TABLE: &[(&str, May)] = &[
     ("towline-image", May::Use(&["towline-migration", "towline-channel", "towline-protocol"])),
     ("towline-compat", May::Use(&["towline-protocol"])),
     ("towline-vhost-user", May::Use(&["towline-channel"])),
+    ("towline-frontend", May::Use(&[])),
     ("towline-net", May::Use(&["towline-vhost-user", "towline-channel"])),
     ("towline-vsock", May::Use(&["towline-vhost-user", "towline-channel"])),
     (

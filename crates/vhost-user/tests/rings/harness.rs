@@ -4,9 +4,11 @@
 use std::fs::File;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use towline_frontend::GUEST_BASE;
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{Code, HEADER_BYTES, Header, RegionInfo, Request, VringAddress};
 use towline_vhost_user::{
@@ -36,22 +38,42 @@ pub fn message(data: &[u8]) {
     }
 }
 
+/// Memory for a ring, mapped on both sides: a fresh mapping for each input would be most of its time.
+struct Page {
+    guest: towline_frontend::Memory,
+    memory: Arc<Memory>,
+}
+
+impl Page {
+    /// This thread's, for as long as the thread lives.
+    fn taken() -> Rc<Self> {
+        thread_local!(static PAGE: Rc<Page> = Rc::new(Page::new()));
+        PAGE.with(Rc::clone)
+    }
+
+    fn new() -> Self {
+        let guest = towline_frontend::Memory::new(RING_BYTES as u64).expect("a memfd");
+        let info = RegionInfo {
+            guest_address: 0.into(),
+            size: (RING_BYTES as u64).into(),
+            user_address: 0.into(),
+            mmap_offset: 0.into(),
+        };
+        let region = Region::map(&info, guest.fd().try_clone_to_owned().expect("a descriptor"));
+        let memory = Arc::new(Memory::new(vec![region.expect("it is there")]).expect("one region"));
+        Self { guest, memory }
+    }
+}
+
 /// A ring of 8 entries in a page that is all the input's; every chain is answered, and the input goes on changing it.
 pub fn ring(data: &[u8]) {
     let Some((mode, mut rest)) = data.split_first() else { return };
-    let guest = file(RING_BYTES as u64);
-    let put = |bytes: &[u8], offset: u64| guest.write_all_at(bytes, offset).expect("it fits");
+    let page = Page::taken();
+    let put = |bytes: &[u8], offset: u64| page.guest.write(GUEST_BASE + offset, bytes);
+    put(&[0; RING_BYTES], 0);
     let first = rest.len().min(RING_BYTES / 2);
     put(&rest[..first], 0);
     rest = &rest[first..];
-    let info = RegionInfo {
-        guest_address: 0.into(),
-        size: (RING_BYTES as u64).into(),
-        user_address: 0.into(),
-        mmap_offset: 0.into(),
-    };
-    let region = Region::map(&info, guest.as_fd().try_clone_to_owned().expect("a descriptor"));
-    let memory = Arc::new(Memory::new(vec![region.expect("it is there")]).expect("one region"));
     let features =
         [0, features::EVENT_IDX, features::INDIRECT_DESC, features::EVENT_IDX | features::INDIRECT_DESC];
     // The parts lie beside each other, so that 300 bytes are a ring; or on each other.
@@ -74,7 +96,7 @@ pub fn ring(data: &[u8]) {
         switch: LogSwitch::default(),
         log: None,
     };
-    let mut ring = Ring::new(setup, memory, 1).expect("it is in memory");
+    let mut ring = Ring::new(setup, Arc::clone(&page.memory), 1).expect("it is in memory");
     let mut batch = Batch::new();
     let mut done = 0;
     while ring.fault().is_none() && done < CHAINS_MAX {

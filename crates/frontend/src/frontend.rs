@@ -1,0 +1,296 @@
+//! A conversation with a backend: what QEMU says, in QEMU's order.
+
+use std::io::{IoSlice, Read as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use crate::memory::Memory;
+use crate::queue::Queue;
+use crate::wire::{self, Code, HEADER_BYTES, feature, halves, protocol, words};
+use crate::{Error, Result, system};
+
+/// How long a backend may take for an answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(60);
+/// Descriptors that one message can carry.
+const FDS_MAX: usize = 8;
+/// The longest answer that is read.
+const REPLY_BYTES_MAX: usize = 4096;
+const CONNECT_INTERVAL: Duration = Duration::from_millis(5);
+
+/// A frontend. Dropping it hangs up.
+#[derive(Debug)]
+pub struct Frontend {
+    stream: UnixStream,
+    agreed: Agreed,
+}
+
+/// What was negotiated.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Agreed {
+    /// Virtio features.
+    pub features: u64,
+    /// Protocol features.
+    pub protocol: u64,
+}
+
+impl Frontend {
+    /// Connects to a backend that listens, waiting for it to come up.
+    ///
+    /// # Errors
+    /// That nobody listens there within this time.
+    pub fn connect(path: &Path, within: Duration) -> Result<Self> {
+        let until = Instant::now() + within;
+        loop {
+            match UnixStream::connect(path) {
+                Ok(stream) => return Self::new(stream),
+                Err(source) if Instant::now() > until => {
+                    return Err(Error::System { what: "connecting to the backend", source });
+                }
+                // There is no event that tells of a socket that begins to listen.
+                Err(_) => std::thread::sleep(CONNECT_INTERVAL),
+            }
+        }
+    }
+
+    /// Waits for a backend that connects.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn accept(listener: &UnixListener) -> Result<Self> {
+        let accepted = listener.accept();
+        let (stream, _) = accepted.map_err(|source| Error::System { what: "accept", source })?;
+        Self::new(stream)
+    }
+
+    /// On a connection that is there.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new(stream: UnixStream) -> Result<Self> {
+        let failed = |source| Error::System { what: "timeouts", source };
+        stream.set_read_timeout(Some(ANSWER_WITHIN)).map_err(failed)?;
+        stream.set_write_timeout(Some(ANSWER_WITHIN)).map_err(failed)?;
+        Ok(Self { stream, agreed: Agreed::default() })
+    }
+
+    /// The connection itself.
+    pub fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    /// What was negotiated.
+    pub fn agreed(&self) -> Agreed {
+        self.agreed
+    }
+
+    /// Takes what is there of `wished`, and all of `needed`; the same with protocol features, of which all that exist are
+    /// wished.
+    ///
+    /// # Errors
+    /// [`Error::Features`], and those of [`Frontend::ask`].
+    pub fn negotiate(&mut self, needed: u64, wished: u64, needed_protocol: u64) -> Result<Agreed> {
+        self.say(Code::SET_OWNER, &[], &[])?;
+        let offered = self.number(Code::GET_FEATURES)?;
+        let needed = needed | feature::VERSION_1;
+        let missing = needed & !offered;
+        if missing != 0 {
+            return Err(Error::Features { what: "features", wanted: needed, missing, offered });
+        }
+        if offered & feature::PROTOCOL != 0 {
+            let offered = self.number(Code::GET_PROTOCOL_FEATURES)?;
+            let missing = needed_protocol & !offered;
+            if missing != 0 {
+                let (what, wanted) = ("protocol features", needed_protocol);
+                return Err(Error::Features { what, wanted, missing, offered });
+            }
+            let wished = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
+            let taken = offered & (needed_protocol | wished | protocol::LOG_SHMFD);
+            self.say(Code::SET_PROTOCOL_FEATURES, &words(&[taken]), &[])?;
+            self.agreed.protocol = taken;
+        }
+        let taken = offered & (needed | wished | feature::PROTOCOL);
+        self.set_features(taken)?;
+        Ok(self.agreed)
+    }
+
+    /// Takes these features, whatever was offered.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn set_features(&mut self, taken: u64) -> Result<()> {
+        self.tell(Code::SET_FEATURES, &words(&[taken]), &[])?;
+        self.agreed.features = taken;
+        Ok(())
+    }
+
+    /// Shares memory, all anew; without any, takes it away.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn share(&mut self, memory: Option<&Memory>) -> Result<()> {
+        let regions: Vec<_> = memory.iter().flat_map(|memory| memory.regions()).collect();
+        let mut payload = halves(u32::try_from(regions.len()).expect("few regions"), 0);
+        regions.iter().for_each(|region| payload.extend(region.encode()));
+        let fds: Vec<_> = memory.iter().flat_map(|memory| regions.iter().map(|_| memory.fd())).collect();
+        self.tell(Code::SET_MEM_TABLE, &payload, &fds)
+    }
+
+    /// Starts a ring at `base` and enables it.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn start(&mut self, queue: &Queue, base: u16) -> Result<()> {
+        let index = queue.index();
+        self.tell(Code::SET_VRING_NUM, &halves(index, queue.size().into()), &[])?;
+        self.tell(Code::SET_VRING_BASE, &halves(index, base.into()), &[])?;
+        self.place(queue, false)?;
+        let ring = words(&[index.into()]);
+        self.tell(Code::SET_VRING_CALL, &ring, &[queue.call()])?;
+        self.tell(Code::SET_VRING_ERR, &ring, &[queue.err()])?;
+        self.tell(Code::SET_VRING_KICK, &ring, &[queue.kick()])?;
+        self.enable(index, true)
+    }
+
+    /// Says where a ring is, and whether writes to its used part are logged.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn place(&mut self, queue: &Queue, logged: bool) -> Result<()> {
+        let places = queue.places();
+        let user = [places.table, places.used, places.available].map(|guest| queue.memory().user(guest));
+        let payload = [halves(queue.index(), logged.into()), words(&user), words(&[places.used])].concat();
+        self.tell(Code::SET_VRING_ADDR, &payload, &[])
+    }
+
+    /// Enables or disables a ring, if rings can be.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn enable(&mut self, index: u32, enabled: bool) -> Result<()> {
+        if self.agreed.features & feature::PROTOCOL == 0 {
+            return Ok(());
+        }
+        self.tell(Code::SET_VRING_ENABLE, &halves(index, enabled.into()), &[])
+    }
+
+    /// Stops a ring; where it stands.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn stop(&mut self, index: u32) -> Result<u16> {
+        let reply = self.ask(Code::GET_VRING_BASE, &halves(index, 0), &[])?;
+        let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+        base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Answer {
+            request: Code::GET_VRING_BASE.0,
+            found: format!("{reply:?}"),
+            expected: "a ring and a number of 16 bits".into(),
+        })
+    }
+
+    /// Has writes logged here: a bit for each page from guest address 0 on.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn set_log(&mut self, log: &Memory) -> Result<()> {
+        let size = log.regions().map(|region| region.size).sum();
+        self.ask(Code::SET_LOG_BASE, &words(&[size, 0]), &[log.fd()]).map(drop)
+    }
+
+    /// A request that is answered with a number.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn number(&mut self, code: Code) -> Result<u64> {
+        let reply = self.ask(code, &[], &[])?;
+        let number = <[u8; 8]>::try_from(&reply[..]).map(u64::from_le_bytes);
+        number.map_err(|_| Error::Answer {
+            request: code.0,
+            found: format!("{} bytes", reply.len()),
+            expected: "8".into(),
+        })
+    }
+
+    /// A request without an answer of its own. Where REPLY_ACK was agreed upon, it has taken effect when this returns.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`], and [`Error::Answer`] for a refusal.
+    pub fn tell(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        if self.agreed.protocol & protocol::REPLY_ACK == 0 {
+            return self.say(code, payload, fds);
+        }
+        self.send(&wire::request(code, true, payload), code, fds)?;
+        let reply = self.reply(code)?;
+        if reply == [0; 8] {
+            return Ok(());
+        }
+        let expected = "0".into();
+        Err(Error::Answer { request: code.0, found: format!("{reply:?}"), expected })
+    }
+
+    /// A request to which no answer is wanted.
+    ///
+    /// # Errors
+    /// [`Error::System`], [`Error::HungUp`].
+    pub fn say(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.send(&wire::request(code, false, payload), code, fds)
+    }
+
+    /// A request with an answer of its own; its payload.
+    ///
+    /// # Errors
+    /// [`Error::System`], [`Error::HungUp`], [`Error::Answer`].
+    pub fn ask(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>> {
+        self.say(code, payload, fds)?;
+        self.reply(code)
+    }
+
+    /// Any bytes, with at most eight descriptors.
+    ///
+    /// # Errors
+    /// [`Error::System`], [`Error::HungUp`].
+    pub fn send(&mut self, bytes: &[u8], code: Code, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "at most {FDS_MAX} descriptors");
+        }
+        let sent = sendmsg(self.stream.as_fd(), &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+        match sent {
+            Ok(sent) if sent == bytes.len() => Ok(()),
+            Ok(_) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {
+                Err(Error::HungUp { request: code.0 })
+            }
+            Err(errno) => Err(system("sendmsg")(errno)),
+        }
+    }
+
+    fn reply(&mut self, code: Code) -> Result<Vec<u8>> {
+        let mut header = [0; HEADER_BYTES];
+        self.fill(&mut header, code)?;
+        let (found, is_reply, length) = wire::reply(&header);
+        if found != code.1 || !is_reply || length > REPLY_BYTES_MAX {
+            let found = format!("request {found}, reply {is_reply}, {length} bytes");
+            let expected = format!("a reply to {}", code.1);
+            return Err(Error::Answer { request: code.0, found, expected });
+        }
+        let mut payload = vec![0; length];
+        self.fill(&mut payload, code)?;
+        Ok(payload)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8], code: Code) -> Result<()> {
+        use std::io::ErrorKind;
+        self.stream.read_exact(bytes).map_err(|source| match source.kind() {
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => Error::HungUp { request: code.0 },
+            ErrorKind::WouldBlock => {
+                Error::Late { what: "an answer of the backend", seconds: ANSWER_WITHIN.as_secs() }
+            }
+            _ => Error::System { what: "reading an answer", source },
+        })
+    }
+}

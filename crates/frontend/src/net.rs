@@ -1,0 +1,327 @@
+//! A guest's end of virtio-net: pairs of a receive and a transmit queue.
+//!
+//! ```text
+//!   Pair ── transmit, transmit_from ──► tx queue      a header of 12 bytes and a frame, in one buffer or in pages
+//!        ◄── receive: Frame ─────────── rx queue      one buffer, or as many as the header says (MRG_RXBUF)
+//! ```
+//! What it is not: no TCP, no control queue, no checksums; frames are what the caller makes of them.
+
+use std::io::{self, IoSlice};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::frontend::Frontend;
+use crate::memory::{Memory, offset};
+use crate::queue::{Buffer, Queue, QueueOptions};
+use crate::{Error, Result};
+
+/// `struct virtio_net_hdr_v1`.
+pub const HEADER_BYTES: usize = 12;
+/// The longest frame that segmentation offload makes, with its Ethernet header.
+pub const FRAME_BYTES_MAX: usize = 65536 + 18;
+/// What Linux posts for each receive buffer with merged buffers and an MTU of 1500.
+pub const LINUX_BUFFER_BYTES: usize = 1536;
+const PAGE: usize = 4096;
+const BUFFERS_MAX: u16 = 1024;
+/// Of the longest frame with its header.
+const PAGES_MAX: usize = (HEADER_BYTES + FRAME_BYTES_MAX).div_ceil(PAGE);
+
+/// Feature bits of the device.
+pub mod feature {
+    /// The device takes partial checksums.
+    pub const CSUM: u64 = 1 << 0;
+    /// The driver takes partial checksums.
+    pub const GUEST_CSUM: u64 = 1 << 1;
+    /// The MTU is told.
+    pub const MTU: u64 = 1 << 3;
+    /// The address is told.
+    pub const MAC: u64 = 1 << 5;
+    /// The driver takes TCP super-frames over IPv4.
+    pub const GUEST_TSO4: u64 = 1 << 7;
+    /// The driver takes TCP super-frames over IPv6.
+    pub const GUEST_TSO6: u64 = 1 << 8;
+    /// The device takes TCP super-frames over IPv4.
+    pub const HOST_TSO4: u64 = 1 << 11;
+    /// The device takes TCP super-frames over IPv6.
+    pub const HOST_TSO6: u64 = 1 << 12;
+    /// Frames may come in several buffers.
+    pub const MRG_RXBUF: u64 = 1 << 15;
+    /// Several pairs of queues.
+    pub const MQ: u64 = 1 << 22;
+    /// All that makes super-frames of TCP and leaves checksums to others.
+    pub const OFFLOADS: u64 = CSUM | GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | HOST_TSO4 | HOST_TSO6;
+}
+
+/// How a pair is made.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Entries of each ring.
+    pub size: u16,
+    /// Bytes of each receive buffer, header included. More than a page goes in pages, a descriptor for each.
+    pub receive_bytes: usize,
+    /// Bytes of each transmit buffer, header included.
+    pub transmit_bytes: usize,
+    /// Negotiated features.
+    pub features: u64,
+}
+
+/// A frame that came: its header, and where the rest is.
+#[derive(Debug)]
+pub struct Frame<'a> {
+    memory: &'a Memory,
+    /// Offsets and lengths; the header is at the beginning.
+    parts: &'a [(usize, usize)],
+}
+
+impl Frame<'_> {
+    /// Bytes without the header.
+    pub fn len(&self) -> usize {
+        self.parts.iter().map(|(_, len)| len).sum::<usize>() - HEADER_BYTES
+    }
+
+    /// Whether there is nothing behind the header.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many buffers it lies in.
+    pub fn buffers(&self) -> usize {
+        self.parts.len()
+    }
+
+    /// A copy of header and frame.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len() + HEADER_BYTES];
+        let mut done = 0;
+        for &(offset, len) in self.parts {
+            self.memory.shared().read(offset, &mut bytes[done..done + len]);
+            done += len;
+        }
+        bytes
+    }
+
+    /// Header and frame, for a system call that writes them.
+    pub fn write<T>(&self, call: impl FnOnce(&[IoSlice<'_>]) -> T) -> T {
+        self.memory.shared().send(self.parts, call)
+    }
+}
+
+/// A receive and a transmit queue.
+#[derive(Debug)]
+pub struct Pair {
+    options: Options,
+    memory: Arc<Memory>,
+    rx: Queue,
+    tx: Queue,
+    slots: u64,
+    free: Vec<u16>,
+    /// Buffers that the driver has, to be given back.
+    held: Vec<u64>,
+}
+
+impl Pair {
+    /// How much memory it takes.
+    pub fn memory_bytes(options: &Options) -> u64 {
+        let (rx, tx) = (stride(options.receive_bytes), stride(options.transmit_bytes));
+        u64::from(options.size) * (rx + tx + 2 * 1100) + (1 << 17)
+    }
+
+    /// Takes memory, makes the queues `2 * index` and `2 * index + 1`, and starts them.
+    ///
+    /// # Errors
+    /// Those of the frontend.
+    pub fn start(
+        frontend: &mut Frontend,
+        memory: &Arc<Memory>,
+        index: u32,
+        options: Options,
+    ) -> Result<Self> {
+        let queue = QueueOptions { size: options.size, features: options.features };
+        let (rx, tx) = (Queue::new(memory, 2 * index, queue)?, Queue::new(memory, 2 * index + 1, queue)?);
+        let size = u64::from(options.size);
+        let buffers = memory.alloc(size * stride(options.receive_bytes), PAGE as u64);
+        let slots = memory.alloc(size * stride(options.transmit_bytes), PAGE as u64);
+        let held = (0..size).map(|at| buffers + at * stride(options.receive_bytes)).collect();
+        let free = (0..options.size).rev().collect();
+        let mut pair = Self { options, memory: Arc::clone(memory), rx, tx, slots, free, held };
+        pair.give_back();
+        pair.rx.disarm();
+        pair.tx.disarm();
+        frontend.start(&pair.rx, 0)?;
+        frontend.start(&pair.tx, 0)?;
+        pair.rx.raise();
+        Ok(pair)
+    }
+
+    /// The receive ring.
+    pub fn rx(&mut self) -> &mut Queue {
+        &mut self.rx
+    }
+
+    /// The transmit ring.
+    pub fn tx(&mut self) -> &mut Queue {
+        &mut self.tx
+    }
+
+    /// Both, to wait for both.
+    pub fn rings(&mut self) -> (&mut Queue, &mut Queue) {
+        (&mut self.rx, &mut self.tx)
+    }
+
+    fn give_back(&mut self) {
+        while let Some(guest) = self.held.pop() {
+            let pages = Pages::new(guest, self.options.receive_bytes);
+            if !self.rx.add(&[], pages.all(), guest) {
+                // The ring has fewer descriptors than buffers; this one waits.
+                self.held.push(guest);
+                break;
+            }
+        }
+        self.rx.publish();
+    }
+
+    /// Takes what came and gives the buffers back.
+    ///
+    /// # Errors
+    /// [`Error::Used`]: the device gave back what it cannot have; [`Error::Late`]: a frame of which a part is missing.
+    pub fn receive(&mut self, mut each: impl FnMut(&Frame<'_>)) -> Result<usize> {
+        let (mut count, mut parts) = (0, Vec::new());
+        while let Some(used) = self.rx.take()? {
+            parts.clear();
+            self.part(used.token, used.len, &mut parts)?;
+            let buffers = match self.options.features & feature::MRG_RXBUF {
+                0 => 1,
+                _ => self.memory.load_16(used.token + 10, std::sync::atomic::Ordering::Relaxed),
+            };
+            if buffers == 0 || buffers > BUFFERS_MAX || (used.len as usize) < HEADER_BYTES {
+                let what = format!("a frame of {} bytes in {buffers} buffers", used.len);
+                return Err(Error::Used { ring: self.rx.index(), what });
+            }
+            for _ in 1..buffers {
+                // All of a frame comes back at once.
+                let next = self.rx.take()?;
+                let next = next.ok_or(Error::Late { what: "the rest of a frame", seconds: 0 })?;
+                self.part(next.token, next.len, &mut parts)?;
+            }
+            each(&Frame { memory: &self.memory, parts: &parts });
+            count += 1;
+        }
+        if !self.held.is_empty() {
+            self.give_back();
+        }
+        Ok(count)
+    }
+
+    fn part(&mut self, token: u64, len: u32, parts: &mut Vec<(usize, usize)>) -> Result<()> {
+        if len as usize > self.options.receive_bytes {
+            let what = format!("{len} bytes in a buffer of {}", self.options.receive_bytes);
+            return Err(Error::Used { ring: self.rx.index(), what });
+        }
+        self.held.push(token);
+        parts.push((offset(token), len as usize));
+        Ok(())
+    }
+
+    /// Writes `bytes` (header and frame) into every transmit buffer, for [`Pair::transmit_any`].
+    pub fn fill(&mut self, bytes: &[u8]) {
+        (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
+    }
+
+    /// Transmits header and frame, `len` bytes in all, of whatever the buffer holds. False if there is no room. Seen with
+    /// [`Pair::flush`].
+    pub fn transmit_any(&mut self, len: usize) -> bool {
+        let Some(slot) = self.free.pop() else { return false };
+        if self.tx.add(Pages::new(self.slot(slot), len).all(), &[], slot.into()) {
+            return true;
+        }
+        self.free.push(slot);
+        false
+    }
+
+    /// Transmits this header and frame. False if there is no room.
+    pub fn transmit(&mut self, bytes: &[u8]) -> bool {
+        let Some(slot) = self.free.last() else { return false };
+        self.memory.write(self.slot(*slot), bytes);
+        self.transmit_any(bytes.len())
+    }
+
+    /// Transmits what `read` puts into a transmit buffer: header and frame, without a copy of ours. `None` if there is no
+    /// room.
+    ///
+    /// # Errors
+    /// Those of `read`.
+    pub fn transmit_from(
+        &mut self,
+        read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
+    ) -> io::Result<Option<usize>> {
+        let Some(slot) = self.free.last() else { return Ok(None) };
+        if self.tx.room() < self.options.transmit_bytes.div_ceil(PAGE) + 1 {
+            return Ok(None);
+        }
+        let at = offset(self.slot(*slot));
+        let len = self.memory.shared().receive(at, self.options.transmit_bytes, read)?;
+        Ok(self.transmit_any(len).then_some(len))
+    }
+
+    /// Shows the device what is to be transmitted.
+    pub fn flush(&mut self) -> bool {
+        self.tx.publish()
+    }
+
+    /// Takes transmit buffers back; how many.
+    ///
+    /// # Errors
+    /// [`Error::Used`].
+    pub fn reclaim(&mut self) -> Result<usize> {
+        let before = self.free.len();
+        while let Some(used) = self.tx.take()? {
+            self.free.push(u16::try_from(used.token).expect("it is a slot"));
+        }
+        Ok(self.free.len() - before)
+    }
+
+    /// Sleeps until most of what is being transmitted has come back.
+    ///
+    /// # Errors
+    /// [`Error::Late`].
+    pub fn wait_room(&mut self, within: Duration) -> Result<()> {
+        let share = (self.tx.in_flight() / 4 * 3).max(1);
+        if !self.tx.arm(share) && !crate::wait_any(&[self.tx.call()], within)? {
+            return Err(Error::Late { what: "a transmitted frame", seconds: within.as_secs() });
+        }
+        self.tx.heard();
+        self.tx.disarm();
+        Ok(())
+    }
+
+    fn slot(&self, slot: u16) -> u64 {
+        self.slots + u64::from(slot) * stride(self.options.transmit_bytes)
+    }
+}
+
+/// Buffers lie on cache lines, long ones on pages.
+fn stride(bytes: usize) -> u64 {
+    (if bytes > PAGE { bytes.next_multiple_of(PAGE) } else { bytes.next_multiple_of(64) }) as u64
+}
+
+/// A descriptor for each page; the first `count` are meant.
+struct Pages {
+    buffers: [Buffer; PAGES_MAX],
+    count: usize,
+}
+
+impl Pages {
+    fn new(guest: u64, len: usize) -> Self {
+        let mut pages = Self { buffers: [Buffer { guest, len: 0 }; PAGES_MAX], count: len.div_ceil(PAGE) };
+        for (at, buffer) in pages.buffers[..pages.count].iter_mut().enumerate() {
+            let start = at * PAGE;
+            buffer.guest = guest + start as u64;
+            buffer.len = u32::try_from(PAGE.min(len - start)).expect("a page at most");
+        }
+        pages
+    }
+
+    fn all(&self) -> &[Buffer] {
+        &self.buffers[..self.count]
+    }
+}

@@ -1,0 +1,483 @@
+//! A split ring as a driver has it.
+//!
+//! ```text
+//!   add(out, in) ─► free descriptors, a chain, an available entry … ─► publish(): the index, and a kick if it is wanted
+//!   take()  ◄── used entries        arm(): wake me with the next one; wait() on the call eventfd, as a guest sleeps
+//! ```
+//! It behaves. What a driver must not do is done by writing into [`Memory`] at [`Queue::places`].
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use crate::memory::Memory;
+use crate::wire::feature;
+use crate::{Error, Result, system};
+
+/// Descriptors that one indirect table has room for.
+const INDIRECT_MAX: usize = 64;
+const DESCRIPTOR_BYTES: u64 = 16;
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+/// Of both rings: flags, index, entries, the other side's event index.
+const INDEX: u64 = 2;
+const ENTRIES: u64 = 4;
+const NO_NOTIFICATION: u16 = 1;
+const PAGE: u64 = 4096;
+
+/// How a ring is made.
+#[derive(Debug, Clone, Copy)]
+pub struct QueueOptions {
+    /// Entries, a power of two.
+    pub size: u16,
+    /// The features that were negotiated: event index and indirect tables are used if they are there.
+    pub features: u64,
+}
+
+/// Guest addresses of a ring's parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Places {
+    /// The descriptor table.
+    pub table: u64,
+    /// The available ring.
+    pub available: u64,
+    /// The used ring.
+    pub used: u64,
+    /// Indirect tables, [`INDIRECT_MAX`] descriptors for each head; 0 without them.
+    tables: u64,
+}
+
+/// A buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Buffer {
+    /// Its guest address.
+    pub guest: u64,
+    /// Its length in bytes.
+    pub len: u32,
+}
+
+/// A chain that came back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Used {
+    /// What was said with [`Queue::add`].
+    pub token: u64,
+    /// How many bytes the device says that it wrote.
+    pub len: u32,
+}
+
+/// What happened so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct QueueStatistics {
+    /// Chains made available.
+    pub added: u64,
+    /// Chains that came back.
+    pub used: u64,
+    /// Times that the device was woken.
+    pub kicks: u64,
+    /// Times that it did not want to be.
+    pub kicks_suppressed: u64,
+    /// Times that the device woke us.
+    pub calls: u64,
+}
+
+/// A ring.
+#[derive(Debug)]
+pub struct Queue {
+    memory: Arc<Memory>,
+    index: u32,
+    size: u16,
+    features: u64,
+    places: Places,
+    /// Descriptors in no chain.
+    free: Vec<u16>,
+    /// By descriptor: the next of its chain, as it is in the table.
+    links: Vec<Option<u16>>,
+    /// By head: its token, while the device has it.
+    tokens: Vec<Option<u64>>,
+    /// The available index with and without what is not published yet.
+    staged: u16,
+    published: u16,
+    seen: u16,
+    kick: OwnedFd,
+    call: OwnedFd,
+    err: OwnedFd,
+    statistics: QueueStatistics,
+}
+
+impl Queue {
+    /// A ring in this memory; the frontend starts it.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new(memory: &Arc<Memory>, index: u32, options: QueueOptions) -> Result<Self> {
+        let QueueOptions { size, features } = options;
+        assert!(size.is_power_of_two(), "a ring of {size} entries");
+        let entries = u64::from(size);
+        let indirect = DESCRIPTOR_BYTES * INDIRECT_MAX as u64 * entries;
+        let places = Places {
+            table: memory.alloc(DESCRIPTOR_BYTES * entries, PAGE),
+            available: memory.alloc(6 + 2 * entries, PAGE),
+            used: memory.alloc(6 + 8 * entries, PAGE),
+            tables: if features & feature::INDIRECT != 0 { memory.alloc(indirect, PAGE) } else { 0 },
+        };
+        let event = || {
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+            eventfd(0, flags).map_err(system("eventfd"))
+        };
+        Ok(Self {
+            memory: Arc::clone(memory),
+            index,
+            size,
+            features,
+            places,
+            free: (0..size).rev().collect(),
+            links: vec![None; usize::from(size)],
+            tokens: vec![None; usize::from(size)],
+            staged: 0,
+            published: 0,
+            seen: 0,
+            kick: event()?,
+            call: event()?,
+            err: event()?,
+            statistics: QueueStatistics::default(),
+        })
+    }
+
+    /// Its number.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Its entries.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Where its parts are.
+    pub fn places(&self) -> Places {
+        self.places
+    }
+
+    /// The memory that it is in.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// What happened so far.
+    pub fn statistics(&self) -> QueueStatistics {
+        self.statistics
+    }
+
+    /// The eventfd by which the device is woken.
+    pub fn kick(&self) -> BorrowedFd<'_> {
+        self.kick.as_fd()
+    }
+
+    /// The eventfd by which the device wakes us.
+    pub fn call(&self) -> BorrowedFd<'_> {
+        self.call.as_fd()
+    }
+
+    /// The eventfd by which the device says that the ring is broken.
+    pub fn err(&self) -> BorrowedFd<'_> {
+        self.err.as_fd()
+    }
+
+    /// Where the used ring was read up to: where a backend that comes new has to begin.
+    pub fn seen(&self) -> u16 {
+        self.seen
+    }
+
+    /// The available index, what is not published yet included.
+    pub fn available(&self) -> u16 {
+        self.staged
+    }
+
+    /// How many chains the device has.
+    pub fn in_flight(&self) -> u16 {
+        self.staged.wrapping_sub(self.seen)
+    }
+
+    /// How many descriptors are in no chain.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Puts a chain together: what the device reads, then what it writes. It is seen with [`Queue::publish`]. False if
+    /// there are not enough descriptors, and nothing was done.
+    ///
+    /// # Panics
+    /// Without a buffer, or with more than 64 in an indirect chain.
+    pub fn add(&mut self, out: &[Buffer], back: &[Buffer], token: u64) -> bool {
+        let count = out.len() + back.len();
+        assert!(count > 0, "a chain of nothing");
+        let indirect = self.places.tables != 0 && count > 1;
+        if self.free.len() < if indirect { 1 } else { count } {
+            return false;
+        }
+        let buffers = out.iter().map(|buffer| (buffer, 0)).chain(back.iter().map(|buffer| (buffer, WRITE)));
+        let head = self.free[self.free.len() - 1];
+        if indirect {
+            assert!(count <= INDIRECT_MAX, "{count} descriptors in an indirect table");
+            let table = self.places.tables + u64::from(head) * DESCRIPTOR_BYTES * INDIRECT_MAX as u64;
+            for (at, (buffer, flags)) in (0u16..).zip(buffers) {
+                let link = (usize::from(at) + 1 < count).then_some(at + 1);
+                descriptor(&self.memory, table, at, *buffer, flags, link);
+            }
+            self.free.pop();
+            let len = u32::try_from(count).expect("it is small") * 16;
+            descriptor(&self.memory, self.places.table, head, Buffer { guest: table, len }, INDIRECT, None);
+            self.links[usize::from(head)] = None;
+        } else {
+            let mut here = self.free.pop();
+            for (at, (buffer, flags)) in buffers.enumerate() {
+                let Some(index) = here else { break };
+                here = if at + 1 < count { self.free.pop() } else { None };
+                descriptor(&self.memory, self.places.table, index, *buffer, flags, here);
+                self.links[usize::from(index)] = here;
+            }
+        }
+        self.tokens[usize::from(head)] = Some(token);
+        self.offer(head);
+        true
+    }
+
+    /// Makes a head available, whatever it is. Seen with [`Queue::publish`].
+    pub fn offer(&mut self, head: u16) {
+        let entry = self.places.available + ENTRIES + 2 * u64::from(self.staged & (self.size - 1));
+        self.memory.store_16(entry, head, Ordering::Relaxed);
+        self.staged = self.staged.wrapping_add(1);
+        self.statistics.added += 1;
+    }
+
+    /// Shows the device what was added, and wakes it if it wants that. True if it was woken.
+    pub fn publish(&mut self) -> bool {
+        if self.staged == self.published {
+            return false;
+        }
+        self.memory.store_16(self.places.available + INDEX, self.staged, Ordering::Release);
+        // We write our index and then look what the device wants; it does so the other way round.
+        fence(Ordering::SeqCst);
+        let before = std::mem::replace(&mut self.published, self.staged);
+        let wanted = if self.has(feature::EVENT_IDX) {
+            let event = self.memory.load_16(self.available_event(), Ordering::Relaxed);
+            needs_event(event, self.staged, before)
+        } else {
+            self.memory.load_16(self.places.used, Ordering::Relaxed) & NO_NOTIFICATION == 0
+        };
+        if wanted {
+            self.raise();
+        } else {
+            self.statistics.kicks_suppressed += 1;
+        }
+        wanted
+    }
+
+    /// Wakes the device, whatever it wants.
+    pub fn raise(&mut self) {
+        self.statistics.kicks += 1;
+        // It can only be full, and then it is readable.
+        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+    }
+
+    /// Whether there is something to [`Queue::take`].
+    pub fn is_ready(&self) -> bool {
+        self.memory.load_16(self.places.used + INDEX, Ordering::Acquire) != self.seen
+    }
+
+    /// Takes a chain that came back.
+    ///
+    /// # Errors
+    /// [`Error::Used`]: the device gives back what it does not have, or more than there is.
+    pub fn take(&mut self) -> Result<Option<Used>> {
+        let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
+        let ready = index.wrapping_sub(self.seen);
+        if ready == 0 {
+            return Ok(None);
+        }
+        if ready > self.published.wrapping_sub(self.seen) {
+            return Err(self
+                .fault(format!("its used index {index} is beyond the available index {}", self.published)));
+        }
+        let entry = self.places.used + ENTRIES + 8 * u64::from(self.seen & (self.size - 1));
+        let mut bytes = [0; 8];
+        self.memory.read(entry, &mut bytes);
+        let [a, b, c, d, length @ ..] = bytes;
+        let (id, len) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes(length));
+        let head = u16::try_from(id).ok().filter(|head| *head < self.size);
+        let token = head.and_then(|head| Some((head, self.tokens[usize::from(head)].take()?)));
+        let (head, token) =
+            token.ok_or_else(|| self.fault(format!("chain {id} comes back and was not out")))?;
+        let mut link = Some(head);
+        while let Some(index) = link {
+            link = self.links[usize::from(index)].take();
+            self.free.push(index);
+        }
+        self.seen = self.seen.wrapping_add(1);
+        self.statistics.used += 1;
+        Ok(Some(Used { token, len }))
+    }
+
+    fn fault(&self, what: String) -> Error {
+        Error::Used { ring: self.index, what }
+    }
+
+    /// Asks to be woken when `after` further chains have come back (1: with the next one). True if they are there already.
+    pub fn arm(&mut self, after: u16) -> bool {
+        if self.has(feature::EVENT_IDX) {
+            let event = self.seen.wrapping_add(after.max(1) - 1);
+            self.memory.store_16(self.used_event(), event, Ordering::Relaxed);
+        } else {
+            self.memory.store_16(self.places.available, 0, Ordering::Relaxed);
+        }
+        fence(Ordering::SeqCst);
+        let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
+        index.wrapping_sub(self.seen) >= after.max(1)
+    }
+
+    /// Asks not to be woken.
+    pub fn disarm(&mut self) {
+        if self.has(feature::EVENT_IDX) {
+            self.memory.store_16(self.used_event(), self.seen.wrapping_sub(1), Ordering::Relaxed);
+        } else {
+            self.memory.store_16(self.places.available, NO_NOTIFICATION, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes what the device has raised. True if it had.
+    pub fn heard(&mut self) -> bool {
+        let heard = rustix::io::read(&self.call, &mut [0u8; 8]).is_ok();
+        self.statistics.calls += u64::from(heard);
+        heard
+    }
+
+    /// Sleeps until a chain has come back.
+    ///
+    /// # Errors
+    /// [`Error::Late`].
+    pub fn wait(&mut self, within: Duration) -> Result<()> {
+        while !self.arm(1) {
+            if !wait_any(&[self.call()], within)? {
+                return Err(Error::Late { what: "a used entry", seconds: within.as_secs() });
+            }
+            self.heard();
+        }
+        self.disarm();
+        Ok(())
+    }
+
+    fn has(&self, feature: u64) -> bool {
+        self.features & feature != 0
+    }
+
+    /// The device's: with which available entry it wants to be woken.
+    fn available_event(&self) -> u64 {
+        self.places.used + ENTRIES + 8 * u64::from(self.size)
+    }
+
+    /// Ours: with which used entry we want to be woken.
+    fn used_event(&self) -> u64 {
+        self.places.available + ENTRIES + 2 * u64::from(self.size)
+    }
+}
+
+fn descriptor(memory: &Memory, table: u64, index: u16, buffer: Buffer, flags: u16, link: Option<u16>) {
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&buffer.guest.to_le_bytes());
+    bytes[8..12].copy_from_slice(&buffer.len.to_le_bytes());
+    let flags = flags | if link.is_some() { NEXT } else { 0 };
+    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
+    bytes[14..].copy_from_slice(&link.unwrap_or(0).to_le_bytes());
+    memory.write(table + DESCRIPTOR_BYTES * u64::from(index), &bytes);
+}
+
+/// Whether the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
+pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+/// Sleeps until one of these can be read. False if none could in this time.
+///
+/// # Errors
+/// The kernel's.
+pub fn wait_any(fds: &[BorrowedFd<'_>], within: Duration) -> Result<bool> {
+    let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let within = Timespec {
+        tv_sec: i64::try_from(within.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: within.subsec_nanos().into(),
+    };
+    loop {
+        match poll(&mut fds, Some(&within)) {
+            Ok(count) => return Ok(count > 0),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(system("poll")(errno)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{GUEST_BASE, USER_BASE};
+
+    fn queue(features: u64) -> Queue {
+        let memory = Arc::new(Memory::in_regions(1 << 16, 2).unwrap());
+        Queue::new(&memory, 0, QueueOptions { size: 4, features }).unwrap()
+    }
+
+    /// Gives a chain back as a device would.
+    fn give_back(queue: &Queue, at: u16, head: u32, len: u32) {
+        let entry = queue.places.used + ENTRIES + 8 * u64::from(at % queue.size);
+        queue.memory.write(entry, &[head.to_le_bytes(), len.to_le_bytes()].concat());
+        queue.memory.store_16(queue.places.used + INDEX, at.wrapping_add(1), Ordering::Release);
+    }
+
+    #[test]
+    fn chains_are_written_as_the_standard_has_them() {
+        let mut queue = queue(0);
+        let [out, back] = [(0x10, 3), (0x20, 5)].map(|(guest, len)| Buffer { guest, len });
+        assert!(queue.add(&[out], &[back], 7));
+        assert_eq!((queue.room(), queue.publish(), queue.heard()), (2, true, false));
+        let head = queue.memory.load_16(queue.places.available + ENTRIES, Ordering::Relaxed);
+        let table = queue.memory.bytes(queue.places.table, 64);
+        let first = &table[usize::from(head) * 16..][..16];
+        let second = &table[usize::from(first[14]) * 16..][..16];
+        assert_eq!(first[..14], [0x10, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1, 0]);
+        assert_eq!(second, [0x20, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0]);
+        give_back(&queue, 0, head.into(), 4);
+        assert_eq!(queue.take().unwrap(), Some(Used { token: 7, len: 4 }));
+        assert_eq!((queue.room(), queue.take().unwrap()), (4, None));
+    }
+
+    #[test]
+    fn a_device_that_gives_back_what_it_has_not_is_found_out() {
+        let mut queue = queue(feature::INDIRECT);
+        let buffer = Buffer { guest: GUEST_BASE, len: 1 };
+        assert!(queue.add(&[buffer, buffer], &[], 1));
+        queue.publish();
+        assert_eq!(queue.room(), 3, "an indirect chain takes one");
+        give_back(&queue, 0, 9, 0);
+        assert_eq!(queue.take().unwrap_err().to_string(), "ring 0: chain 9 comes back and was not out");
+        give_back(&queue, 4, 0, 0);
+        let error = queue.take().unwrap_err().to_string();
+        assert_eq!(error, "ring 0: its used index 5 is beyond the available index 1");
+    }
+
+    #[test]
+    fn memory_is_described_as_it_is_used() {
+        let memory = Memory::in_regions(1 << 16, 2).unwrap();
+        let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
+        assert_eq!((first.guest, first.user, first.offset), (GUEST_BASE, USER_BASE, 0));
+        assert_eq!(memory.user(second.guest + 5), second.user + 5);
+        // What would cross the border goes behind it.
+        assert_eq!(memory.alloc(0xfff0, 16), GUEST_BASE);
+        assert_eq!(memory.alloc(0x20, 16), second.guest);
+        memory.write(second.guest - 2, b"abcd");
+        assert_eq!(memory.bytes(second.guest - 2, 4), b"abcd");
+    }
+}

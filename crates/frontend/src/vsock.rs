@@ -1,0 +1,507 @@
+//! A guest's end of virtio-vsock: packets, and streams with credit as Linux's driver keeps it.
+//!
+//! ```text
+//!   Guest ── request / send / shutdown ──► tx queue         streams are named by (guest port, host port)
+//!         ◄── poll(): Event ───────────── rx queue          buffers go back to the device at once
+//! ```
+//! What it is not: a socket layer. Nothing is kept of what is received; an event says where it lies while it is told.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::frontend::Frontend;
+use crate::memory::Memory;
+use crate::queue::{Buffer, Queue, QueueOptions, wait_any};
+use crate::{Error, Result};
+
+/// Bytes before a payload.
+pub const HEADER_BYTES: usize = 44;
+/// The longest payload that Linux sends in one packet.
+pub const PAYLOAD_BYTES_MAX: usize = 64 << 10;
+/// What Linux's driver offers for one packet, header and all (`VIRTIO_VSOCK_DEFAULT_RX_BUF_SIZE`).
+pub const LINUX_BUFFER_BYTES: usize = 3776;
+/// What Linux lets the other side send ahead of the application (`VIRTIO_VSOCK_DEFAULT_BUF_SIZE`).
+pub const BUF_ALLOC: u32 = 256 << 10;
+/// The host.
+pub const HOST_CID: u64 = 2;
+const STREAM: u16 = 1;
+/// Stream sockets only.
+pub const FEATURE_STREAM: u64 = 1 << 0;
+/// Seqpacket sockets.
+pub const FEATURE_SEQPACKET: u64 = 1 << 1;
+
+/// Operations (`VIRTIO_VSOCK_OP_*`).
+pub mod op {
+    /// Connect.
+    pub const REQUEST: u16 = 1;
+    /// Accepted.
+    pub const RESPONSE: u16 = 2;
+    /// Refused, or over at once.
+    pub const RST: u16 = 3;
+    /// No more of this or that direction.
+    pub const SHUTDOWN: u16 = 4;
+    /// Data.
+    pub const RW: u16 = 5;
+    /// There is room again.
+    pub const CREDIT_UPDATE: u16 = 6;
+    /// How much room is there?
+    pub const CREDIT_REQUEST: u16 = 7;
+}
+
+/// In [`op::SHUTDOWN`]: the sender will not receive.
+pub const SHUTDOWN_RECEIVE: u32 = 1;
+/// In [`op::SHUTDOWN`]: the sender will not send.
+pub const SHUTDOWN_SEND: u32 = 2;
+
+/// A packet's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// From this context.
+    pub src_cid: u64,
+    /// To this one.
+    pub dst_cid: u64,
+    /// From this port.
+    pub src_port: u32,
+    /// To this one.
+    pub dst_port: u32,
+    /// Bytes of payload.
+    pub len: u32,
+    /// 1: stream, 2: seqpacket.
+    pub kind: u16,
+    /// One of [`op`].
+    pub op: u16,
+    /// What the operation says.
+    pub flags: u32,
+    /// The sender's room in all.
+    pub buf_alloc: u32,
+    /// What its application has taken so far.
+    pub fwd_cnt: u32,
+}
+
+impl Header {
+    /// As it is in a ring.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[..8].copy_from_slice(&self.src_cid.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.dst_cid.to_le_bytes());
+        for (at, word) in [
+            (16, self.src_port),
+            (20, self.dst_port),
+            (24, self.len),
+            (28, u32::from(self.kind) | u32::from(self.op) << 16),
+            (32, self.flags),
+            (36, self.buf_alloc),
+            (40, self.fwd_cnt),
+        ] {
+            bytes[at..at + 4].copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// What is in a ring.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+        let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        Self {
+            src_cid: long(0),
+            dst_cid: long(8),
+            src_port: word(16),
+            dst_port: word(20),
+            len: word(24),
+            kind: half(28),
+            op: half(30),
+            flags: word(32),
+            buf_alloc: word(36),
+            fwd_cnt: word(40),
+        }
+    }
+}
+
+/// A stream: the guest's port, the host's port.
+pub type Ports = (u32, u32);
+
+/// What the host did. Payloads lie in the guest's memory only while [`Guest::poll`] tells of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// It wants to connect; [`Guest::accept`] or [`Guest::reset`].
+    Request(Ports),
+    /// It has accepted.
+    Connected(Ports),
+    /// Data.
+    Data {
+        /// The stream.
+        ports: Ports,
+        /// The payload's guest address.
+        guest: u64,
+        /// The payload's length.
+        len: u32,
+        /// Seqpacket's marks.
+        flags: u32,
+    },
+    /// It ends directions.
+    Shutdown(Ports, u32),
+    /// The stream is gone.
+    Reset(Ports),
+    /// There may be credit now.
+    Credit(Ports),
+}
+
+/// The credit of a stream.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stream {
+    kind: u16,
+    sent: u32,
+    peer_alloc: u32,
+    peer_taken: u32,
+    received: u32,
+    taken: u32,
+    /// What of `taken` the host was last told.
+    told: u32,
+}
+
+/// What a guest is made of.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Its context.
+    pub cid: u64,
+    /// Entries of each ring.
+    pub size: u16,
+    /// Bytes of each receive buffer, header included.
+    pub receive_bytes: usize,
+    /// Negotiated features.
+    pub features: u64,
+    /// Whether data counts as taken when it is received; if not, [`Guest::taken`] says so.
+    pub takes_at_once: bool,
+}
+
+/// A guest with its rings.
+#[derive(Debug)]
+pub struct Guest {
+    options: Options,
+    memory: Arc<Memory>,
+    rx: Queue,
+    tx: Queue,
+    rx_buffers: u64,
+    tx_slots: u64,
+    tx_free: Vec<u16>,
+    streams: HashMap<Ports, Stream>,
+    /// Buffers that go back at the end of a poll.
+    held: Vec<u64>,
+    /// Control packets for which there was no room.
+    waiting: VecDeque<Header>,
+}
+
+const SLOT_BYTES: u64 = (PAYLOAD_BYTES_MAX + 4096) as u64;
+
+impl Guest {
+    /// How much memory it takes.
+    pub fn memory_bytes(options: &Options) -> u64 {
+        let size = u64::from(options.size);
+        let buffers = size * (options.receive_bytes as u64).next_multiple_of(64) + size * SLOT_BYTES;
+        buffers + size * 2 * 1100 + (1 << 20)
+    }
+
+    /// Takes memory, makes both rings and starts them. The memory is shared with the backend already.
+    ///
+    /// # Errors
+    /// Those of the frontend.
+    pub fn start(frontend: &mut Frontend, memory: &Arc<Memory>, options: Options) -> Result<Self> {
+        let queue = QueueOptions { size: options.size, features: options.features };
+        let (rx, tx) = (Queue::new(memory, 0, queue)?, Queue::new(memory, 1, queue)?);
+        let size = u64::from(options.size);
+        let stride = (options.receive_bytes as u64).next_multiple_of(64);
+        let mut guest = Self {
+            options,
+            memory: Arc::clone(memory),
+            rx,
+            tx,
+            rx_buffers: memory.alloc(size * stride, 4096),
+            tx_slots: memory.alloc(size * SLOT_BYTES, 4096),
+            tx_free: (0..options.size).rev().collect(),
+            streams: HashMap::new(),
+            held: Vec::new(),
+            waiting: VecDeque::new(),
+        };
+        guest.held = (0..size).map(|index| guest.rx_buffers + index * stride).collect();
+        guest.give_back();
+        guest.tx.disarm();
+        frontend.start(&guest.rx, 0)?;
+        frontend.start(&guest.tx, 0)?;
+        // A kick before the ring was there may have been lost.
+        guest.rx.raise();
+        Ok(guest)
+    }
+
+    /// The receive ring.
+    pub fn rx(&mut self) -> &mut Queue {
+        &mut self.rx
+    }
+
+    /// The transmit ring.
+    pub fn tx(&mut self) -> &mut Queue {
+        &mut self.tx
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    fn give_back(&mut self) {
+        let len = u32::try_from(self.options.receive_bytes).expect("a buffer is short");
+        for guest in self.held.drain(..) {
+            assert!(self.rx.add(&[], &[Buffer { guest, len }], guest), "a receive buffer too many");
+        }
+        self.rx.publish();
+    }
+
+    /// Takes everything that has come and gives the buffers back. Credit is told when the host would stall.
+    ///
+    /// # Errors
+    /// [`Error::Used`]: the device gave back what it cannot have.
+    pub fn poll(&mut self, mut each: impl FnMut(&mut Self, Event)) -> Result<usize> {
+        self.reclaim()?;
+        let mut count = 0;
+        while let Some(used) = self.rx.take()? {
+            count += 1;
+            self.held.push(used.token);
+            let mut bytes = [0; HEADER_BYTES];
+            self.memory.read(used.token, &mut bytes);
+            let header = Header::decode(&bytes);
+            let whole = used.len as usize == HEADER_BYTES + header.len as usize;
+            if !whole || header.dst_cid != self.options.cid {
+                let what = format!("a packet of {} bytes that says {header:?}", used.len);
+                return Err(Error::Used { ring: 0, what });
+            }
+            if let Some(event) = self.event(&header, used.token) {
+                each(self, event);
+            }
+        }
+        self.give_back();
+        self.tx.publish();
+        Ok(count)
+    }
+
+    fn event(&mut self, header: &Header, buffer: u64) -> Option<Event> {
+        let ports = (header.dst_port, header.src_port);
+        if header.op == op::REQUEST {
+            self.streams.insert(ports, Stream { kind: header.kind, ..Stream::default() });
+        }
+        let Some(stream) = self.streams.get_mut(&ports) else {
+            if header.op != op::RST {
+                self.control(ports, op::RST, 0);
+            }
+            return None;
+        };
+        (stream.peer_alloc, stream.peer_taken) = (header.buf_alloc, header.fwd_cnt);
+        match header.op {
+            op::REQUEST => Some(Event::Request(ports)),
+            op::RESPONSE => Some(Event::Connected(ports)),
+            op::RST => {
+                self.streams.remove(&ports);
+                Some(Event::Reset(ports))
+            }
+            op::SHUTDOWN => Some(Event::Shutdown(ports, header.flags)),
+            op::RW => {
+                stream.received = stream.received.wrapping_add(header.len);
+                if self.options.takes_at_once {
+                    self.taken(ports, header.len);
+                }
+                let guest = buffer + HEADER_BYTES as u64;
+                Some(Event::Data { ports, guest, len: header.len, flags: header.flags })
+            }
+            op::CREDIT_REQUEST => {
+                self.control(ports, op::CREDIT_UPDATE, 0);
+                Some(Event::Credit(ports))
+            }
+            _ => Some(Event::Credit(ports)),
+        }
+    }
+
+    /// The application has taken so much of what was received. The host is told when it would have less than a packet's
+    /// room, as Linux does it.
+    pub fn taken(&mut self, ports: Ports, len: u32) {
+        let Some(stream) = self.streams.get_mut(&ports) else { return };
+        stream.taken = stream.taken.wrapping_add(len);
+        let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.told));
+        if free < PAYLOAD_BYTES_MAX as u32 && stream.taken != stream.told {
+            self.control(ports, op::CREDIT_UPDATE, 0);
+        }
+    }
+
+    /// Takes transmit slots back.
+    ///
+    /// # Errors
+    /// [`Error::Used`].
+    pub fn reclaim(&mut self) -> Result<()> {
+        while let Some(used) = self.tx.take()? {
+            self.tx_free.push(u16::try_from(used.token).expect("it is a slot"));
+        }
+        while let Some(header) = self.waiting.front().copied()
+            && self.put(&header, 0)
+        {
+            self.waiting.pop_front();
+        }
+        Ok(())
+    }
+
+    fn header(&mut self, ports: Ports, op: u16, (flags, len): (u32, u32)) -> Header {
+        let cid = self.options.cid;
+        let stream = self.streams.entry(ports).or_insert(Stream { kind: STREAM, ..Stream::default() });
+        stream.told = stream.taken;
+        Header {
+            src_cid: cid,
+            dst_cid: HOST_CID,
+            src_port: ports.0,
+            dst_port: ports.1,
+            len,
+            kind: stream.kind,
+            op,
+            flags,
+            buf_alloc: BUF_ALLOC,
+            fwd_cnt: stream.taken,
+        }
+    }
+
+    fn control(&mut self, ports: Ports, op: u16, flags: u32) {
+        let header = self.header(ports, op, (flags, 0));
+        if op == op::RST {
+            self.streams.remove(&ports);
+        }
+        // In their order: a stream is accepted before it is used.
+        if !self.waiting.is_empty() || !self.put(&header, 0) {
+            self.waiting.push_back(header);
+        }
+    }
+
+    /// Puts a packet into the ring as it is, however wrong; its payload is what the slot holds. False if there is no room.
+    pub fn put(&mut self, header: &Header, len: usize) -> bool {
+        let Some(slot) = self.tx_free.pop() else { return false };
+        let guest = self.slot(slot);
+        self.memory.write(guest, &header.encode());
+        let head = Buffer { guest, len: HEADER_BYTES as u32 };
+        let payload = Buffer { guest: guest + 64, len: u32::try_from(len).expect("a payload is short") };
+        let parts = [head, payload];
+        let parts = if len == 0 { &parts[..1] } else { &parts[..] };
+        if self.tx.add(parts, &[], slot.into()) {
+            return true;
+        }
+        self.tx_free.push(slot);
+        false
+    }
+
+    fn slot(&self, slot: u16) -> u64 {
+        self.tx_slots + u64::from(slot) * SLOT_BYTES
+    }
+
+    /// Asks the host for a stream from `ports.0` to `ports.1`; an [`Event::Connected`] or [`Event::Reset`] follows.
+    pub fn request(&mut self, ports: Ports) {
+        self.streams.insert(ports, Stream { kind: STREAM, ..Stream::default() });
+        self.control(ports, op::REQUEST, 0);
+    }
+
+    /// As [`Guest::request`], for seqpacket.
+    pub fn request_seqpacket(&mut self, ports: Ports) {
+        self.streams.insert(ports, Stream { kind: 2, ..Stream::default() });
+        self.control(ports, op::REQUEST, 0);
+    }
+
+    /// Says yes to an [`Event::Request`].
+    pub fn accept(&mut self, ports: Ports) {
+        self.control(ports, op::RESPONSE, 0);
+    }
+
+    /// Ends directions.
+    pub fn shutdown(&mut self, ports: Ports, flags: u32) {
+        self.control(ports, op::SHUTDOWN, flags);
+    }
+
+    /// Ends all of a stream.
+    pub fn reset(&mut self, ports: Ports) {
+        self.control(ports, op::RST, 0);
+    }
+
+    /// How many bytes the host takes now.
+    pub fn credit(&self, ports: Ports) -> u32 {
+        self.streams
+            .get(&ports)
+            .map_or(0, |stream| stream.peer_alloc.saturating_sub(stream.sent.wrapping_sub(stream.peer_taken)))
+    }
+
+    /// Sends a packet of `len` bytes of whatever its buffer holds, if there is credit and room; seen with
+    /// [`Queue::publish`] or the next [`Guest::poll`].
+    pub fn send_any(&mut self, ports: Ports, len: u32) -> bool {
+        self.send_with(ports, len, 0, |_, _| {})
+    }
+
+    /// Sends these bytes, at most [`PAYLOAD_BYTES_MAX`], in one packet, if there is credit and room.
+    pub fn send(&mut self, ports: Ports, bytes: &[u8], flags: u32) -> bool {
+        let len = u32::try_from(bytes.len()).expect("a payload is short");
+        self.send_with(ports, len, flags, |memory, guest| memory.write(guest, bytes))
+    }
+
+    fn send_with(&mut self, ports: Ports, len: u32, flags: u32, fill: impl FnOnce(&Memory, u64)) -> bool {
+        if self.credit(ports) < len || !self.waiting.is_empty() {
+            return false;
+        }
+        let Some(slot) = self.tx_free.last() else { return false };
+        fill(&self.memory, self.slot(*slot) + 64);
+        let header = self.header(ports, op::RW, (flags, len));
+        if !self.put(&header, len as usize) {
+            return false;
+        }
+        if let Some(stream) = self.streams.get_mut(&ports) {
+            stream.sent = stream.sent.wrapping_add(len);
+        }
+        true
+    }
+
+    /// Whether there is a slot left to send from.
+    pub fn has_room(&self) -> bool {
+        self.tx.room() >= 2 && !self.tx_free.is_empty()
+    }
+
+    /// Sleeps until the host has sent something, or, if `for_room`, a share of the transmit ring came back. False if
+    /// nothing happened in this time.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn wait(&mut self, for_room: bool, within: Duration) -> Result<bool> {
+        self.tx.publish();
+        let share = self.tx.in_flight() / 4 * 3;
+        let ready = self.rx.arm(1) || (for_room && self.tx.arm(share.max(1)));
+        let heard = ready || wait_any(&[self.rx.call(), self.tx.call()], within)?;
+        self.rx.heard();
+        self.tx.heard();
+        self.rx.disarm();
+        self.tx.disarm();
+        Ok(heard)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_is_what_the_standard_says() {
+        let header = Header {
+            src_cid: 3,
+            dst_cid: HOST_CID,
+            src_port: 0x0102_0304,
+            dst_port: 5,
+            len: 6,
+            kind: STREAM,
+            op: op::RW,
+            flags: 7,
+            buf_alloc: 8,
+            fwd_cnt: 9,
+        };
+        let bytes = header.encode();
+        assert_eq!(bytes[..24], [3, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1, 5, 0, 0, 0]);
+        assert_eq!(bytes[24..], [6, 0, 0, 0, 1, 0, 5, 0, 7, 0, 0, 0, 8, 0, 0, 0, 9, 0, 0, 0]);
+        assert_eq!(Header::decode(&bytes), header);
+    }
+}

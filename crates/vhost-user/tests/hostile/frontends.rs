@@ -1,0 +1,119 @@
+//! Frontends: features at will, memory that goes under a ring, conversations that nobody has.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use towline_frontend::wire::{Code, feature, halves, words};
+use towline_frontend::{Error, Queue, QueueOptions};
+
+use crate::backend::{Log, Pair, SIZE};
+
+#[test]
+fn features_at_will() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    for round in 0..40u64 {
+        // On rings that run, only those bits may change that are not the guest's.
+        let other = pair.features ^ (1 << (round % 40));
+        let outcome = pair.frontend.set_features(other);
+        let frontends = [feature::LOG_ALL, feature::PROTOCOL].contains(&(pair.features ^ other));
+        match outcome {
+            Ok(()) => assert!(frontends, "{other:#x} was taken while rings run"),
+            Err(error) => assert!(matches!(error, Error::Answer { .. }), "{error}"),
+        }
+        pair.frontend.set_features(pair.features).unwrap();
+        pair.echo(0);
+        pair.other_echoes();
+    }
+    // And with all of them stopped, whatever was offered; the rings then are of that kind.
+    for features in [1 << 32, 1 << 32 | 1 << 29, 1 << 32 | 1 << 28, pair.features] {
+        let features = features | 1 << 30;
+        (0..2).for_each(|ring| assert!(pair.frontend.stop(ring).unwrap() <= 200));
+        pair.frontend.set_features(features).unwrap();
+        for index in 0..2 {
+            let queue = Queue::new(&pair.memory, index, QueueOptions { size: SIZE, features }).unwrap();
+            pair.frontend.start(&queue, 0).unwrap();
+            pair.rings[index as usize] = queue;
+        }
+        pair.echo(0);
+        pair.other_echoes();
+    }
+    pair.end().unwrap();
+}
+
+#[test]
+fn memory_that_goes_under_rings_that_are_kicked() {
+    let log = Log::new();
+    let mut pair = Pair::start();
+    pair.echo(0);
+    for round in 1..=5 {
+        pair.rings.iter_mut().for_each(Queue::raise);
+        pair.frontend.share(None).unwrap();
+        pair.rings.iter_mut().for_each(Queue::raise);
+        pair.is_broken();
+        assert_eq!(log.count("is not in the guest's memory"), 2 * round, "a line for each ring");
+        pair.frontend.share(Some(&pair.memory)).unwrap();
+        for index in 0..2 {
+            pair.frontend.stop(index).unwrap();
+            let options = QueueOptions { size: SIZE, features: pair.features };
+            let queue = Queue::new(&pair.memory, index, options).unwrap();
+            pair.frontend.start(&queue, 0).unwrap();
+            pair.rings[index as usize] = queue;
+        }
+        pair.echo(0);
+        pair.other_echoes();
+    }
+    pair.end().unwrap();
+}
+
+#[test]
+fn slots_that_come_and_go_under_a_ring() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    let other = towline_frontend::Memory::new(1 << 16).unwrap();
+    for at in 0..50u64 {
+        let region = towline_frontend::wire::RegionInfo {
+            guest: 0x8000_0000 + at * (1 << 16),
+            size: 1 << 16,
+            user: 0x1000_0000 + at * (1 << 16),
+            offset: 0,
+        };
+        let payload = [words(&[0]), region.encode()].concat();
+        pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        // Twice at one place is refused, and changes nothing.
+        let twice = pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap_err();
+        assert!(matches!(twice, Error::Answer { .. }), "{twice}");
+        pair.echo(0);
+        if at % 3 == 0 {
+            pair.frontend.tell(Code::REM_MEM_REG, &payload, &[]).unwrap();
+        }
+        pair.other_echoes();
+    }
+    pair.end().unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+
+    /// Requests in any order with any numbers, on rings that run. Whatever becomes of it, the backend ends well when its
+    /// frontend hangs up.
+    #[test]
+    fn conversations_that_nobody_has(requests in vec((1..44u32, 0..4u32, 0..40u32, 0..3usize), 1..30)) {
+        let _log = Log::new();
+        let mut pair = Pair::start();
+        for (code, first, second, fds) in requests {
+            let fds = vec![pair.memory.fd(); fds];
+            let payload = match code {
+                9 => [halves(first, second), words(&[u64::from(second) << 36; 4])].concat(),
+                24 | 25 => [first.to_le_bytes(), second.to_le_bytes(), [0; 4]].concat(),
+                _ => halves(first, second),
+            };
+            let bytes = towline_frontend::wire::request(Code("any", code), true, &payload);
+            let sent = pair.frontend.send(&bytes, Code("any", code), &fds);
+            if sent.is_err() {
+                break;
+            }
+        }
+        // Given up or served, and no thread of it is stuck.
+        let _ = pair.end();
+    }
+}

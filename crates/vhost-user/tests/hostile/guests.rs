@@ -1,0 +1,220 @@
+//! Guests: rings that cannot be, and rings that change while they are read.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proptest::prelude::*;
+use towline_frontend::{Buffer, GUEST_BASE, Memory, Places};
+
+use crate::backend::{Log, Pair, SIZE};
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+fn descriptor(memory: &Memory, at: u64, (guest, len): (u64, u32), flags: u16, next: u16) {
+    memory.write(at, &guest.to_le_bytes());
+    memory.write(at + 8, &len.to_le_bytes());
+    memory.write(at + 12, &flags.to_le_bytes());
+    memory.write(at + 14, &next.to_le_bytes());
+}
+
+/// The first ring gets descriptor 0 (and others) as `make` writes them, and is broken by it, in words with `fault`; the other
+/// one goes on, and after a reset the first too.
+#[track_caller]
+fn breaks(fault: &str, make: impl Fn(&Memory, Places)) {
+    let log = Log::new();
+    let mut pair = Pair::start();
+    pair.echo(0);
+    make(&pair.memory, pair.rings[0].places());
+    pair.rings[0].offer(0);
+    pair.rings[0].publish();
+    pair.rings[0].raise();
+    pair.is_broken();
+    (0..20).for_each(|_| pair.other_echoes());
+    assert_eq!((log.count(fault), log.count("is broken")), (1, 1), "one line for one ring");
+    pair.reset_first();
+    pair.other_echoes();
+    pair.end().unwrap();
+}
+
+#[test]
+fn chains_that_go_round() {
+    breaks("more than 16 descriptors, or goes round", |memory, places| {
+        for index in 0..SIZE {
+            let at = places.table + 16 * u64::from(index);
+            descriptor(memory, at, (GUEST_BASE, 8), NEXT, (index + 1) % SIZE);
+        }
+    });
+    breaks("more than 4 descriptors, or goes round", |memory, places| {
+        // An indirect table whose last descriptor leads to its first.
+        let table = GUEST_BASE + (1 << 19);
+        (0..4).for_each(|at| descriptor(memory, table + 16 * at, (GUEST_BASE, 1), NEXT, (at as u16 + 1) % 4));
+        descriptor(memory, places.table, (table, 64), INDIRECT, 0);
+    });
+    breaks("an indirect table within another", |memory, places| {
+        // A table that is itself.
+        descriptor(memory, places.table, (places.table, 16), INDIRECT, 0);
+    });
+}
+
+#[test]
+fn buffers_of_nothing_and_of_everything() {
+    let end = GUEST_BASE + (2 << 20);
+    for (guest, len, fault) in [
+        (GUEST_BASE, 0, "has no byte"),
+        (GUEST_BASE, u32::MAX, "has more than 1073741824 bytes"),
+        (GUEST_BASE, 1 << 30, "is not in the guest's memory"),
+        (end - 4, 8, "is not in the guest's memory"),
+        (u64::MAX - 3, 8, "is not in the guest's memory"),
+        (0, 8, "is not in the guest's memory"),
+    ] {
+        breaks(fault, |memory, places| descriptor(memory, places.table, (guest, len), WRITE, 0));
+    }
+}
+
+#[test]
+fn indices_that_jump() {
+    for jump in [SIZE + 1, 0x7fff, 0xffff] {
+        let log = Log::new();
+        let mut pair = Pair::start();
+        pair.echo(0);
+        let index = pair.rings[0].places().available + 2;
+        let now = pair.memory.load_16(index, Ordering::Relaxed);
+        pair.memory.store_16(index, now.wrapping_add(jump), Ordering::Release);
+        pair.rings[0].raise();
+        pair.is_broken();
+        pair.other_echoes();
+        assert_eq!(log.count("its available index is"), 1);
+        pair.reset_first();
+        pair.end().unwrap();
+    }
+}
+
+#[test]
+fn rings_that_lie_in_each_other() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    // The first ring has the places of the second: what it gives back goes into the other's used ring, whose driver is
+    // the only one to suffer.
+    pair.frontend.stop(0).unwrap();
+    pair.frontend.stop(1).unwrap();
+    let (first, second) = pair.rings.split_at_mut(1);
+    for (used, base) in [(second[0].places().available, 0), (first[0].places().table, 7)] {
+        let places = first[0].places();
+        let user = [places.table, used, places.available].map(|guest| pair.memory.user(guest));
+        let payload = [
+            towline_frontend::wire::halves(0, 0),
+            towline_frontend::wire::words(&user),
+            towline_frontend::wire::words(&[0]),
+        ];
+        use towline_frontend::wire::Code;
+        pair.frontend.start(&first[0], base).unwrap();
+        pair.frontend.tell(Code::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
+        for _ in 0..40 {
+            let back = Buffer { guest: places.table, len: 64 };
+            first[0].add(&[], &[back], 0);
+            first[0].publish();
+            first[0].raise();
+        }
+        pair.frontend.stop(0).unwrap();
+    }
+    pair.reset_first();
+    pair.end().unwrap();
+}
+
+#[test]
+fn buffers_in_the_log_and_in_the_rings() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    // The log is the guest's own memory: every mark changes what the guest has there, and every answer changes marks.
+    pair.frontend.set_log(&pair.memory).unwrap();
+    let logged = pair.features | towline_frontend::wire::feature::LOG_ALL;
+    pair.frontend.set_features(logged).unwrap();
+    let ring = &mut pair.rings[0];
+    pair.frontend.place(ring, true).unwrap();
+    let places = ring.places();
+    for guest in [GUEST_BASE, places.table, places.available, places.used] {
+        for _ in 0..SIZE {
+            ring.add(&[Buffer { guest, len: 64 }], &[Buffer { guest, len: 64 }], 0);
+            ring.publish();
+            ring.raise();
+        }
+    }
+    pair.frontend.set_features(pair.features).unwrap();
+    pair.frontend.stop(0).unwrap();
+    pair.frontend.stop(1).unwrap();
+    pair.end().unwrap();
+}
+
+#[test]
+fn a_flood_of_kicks() {
+    let _log = Log::new();
+    let mut pair = Pair::start();
+    let kick = pair.rings[0].kick().try_clone_to_owned().unwrap();
+    let over = Arc::new(AtomicBool::new(false));
+    let flooding = Arc::clone(&over);
+    let flood = std::thread::spawn(move || {
+        while !flooding.load(Ordering::Relaxed) {
+            let _ = rustix::io::write(&kick, &1u64.to_ne_bytes());
+        }
+    });
+    // The same thread serves both; it answers all the same, and so does the conversation.
+    for _ in 0..200 {
+        pair.other_echoes();
+    }
+    let number = pair.frontend.number(towline_frontend::wire::Code::GET_QUEUE_NUM).unwrap();
+    assert_eq!(number, 2);
+    pair.echo(0);
+    over.store(true, Ordering::Relaxed);
+    flood.join().unwrap();
+    pair.end().unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+
+    /// Another processor of the guest writes into the first ring while the device works on it.
+    #[test]
+    fn rings_that_change_under_us(seed in any::<u64>()) {
+        let _log = Log::new();
+        let mut pair = Pair::start();
+        let (memory, places) = (Arc::clone(&pair.memory), pair.rings[0].places());
+        let over = Arc::new(AtomicBool::new(false));
+        let scribbling = Arc::clone(&over);
+        let scribbler = std::thread::spawn(move || {
+            let mut state = seed | 1;
+            while !scribbling.load(Ordering::Relaxed) {
+                // xorshift; half of the words are small, so that some of them are valid.
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                let (place, len) = [
+                    (places.table, 16 * u64::from(SIZE)),
+                    (places.available, 6 + 2 * u64::from(SIZE)),
+                    (places.used, 6 + 8 * u64::from(SIZE)),
+                ][(state % 3) as usize];
+                let value = if state & 8 == 0 { (state >> 16) as u16 } else { (state >> 16) as u16 % SIZE };
+                memory.store_16(place + (state >> 32) % (len / 2) * 2, value, Ordering::Relaxed);
+            }
+        });
+        for _ in 0..30 {
+            for _ in 0..4 {
+                let buffer = Buffer { guest: GUEST_BASE + (1 << 19), len: 32 };
+                pair.rings[0].add(&[buffer], &[buffer], 0);
+            }
+            pair.rings[0].publish();
+            pair.rings[0].raise();
+            pair.other_echoes();
+        }
+        // It can be stopped and begin anew, as often as the guest likes.
+        pair.frontend.stop(0).unwrap();
+        let old = &pair.rings[0];
+        pair.frontend.start(old, 3).unwrap();
+        over.store(true, Ordering::Relaxed);
+        scribbler.join().unwrap();
+        pair.reset_first();
+        pair.other_echoes();
+        pair.end().unwrap();
+    }
+}
