@@ -125,7 +125,7 @@ fn connect_channels(tls: bool, directory: &Path) -> Anything<Pair> {
 
 fn connect_rustls(directory: &Path) -> Anything<Pair> {
     // The same cipher as the other row has.
-    let mut provider = rustls::crypto::ring::default_provider();
+    let mut provider = rustls::crypto::aws_lc_rs::default_provider();
     provider.cipher_suites.retain(|suite| suite.suite() == CipherSuite::TLS13_AES_128_GCM_SHA256);
     let provider = Arc::new(provider);
     let mut roots = RootCertStore::empty();

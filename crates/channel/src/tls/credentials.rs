@@ -11,7 +11,7 @@
 
 use crate::{Error, Result};
 use rustls::client::{Resumption, WebPkiServerVerifier};
-use rustls::crypto::{CryptoProvider, ring};
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
@@ -131,7 +131,7 @@ impl TlsClient {
 
 /// The ciphers of TLS 1.3 in the order of their speed here.
 fn provider() -> Arc<CryptoProvider> {
-    let mut provider = ring::default_provider();
+    let mut provider = aws_lc_rs::default_provider();
     provider.cipher_suites.retain(|suite| suite.tls13().is_some());
     let has_aes = has_aes();
     provider.cipher_suites.sort_by_key(|suite| match suite.suite() {

@@ -3,7 +3,7 @@
 //! ```text
 //!   send ─▶ Sealer ─▶ ┐                                 rustls: handshake, certificates, next keys
 //!                     ├─ Framed ─ channel below (tcp:, unix:)
-//!   recv ◀─ Opener ◀─ ┘                                 ring: ciphers
+//!   recv ◀─ Opener ◀─ ┘                                 aws-lc: ciphers
 //! ```
 //!
 //! Each connection does its own handshake, at once when it is there ([`connect_with`](crate::connect_with) and
@@ -161,5 +161,53 @@ fn can_carry(inner: &dyn Channel) -> Result<()> {
     match inner.as_fd().is_some() && capabilities.contains(needed) {
         true => Ok(()),
         false => Err(Error::unsupported(inner.peer(), "TLS; use a socket")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ChannelExt, UnixChannel};
+    use std::time::Duration;
+    use towline_lab::certificates::Authority;
+
+    /// Both directions change their first keys after a few records, in the middle of a batch too; nothing is lost.
+    #[test]
+    fn a_worn_key_is_replaced() {
+        let directory = tempfile::TempDir::new().unwrap();
+        Authority::new("the test's CA").unwrap().furnish(directory.path()).unwrap();
+        let (client, server) = connection(directory.path(), 5);
+        let data: Vec<u8> = (0..3_000_000_u32).map(|at| (at >> 3) as u8).collect();
+        std::thread::scope(|scope| {
+            for (near, far) in [(&client, &server), (&server, &client)] {
+                scope.spawn(|| near.send_all(&[IoBuf::from(&data[..])], SendFlags::empty()).unwrap());
+                let mut received = vec![0; data.len()];
+                far.recv_exact(&mut [IoBufMut::from(&mut received[..])]).unwrap();
+                assert!(received == data);
+            }
+        });
+    }
+
+    /// The ends of a connection whose first keys wear out after so many records.
+    fn connection(directory: &std::path::Path, records: u64) -> (TlsChannel, TlsChannel) {
+        let (near, far) = UnixChannel::pair().unwrap();
+        let (near, far): (Box<dyn Channel>, Box<dyn Channel>) = (Box::new(near), Box::new(far));
+        let (client, server) =
+            (TlsClient::load(directory, None).unwrap(), TlsServer::load(directory).unwrap());
+        let cancel = Cancel::new().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let patience = |peer: &str| Patience::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
+        let worn = |inner, done: Handshaken| {
+            TlsChannel::new(inner, Handshaken { tx: done.tx.wears_out_after(records), ..done })
+        };
+        std::thread::scope(|scope| {
+            let far = scope.spawn(|| {
+                let done = handshake::server(far.as_ref(), &server, &patience("client")).unwrap();
+                worn(far, done)
+            });
+            let name = ServerName::try_from("localhost").unwrap();
+            let done = handshake::client(near.as_ref(), &client, name, &patience("server")).unwrap();
+            (worn(near, done), far.join().unwrap())
+        })
     }
 }

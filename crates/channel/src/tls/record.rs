@@ -8,7 +8,7 @@
 //! Both ways in place: a page is copied into the record that it travels in, and out of it, and not a third time. What this
 //! is not: a handshake, which is rustls' ([`super::handshake`]); keys come from there, also new ones.
 
-use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
+use aws_lc_rs::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use rustls::ConnectionTrafficSecrets;
 use std::ops::Range;
 
@@ -90,6 +90,13 @@ impl Protection {
         };
         let key = LessSafeKey::new(UnboundKey::new(algorithm, key.as_ref()).ok()?);
         Some(Self { key, iv: iv.as_ref().try_into().ok()?, sequence: *sequence, records_max })
+    }
+
+    /// Has the key wear out after so many records.
+    #[cfg(test)]
+    pub(super) fn wears_out_after(mut self, records: u64) -> Self {
+        self.records_max = records;
+        self
     }
 
     /// Whether the next record but one needs another key.
