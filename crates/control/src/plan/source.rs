@@ -31,8 +31,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often it is asked whether it gave up while its connections are waited for.
 const CONNECT_LOOK_INTERVAL: Duration = Duration::from_millis(100);
-/// How long a source may take to be done with a migration before this one.
-const TIDY_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a source may take to be done with a migration: the one before this, and this.
+const TIDY_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a source whose stream was closed may take to see that, before it is told to cancel.
 const GIVE_UP_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a QEMU whose monitor is closed may take to end.
@@ -183,12 +183,30 @@ impl QmpSource {
 
     /// Waits until QEMU has cleaned up a migration, of which it says earlier that it is complete or failed. A `migrate` that
     /// comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration that is none.
-    fn wait_tidy(&mut self) -> Result<(), Error> {
+    ///
+    /// False if it had not by then.
+    fn wait_tidy(&mut self) -> Result<bool, Error> {
         let deadline = Instant::now() + TIDY_TIMEOUT;
-        while self.is_untidy()? && Instant::now() < deadline {
+        while self.is_untidy()? {
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
             thread::sleep(POLL_INTERVAL);
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Puts the settings back. Not while QEMU cleans up: it may look at them then, and abort over what it finds.
+    fn restore_settings_when_tidy(&mut self) -> Result<Vec<String>, Error> {
+        if self.wait_tidy()? {
+            return Ok(self.restore_settings());
+        }
+        self.forget();
+        let (socket, waited) = (self.qemu.socket(), TIDY_TIMEOUT.as_secs());
+        Ok(vec![format!(
+            "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
+             were set for this copy"
+        )])
     }
 
     fn is_untidy(&mut self) -> Result<bool, Error> {
@@ -282,13 +300,10 @@ impl QmpSource {
     /// After a copy: puts the settings back, and lets the guest run on if asked to. Returns what to note.
     pub(super) fn release(mut self, resume: bool) -> Result<Vec<String>, Error> {
         // The copy is complete, whatever becomes of its source now.
-        let notes = match self.wait_tidy() {
-            Ok(()) => self.restore_settings(),
-            Err(error) => {
-                self.forget();
-                vec![error.to_string()]
-            }
-        };
+        let notes = self.restore_settings_when_tidy().unwrap_or_else(|error| {
+            self.forget();
+            vec![error.to_string()]
+        });
         if resume && self.ran {
             self.qemu.cont()?;
         }
@@ -369,8 +384,7 @@ impl QmpSource {
             }
             thread::sleep(POLL_INTERVAL);
         }
-        self.wait_tidy()?;
-        let notes = self.restore_settings();
+        let notes = self.restore_settings_when_tidy()?;
         // A source that fails late stands still for a moment before it runs on by itself.
         while self.ran {
             let status = self.qemu.status()?;
