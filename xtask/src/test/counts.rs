@@ -39,6 +39,7 @@ impl Counts {
         self.passed += other.passed;
         self.failed += other.failed;
         self.skipped += other.skipped;
+        self.failures.extend(other.failures.iter().cloned());
     }
 }
 
