@@ -34,7 +34,7 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let contenders: Vec<_> = entries.iter().map(contender).collect();
     let outcomes = rounds::run(&contenders, parameters.calls_runs, &parameters.cancel, |index| {
         let (lanes, mode) = entries[index];
-        let job = Job { mode: mode.name(), lanes, is_cold: false, cpus: None };
+        let job = Job { mode: mode.name(), lanes, is_cold: false, cpus: None, tls: None };
         process::migrate(&mut source, &mut destination, job)
     })?;
     let rows = contenders.iter().zip(&outcomes).map(|(contender, outcome)| row(contender, outcome)).collect();

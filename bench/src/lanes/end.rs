@@ -10,6 +10,7 @@
 use std::io::{BufRead, Write};
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -19,7 +20,9 @@ use anyhow::{Context, Result, bail};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
-use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, connect_with};
+use towline_channel::{
+    Address, Cancel, Channel, ConnectOptions, ListenOptions, Listener, TlsClient, TlsServer, connect_with,
+};
 use towline_migration::memory::{Backing, Block};
 use towline_migration::outgoing::ZeroCopySend;
 use towline_migration::synthetic::{self, BLOCK_NAME, Checked, Shape, Synthetic, configuration};
@@ -42,10 +45,12 @@ pub(super) enum Mode {
     Vectored,
     ZeroCopy,
     Auto,
+    Tls,
 }
 
 impl Mode {
-    pub(super) const ALL: [Self; 5] =
+    /// Those without TLS.
+    pub(super) const PLAIN: [Self; 5] =
         [Self::Linear, Self::OnePage, Self::Vectored, Self::ZeroCopy, Self::Auto];
 
     pub(super) fn name(self) -> &'static str {
@@ -55,11 +60,13 @@ impl Mode {
             Self::Vectored => "vectored",
             Self::ZeroCopy => "zero-copy on",
             Self::Auto => "auto",
+            Self::Tls => "vectored, TLS",
         }
     }
 
     fn of(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|mode| mode.name() == name).with_context(|| format!("no mode {name:?}"))
+        let mut modes = Self::PLAIN.into_iter().chain([Self::Tls]);
+        modes.find(|mode| mode.name() == name).with_context(|| format!("no mode {name:?}"))
     }
 
     fn layer(self, channel: Box<dyn Channel>) -> Arc<dyn Channel> {
@@ -144,8 +151,10 @@ fn send(guest: &LiveMemory<'_>, request: &Value) -> Result<Value> {
     let lanes = request["lanes"].as_u64().unwrap_or_default();
     let (calls, statistics) = (Arc::<Calls>::default(), Arc::<Statistics>::default());
     let (cancel, begun, cpu) = (Cancel::new()?, Instant::now(), cpu_seconds());
+    let tls =
+        request["tls"].as_str().map(|directory| TlsClient::load(Path::new(directory), None)).transpose()?;
     let one = |zero_copy| -> Result<Arc<dyn Channel>> {
-        let options = ConnectOptions { zero_copy, ..ConnectOptions::default() };
+        let options = ConnectOptions { zero_copy, tls: tls.clone(), ..ConnectOptions::default() };
         let channel = connect_with(&address, Instant::now() + WITHIN, &cancel, &options)?;
         Ok(mode.layer(Box::new(Counted::new(channel, &calls))))
     };
@@ -178,23 +187,26 @@ fn destination(room: &Value) -> Result<()> {
     let mut is_verified = false;
     answer(|request| {
         let lanes = request["lanes"].as_u64().unwrap_or_default() as usize;
+        let tls =
+            request["tls"].as_str().map(|directory| TlsServer::load(Path::new(directory))).transpose()?;
         if request["cold"] == true {
             machine::settle(length / 4 * SETTLE_QUARTERS)?;
             let cold = Checked::new(Memory::adopting(length), threads).without_check();
-            return receive(&cold, lanes);
+            return receive(&cold, lanes, tls);
         }
         // The first time it is proven that all comes; then the content is the same each time.
         if std::mem::replace(&mut is_verified, true) {
-            receive(warm.memory(), lanes)
+            receive(warm.memory(), lanes, tls)
         } else {
-            receive(&warm, lanes)
+            receive(&warm, lanes, tls)
         }
     })
 }
 
-fn receive(sink: &dyn Sink, lanes: usize) -> Result<Value> {
+fn receive(sink: &dyn Sink, lanes: usize, tls: Option<TlsServer>) -> Result<Value> {
     let cancel = Cancel::new()?;
-    let listener = Listener::bind(&Address::Tcp { host: "127.0.0.1".into(), port: 0 })?;
+    let options = ListenOptions { tls, ..ListenOptions::default() };
+    let listener = Listener::bind_with(&Address::Tcp { host: "127.0.0.1".into(), port: 0 }, &options)?;
     say(&json!({ "address": listener.local_address().to_string() }))?;
     let connections = incoming::gather(listener, lanes, Instant::now() + WITHIN, WITHIN, &cancel)?;
     let (begun, cpu) = (Instant::now(), cpu_seconds());

@@ -3,6 +3,7 @@
 //! ```text
 //!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
 //!          QEMU ═ multifd ═ QEMU, with and without zero-copy-send      memory: a preallocated memfd at both ends
+//!   tls    both with TLS
 //!          iperf3 -P 1, 2, 4, 8
 //!   cold   the same into memory that nobody has touched
 //!   calls  one main channel: calls, pages and seconds of a 4 GiB guest, linear buffer and vectored
@@ -25,7 +26,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde_json::json;
+use tempfile::TempDir;
 use towline_channel::Cancel;
+use towline_lab::certificates::Authority;
 
 use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
@@ -91,8 +94,16 @@ pub enum Load {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Means {
     Towline(Mode),
-    Qemu { is_zero_copy: bool },
+    Qemu(Peer),
     Iperf,
+}
+
+/// How QEMU's multifd sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Peer {
+    Plain,
+    ZeroCopy,
+    Tls,
 }
 
 /// A row to be.
@@ -122,8 +133,9 @@ impl Entry {
     fn label(&self) -> &'static str {
         match self.means {
             Means::Towline(mode) => mode.name(),
-            Means::Qemu { is_zero_copy: false } => "QEMU's multifd",
-            Means::Qemu { is_zero_copy: true } => "QEMU's multifd, zero-copy-send",
+            Means::Qemu(Peer::Plain) => "QEMU's multifd",
+            Means::Qemu(Peer::ZeroCopy) => "QEMU's multifd, zero-copy-send",
+            Means::Qemu(Peer::Tls) => "QEMU's multifd, TLS",
             Means::Iperf => "iperf3",
         }
     }
@@ -143,17 +155,21 @@ pub fn measure(parameters: &Parameters, loads: &[Load]) -> Result<Vec<Table>> {
 }
 
 fn entries(parameters: &Parameters, loads: &[Load]) -> Vec<Entry> {
-    let takes_part = |means: &Means| parameters.has_qemu || !matches!(means, Means::Qemu { .. });
-    let peers = [Means::Qemu { is_zero_copy: false }, Means::Qemu { is_zero_copy: true }, Means::Iperf];
-    let warm: Vec<_> = Mode::ALL.map(Means::Towline).into_iter().chain(peers).filter(takes_part).collect();
-    let cold = [Means::Towline(Mode::Vectored), Means::Qemu { is_zero_copy: false }];
-    let cold: Vec<_> = cold.into_iter().filter(takes_part).collect();
+    let takes_part = |means: &Means| parameters.has_qemu || !matches!(means, Means::Qemu(_));
+    let peers = [Means::Qemu(Peer::Plain), Means::Qemu(Peer::ZeroCopy), Means::Iperf];
+    let warm: Vec<_> = Mode::PLAIN.map(Means::Towline).into_iter().chain(peers).filter(takes_part).collect();
+    let tls = [Means::Towline(Mode::Tls), Means::Qemu(Peer::Tls)];
+    let cold = [Means::Towline(Mode::Vectored), Means::Qemu(Peer::Plain)];
+    let [tls, cold] = [tls, cold].map(|means| means.into_iter().filter(takes_part).collect::<Vec<_>>());
+    // Beside the rows that they are held against, in the same round.
+    let idle: Vec<_> = warm.iter().chain(&tls).copied().collect();
     let of = |load, is_cold, means: &[Means]| -> Vec<Entry> {
         let lanes = parameters.lanes.iter();
         let entry = |&lanes| means.iter().map(move |&means| Entry { load, is_cold, lanes, means });
         lanes.flat_map(entry).collect()
     };
-    let mut entries: Vec<_> = loads.iter().flat_map(|&load| of(load, false, &warm)).collect();
+    let warm_under = |&load: &Load| of(load, false, if load == Load::Idle { &idle } else { &warm });
+    let mut entries: Vec<_> = loads.iter().flat_map(warm_under).collect();
     if loads.contains(&Load::Idle) {
         entries.extend(of(Load::Idle, true, &cold));
     }
@@ -166,6 +182,8 @@ struct Bench<'a> {
     source: End,
     destination: End,
     qemu: Option<Result<qemu::Source>>,
+    /// Certificates for both ends, ours and QEMU's.
+    certificates: TempDir,
     /// CPUs of sources and of destinations, for pinned runs.
     halves: (Vec<usize>, Vec<usize>),
 }
@@ -177,13 +195,15 @@ impl<'a> Bench<'a> {
         eprintln!("lanes: filling {} MiB of a synthetic guest", parameters.memory_mib);
         let source = end("source").context("a source")?;
         let destination = end("destination").context("a destination")?;
-        let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters));
+        let certificates = tempfile::Builder::new().prefix("towline-bench-").tempdir()?;
+        Authority::new("towline bench")?.furnish(certificates.path())?;
+        let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters, certificates.path()));
         let cpus: Vec<usize> = (0..std::thread::available_parallelism().map_or(1, usize::from)).collect();
         let (first, second) = cpus.split_at(cpus.len().div_ceil(2));
         // A machine with one CPU has one half.
         let second = if second.is_empty() { first } else { second };
         let halves = (first.to_vec(), second.to_vec());
-        Ok(Self { parameters, source, destination, qemu, halves })
+        Ok(Self { parameters, source, destination, qemu, certificates, halves })
     }
 
     fn run(&mut self, entry: Entry) -> Result<Cost> {
@@ -195,15 +215,18 @@ impl<'a> Bench<'a> {
         let halves = (entry.load == Load::Pinned).then_some((&self.halves.0[..], &self.halves.1[..]));
         let cost = match entry.means {
             Means::Towline(mode) => {
-                let job = Job { mode: mode.name(), lanes: entry.lanes, is_cold: entry.is_cold, cpus: halves };
+                let tls = (mode == Mode::Tls).then(|| self.certificates.path());
+                let Entry { lanes, is_cold, .. } = entry;
+                let job = Job { mode: mode.name(), lanes, is_cold, cpus: halves, tls };
                 process::migrate(&mut self.source, &mut self.destination, job)
             }
-            Means::Qemu { is_zero_copy } => {
+            Means::Qemu(peer) => {
                 let source = self.qemu.as_ref().context("QEMU takes no part")?;
                 let source = source.as_ref().map_err(|error| anyhow::anyhow!("{error:#}"))?;
-                let way =
-                    qemu::Way { lanes: entry.lanes, is_zero_copy, is_cold: entry.is_cold, cpus: halves };
-                source.migrate(self.parameters, way)
+                let Entry { lanes, is_cold, .. } = entry;
+                let certificates = self.certificates.path();
+                source
+                    .migrate(self.parameters, qemu::Way { lanes, peer, is_cold, cpus: halves, certificates })
             }
             Means::Iperf => iperf::run(entry.lanes, self.parameters.iperf_seconds, halves),
         };
@@ -223,11 +246,11 @@ mod tests {
     fn every_number_of_lanes_has_every_contender() {
         let parameters = Parameters::of(Path::new("towline"), 1, Cancel::new().unwrap());
         let warm = entries(&parameters, &[Load::Idle]);
-        assert_eq!(warm.len(), 4 * (Mode::ALL.len() + 3) + 4 * 2);
+        assert_eq!(warm.len(), 4 * (Mode::PLAIN.len() + 3 + 2) + 4 * 2);
         assert_eq!(warm[0].contender().group, "warm, 1 lane");
         assert_eq!(warm.last().unwrap().contender().group, "cold, 8 lanes");
         let busy = entries(&Parameters { has_qemu: false, ..parameters }, &[Load::Stress, Load::Pinned]);
-        assert_eq!(busy.len(), 2 * 4 * (Mode::ALL.len() + 1));
+        assert_eq!(busy.len(), 2 * 4 * (Mode::PLAIN.len() + 1));
         assert_eq!(busy.last().unwrap().contender().group, "pinned, 8 lanes");
     }
 }

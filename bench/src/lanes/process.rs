@@ -87,14 +87,17 @@ pub(super) struct Job<'a> {
     pub(super) is_cold: bool,
     /// CPUs of the source and of the destination, if they are pinned.
     pub(super) cpus: Option<(&'a [usize], &'a [usize])>,
+    /// Certificates, if the channels are to have TLS.
+    pub(super) tls: Option<&'a Path>,
 }
 
 /// Has `source` send to `destination`.
 pub(super) fn migrate(source: &mut End, destination: &mut End, job: Job<'_>) -> Result<Cost> {
     let (from, to) = job.cpus.unzip();
-    destination.tell(&json!({ "lanes": job.lanes, "cold": job.is_cold, "cpus": to }))?;
+    destination.tell(&json!({ "lanes": job.lanes, "cold": job.is_cold, "cpus": to, "tls": job.tls }))?;
     let address = destination.hear()?["address"].take();
-    source.tell(&json!({ "address": address, "lanes": job.lanes, "mode": job.mode, "cpus": from }))?;
+    let Job { lanes, mode, tls, .. } = job;
+    source.tell(&json!({ "address": address, "lanes": lanes, "mode": mode, "cpus": from, "tls": tls }))?;
     let (sent, received) = (source.hear(), destination.hear());
     let (sent, received) = (sent?, received?);
     let number =

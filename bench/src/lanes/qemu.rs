@@ -1,5 +1,6 @@
 //! QEMU's own multifd, from one stock QEMU to another.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -9,7 +10,7 @@ use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, MemoryBackend, Qemu, Version, wait_until};
 
 use super::process::Cost;
-use super::{MIB, Parameters};
+use super::{MIB, Parameters, Peer};
 use crate::machine;
 
 /// How long the guest may take to fill its memory.
@@ -34,24 +35,29 @@ pub(super) struct Source {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Way<'a> {
     pub(super) lanes: usize,
-    pub(super) is_zero_copy: bool,
+    pub(super) peer: Peer,
     pub(super) is_cold: bool,
     pub(super) cpus: Option<(&'a [usize], &'a [usize])>,
+    pub(super) certificates: &'a Path,
 }
 
-fn builder(parameters: &Parameters, is_cold: bool) -> Builder {
+fn builder(parameters: &Parameters, is_cold: bool, certificates: &Path, endpoint: &str) -> Builder {
     let fill_mib = parameters.memory_mib.min(FILL_MIB_MAX);
     let guest = BootSector { fill_mib, words_per_page: WORDS_PER_PAGE, seed: 1, sweep_pages: 0 };
     Qemu::builder(Version::V10_0)
         .memory_mib(parameters.memory_mib + SPARE_MIB)
         .memory_backend(MemoryBackend::Memfd { prealloc: !is_cold })
         .boot_sector(guest)
+        .args([
+            "-object",
+            &format!("tls-creds-x509,id=tls,dir={},endpoint={endpoint}", certificates.display()),
+        ])
 }
 
 impl Source {
-    pub(super) fn start(parameters: &Parameters) -> Result<Self> {
+    pub(super) fn start(parameters: &Parameters, certificates: &Path) -> Result<Self> {
         eprintln!("lanes: filling {} MiB of a QEMU's guest", parameters.memory_mib.min(FILL_MIB_MAX));
-        let qemu = builder(parameters, false).start()?;
+        let qemu = builder(parameters, false, certificates, "client").start()?;
         wait_until("a guest that has filled its memory", FILL_WITHIN, || {
             parameters.cancel.check()?;
             Ok(qemu.filled()?.then_some(()))
@@ -72,12 +78,15 @@ impl Source {
 
     /// Migrates into a QEMU that is started for it.
     pub(super) fn migrate(&self, parameters: &Parameters, way: Way<'_>) -> Result<Cost> {
-        let destination = builder(parameters, way.is_cold).incoming_defer().start()?;
+        let destination = builder(parameters, way.is_cold, way.certificates, "server");
+        let destination = destination.incoming_defer().start()?;
         if way.is_cold {
             machine::settle(parameters.memory_mib * MIB / 4 * 5)?;
         }
-        set(&self.qemu, way.lanes, way.is_zero_copy)?;
-        set(&destination, way.lanes, false)?;
+        set(&self.qemu, way.lanes, way.peer)?;
+        // To receive into memory no copy can be spared.
+        let peer = if way.peer == Peer::ZeroCopy { Peer::Plain } else { way.peer };
+        set(&destination, way.lanes, peer)?;
         let everywhere: Vec<usize> = (0..CpuSet::MAX_CPU).collect();
         let (from, to) = way.cpus.unwrap_or((&everywhere, &everywhere));
         pin(&self.qemu, from)?;
@@ -118,12 +127,21 @@ impl Source {
     }
 }
 
-fn set(qemu: &Qemu, lanes: usize, is_zero_copy: bool) -> Result<()> {
-    let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
-    let capabilities = [capability("multifd", true), capability("zero-copy-send", is_zero_copy)];
-    qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
-    let parameters = json!({ "multifd-channels": lanes, "max-bandwidth": BANDWIDTH_UNLIMITED });
+fn set(qemu: &Qemu, lanes: usize, peer: Peer) -> Result<()> {
+    let capabilities = |is_zero_copy: bool| {
+        let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
+        let capabilities = [capability("multifd", true), capability("zero-copy-send", is_zero_copy)];
+        qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))
+    };
+    // Zero-copy and TLS are refused beside each other, so the one goes before the other comes.
+    capabilities(false)?;
+    let tls = if peer == Peer::Tls { "tls" } else { "" };
+    let parameters =
+        json!({ "multifd-channels": lanes, "max-bandwidth": BANDWIDTH_UNLIMITED, "tls-creds": tls });
     qemu.qmp().execute("migrate-set-parameters", parameters)?;
+    if peer == Peer::ZeroCopy {
+        capabilities(true)?;
+    }
     Ok(())
 }
 

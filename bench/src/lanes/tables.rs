@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::end::Mode;
-use super::{Costs, Entry, Load, Means, Parameters};
+use super::{Costs, Entry, Load, Means, Parameters, Peer};
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
 
@@ -14,7 +14,9 @@ const QEMU_COLD_MIN: f64 = 1.5;
 const QEMU_CPU_MAX: f64 = 0.8;
 const IPERF_MIN: f64 = 1.0;
 const AUTO_MIN: f64 = 0.97;
-const QEMU: Means = Means::Qemu { is_zero_copy: false };
+const TLS_MIN: f64 = 0.6;
+const QEMU: Means = Means::Qemu(Peer::Plain);
+const QEMU_TLS: Means = Means::Qemu(Peer::Tls);
 const VECTORED: Means = Means::Towline(Mode::Vectored);
 
 /// What each row is held against.
@@ -61,7 +63,7 @@ impl Found<'_> {
     fn best(&self, entry: Entry) -> Option<Means> {
         let median = |means| Some(Summary::of(rates(self.beside(entry, means)?))?.median);
         let rated =
-            Mode::ALL.map(Means::Towline).into_iter().filter_map(|means| Some((median(means)?, means)));
+            Mode::PLAIN.map(Means::Towline).into_iter().filter_map(|means| Some((median(means)?, means)));
         rated.max_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, means)| means)
     }
 
@@ -170,6 +172,12 @@ impl Found<'_> {
                 self.ratio(entry, Means::Iperf, rates),
                 (IPERF_MIN, true),
             );
+            if entry.load == Load::Idle {
+                let tls = Entry { means: Means::Towline(Mode::Tls), ..entry };
+                goal(entry, "TLS, rate against vectored", self.ratio(tls, VECTORED, rates), (TLS_MIN, true));
+                let label = "TLS, rate against QEMU's with TLS";
+                goal(entry, label, self.ratio(tls, QEMU_TLS, rates), (QEMU_WARM_MIN, true));
+            }
         }
         Table {
             name: "lanes-goals",
