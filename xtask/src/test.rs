@@ -1,7 +1,7 @@
 //! `cargo xtask test`: all that CI runs, and one line of counts at its end.
 //!
-//! Tests are built with the dev profile (optimised enough, with overflow checks); the towline that they drive is the
-//! release build. A step that fails does not keep the next ones from running.
+//! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow checks, and one build
+//! instead of two. A step that fails does not keep the next ones from running.
 //!
 //! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few tests that fail are
 //! run again, alone, at most twice; those that pass then are told as FLAKY, by name, and do not fail the whole. They are bugs all the
@@ -34,9 +34,7 @@ pub(crate) fn run() -> ExitCode {
     let mut counts = Counts::default();
     if step("set-up", &mut counts, |_| setup::run(false)) {
         step("lint", &mut counts, |_| lint::run());
-        step("release build", &mut counts, |_| {
-            run_command(&mut cargo(["build", "--release", "--package", "towline-cli"]))
-        });
+        step("build", &mut counts, |_| run_command(&mut cargo(["build", "--package", "towline-cli"])));
         step("tests", &mut counts, tests);
         step("fuzz", &mut counts, fuzz::run);
     }
@@ -107,7 +105,7 @@ fn tests_command(names: &[String]) -> Result<Command> {
     if !names.is_empty() {
         command.args(["--", "--exact"]).args(names);
     }
-    command.env("TOWLINE_BIN", target_directory()?.join("release/towline"));
+    command.env("TOWLINE_BIN", target_directory()?.join("debug/towline"));
     Ok(command)
 }
 

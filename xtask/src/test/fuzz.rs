@@ -14,7 +14,7 @@ use super::counts::Counts;
 use crate::command::{cargo, last_lines, output, root, run as run_command, shown};
 
 /// What each target gets.
-const RUN_SECONDS: u64 = 10;
+const RUN_SECONDS: u64 = 5;
 /// What a target may take beyond that: its last input may be a slow one.
 const GRACE: Duration = Duration::from_secs(60);
 const TARGET: &str = "x86_64-unknown-linux-gnu";
