@@ -4,6 +4,7 @@
 //! socket: connect again, and [`LinuxGuest::wait_ready`] finds the beginning of a line and an answer of its own.
 
 use std::io::{Read, Write};
+use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
@@ -156,6 +157,17 @@ impl LinuxGuest {
         let (status, output) = said.split_once('\n').context("`sh` answers with a status and output")?;
         ensure!(status == "0", "`{line}` exits with {status} in the guest: {output}");
         Ok(output.to_owned())
+    }
+
+    /// Sends back whatever comes to this port, by TCP and UDP, from now on.
+    pub fn echo(&mut self, port: u16) -> Result<()> {
+        self.request(&format!("echo {port}"), ANSWER_WITHIN).map(drop)
+    }
+
+    /// Connects to an echo so many times, one after the other, sends so many bytes each time, and compares what comes back.
+    /// The time that it took by the guest's own clock.
+    pub fn talk(&mut self, to: SocketAddr, bytes: u64, times: u64) -> Result<Duration> {
+        Ok(Duration::from_micros(self.number(&format!("talk {to} {bytes} {times}"), WORK_WITHIN)?))
     }
 
     fn number(&mut self, command: &str, within: Duration) -> Result<u64> {

@@ -6,11 +6,13 @@
 //! ```
 //! Nothing of it is seen outside, and nothing outside is reached from it. Limits: needs root.
 
+use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::process;
 use crate::wait::wait_until;
@@ -55,7 +57,26 @@ impl Network {
         ["nsenter", "--target", &holder, "--net", "--"].map(str::to_owned).to_vec()
     }
 
-    fn run(&self, line: &[&str]) -> Result<()> {
+    /// A pair of interfaces, one in here and one there, both up.
+    pub fn connect(&self, name: &str, other: &Self, other_name: &str) -> Result<()> {
+        let holder = other.holder.id().to_string();
+        self.run(&["ip", "link", "add", name, "type", "veth", "peer", "name", other_name, "netns", &holder])?;
+        self.run(&["ip", "link", "set", name, "up"])?;
+        other.run(&["ip", "link", "set", other_name, "up"])
+    }
+
+    /// Does something in here, on a thread that ends with it: sockets that it makes are of this network.
+    pub fn enter<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
+        let namespace = std::fs::File::open(format!("/proc/{}/ns/net", self.holder.id()))?;
+        let entered = || {
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
+            Ok(work())
+        };
+        std::thread::scope(|scope| scope.spawn(entered).join()).map_err(|_| anyhow!("what was done in a network panicked"))?
+    }
+
+    /// Runs a command in here, as `["ip", "link"]`.
+    pub fn run(&self, line: &[&str]) -> Result<()> {
         let prefix = self.prefix();
         let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output();
         let output = output.with_context(|| format!("{prefix:?} cannot be started"))?;

@@ -41,6 +41,46 @@ const SOAKS: &[Soak] = &[
             )
         },
     },
+    Soak {
+        name: "net-moves",
+        about: "50 moves in a row of one guest that talks through towline's network card (TOWLINE_SOAK_NET_MOVES)",
+        run: || {
+            lab_test("net", "moves::a_guest_that_talks_moves_between_hosts", &[("TOWLINE_SOAK_NET_MOVES", "50")])
+        },
+    },
+    Soak {
+        name: "net-restarts",
+        about: "100 deaths of the network card's process while its guest talks (TOWLINE_SOAK_NET_RESTARTS)",
+        run: || {
+            lab_test(
+                "net",
+                "restarts::connections_survive_the_death_of_the_cards_process",
+                &[("TOWLINE_SOAK_NET_RESTARTS", "100")],
+            )
+        },
+    },
+    Soak {
+        name: "net-traffic",
+        about: "every kind of packet through the network card, and 10,000 connections (TOWLINE_SOAK_NET_CONNECTIONS)",
+        run: || {
+            lab_test(
+                "net",
+                "traffic::every_kind_of_packet_goes_both_ways",
+                &[("TOWLINE_SOAK_NET_CONNECTIONS", "10000")],
+            )
+        },
+    },
+    Soak {
+        name: "net-plugs",
+        about: "20 times a second network card comes and goes under traffic (TOWLINE_SOAK_NET_PLUGS)",
+        run: || {
+            lab_test(
+                "net",
+                "queues::a_card_comes_and_goes_while_another_one_talks",
+                &[("TOWLINE_SOAK_NET_PLUGS", "20")],
+            )
+        },
+    },
 ];
 
 /// Runs the named one; without a name, lists them.

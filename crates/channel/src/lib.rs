@@ -77,6 +77,8 @@ pub use file::FileChannel;
 pub use listen::{ListenOptions, Listener};
 pub use pair::{PairChannel, pair};
 pub use splice::Splice;
+pub use sys::fd::take_over;
+pub use sys::io::{readv, writev};
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};
 pub use sys::iobuf::{IoBuf, IoBufMut, gather, scatter, total_len, total_len_mut};
 pub use tcp::{TcpChannel, check_zero_copy};

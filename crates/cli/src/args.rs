@@ -7,6 +7,7 @@ use towline_control::plan::Tls;
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::endpoint::Endpoint;
+use crate::net::NetArgs;
 use crate::units::{bytes, seconds};
 
 /// Moves running QEMU guests: their memory and devices, between hosts and into images.
@@ -22,6 +23,7 @@ pub(crate) enum Command {
     Copy(CopyArgs),
     Move(MoveArgs),
     Inspect(InspectArgs),
+    Net(NetArgs),
     Bench(BenchArgs),
 }
 

@@ -9,6 +9,7 @@ mod copy;
 mod endpoint;
 mod inspect;
 mod memory;
+mod net;
 mod outcome;
 mod progress;
 mod sends;
@@ -56,6 +57,7 @@ fn main() -> ExitCode {
         Command::Copy(options) => copy::run(options),
         Command::Move(options) => copy::run_move(options),
         Command::Inspect(options) => inspect::run(options),
+        Command::Net(options) => net::run(options),
         Command::Bench(options) => bench::run(options),
     };
     exit.unwrap_or_else(|error| {

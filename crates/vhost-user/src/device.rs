@@ -20,6 +20,11 @@ pub trait Device: Send + Sync {
     /// How many queues it has, at most [`QUEUES_MAX`](crate::QUEUES_MAX).
     fn queue_count(&self) -> usize;
 
+    /// What `GET_QUEUE_NUM` is answered: queues, but for a network card pairs, which is how QEMU compares it.
+    fn queue_number(&self) -> usize {
+        self.queue_count()
+    }
+
     /// How many queues beside each other one worker serves: 2 where a thread has a receive and a transmit queue.
     fn queues_per_worker(&self) -> usize {
         1

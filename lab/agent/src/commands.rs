@@ -7,6 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use crate::dirty::Load;
+use crate::net;
 use crate::pattern::Memory;
 use crate::tick::Tick;
 
@@ -53,6 +54,11 @@ impl Agent {
             ("check", []) => self.check(),
             ("info", []) => self.info(),
             ("sh", [_, ..]) => shell(rest),
+            ("echo", [port]) => net::echo(port.parse()?).map(|()| String::new()),
+            ("talk", [address, bytes, times]) => {
+                let (bytes, times) = (usize::try_from(number(bytes)?)?, number(times)?);
+                Ok(net::talk(address, bytes, times)?.to_string())
+            }
             _ => bail!("unknown command or wrong arguments: `{line}`"),
         }
     }

@@ -16,6 +16,7 @@
 mod boot;
 mod commands;
 mod dirty;
+mod net;
 mod pattern;
 mod tick;
 

@@ -11,7 +11,7 @@ use super::modules;
 use crate::command::{cargo, root, run};
 
 /// Modules that a guest with virtio devices gets, with whatever they need.
-const MODULES: [&str; 7] = [
+const MODULES: [&str; 8] = [
     "virtio_pci",
     "virtio_net",
     "virtio_blk",
@@ -19,6 +19,7 @@ const MODULES: [&str; 7] = [
     "virtio_mem",
     "virtio_rng",
     "vmw_vsock_virtio_transport",
+    "8021q",
 ];
 /// Commands of busybox that scripts call by name.
 const APPLETS: [&str; 24] = [

@@ -7,7 +7,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 /// duplicating it, and makes it close-on-exec.
 ///
 /// That nobody else in this process owns it cannot be checked; it is what a user says who writes `fd:N`.
-pub(crate) fn take_over(number: RawFd) -> io::Result<OwnedFd> {
+///
+/// # Errors
+/// `EBADF` if it is not open.
+pub fn take_over(number: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: these calls look at a number and change a flag of it; any number is allowed.
     let set = unsafe {
         let flags = libc::fcntl(number, libc::F_GETFD);

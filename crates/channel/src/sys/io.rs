@@ -36,8 +36,11 @@ pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], peek: bool)
     retry(|| unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) })
 }
 
-/// `writev(2)`.
-pub(crate) fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
+/// `writev(2)`, retried when a signal interrupts it.
+///
+/// # Errors
+/// The call's own.
+pub fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
     let bufs = window(bufs);
     if bufs.is_empty() {
         return Ok(0);
@@ -46,8 +49,11 @@ pub(crate) fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize
     retry(|| unsafe { libc::writev(fd.as_raw_fd(), bufs.as_ptr().cast(), bufs.len() as libc::c_int) })
 }
 
-/// `readv(2)`.
-pub(crate) fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize> {
+/// `readv(2)`, retried when a signal interrupts it.
+///
+/// # Errors
+/// The call's own.
+pub fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize> {
     let bufs = window_mut(bufs);
     if bufs.is_empty() {
         return Ok(0);

@@ -109,7 +109,7 @@ impl<R: Rings> Session<R> {
             Request::ResetOwner => self.enable_all(false).map(done),
             Request::GetProtocolFeatures => number(self.offered_protocol().bits()),
             Request::SetProtocolFeatures(bits) => self.set_protocol_features(bits).map(done),
-            Request::GetQueueNum => number(self.vrings.len() as u64),
+            Request::GetQueueNum => number(self.device.queue_number() as u64),
             Request::GetMaxMemSlots => number(REGIONS_MAX as u64),
             Request::SetMemTable(regions) => {
                 let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));

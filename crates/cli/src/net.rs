@@ -1,0 +1,183 @@
+//! `towline net`: a network card for one guest, behind vhost-user.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::iterator::Signals;
+use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
+use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
+
+use crate::Exit;
+
+/// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
+/// the tap, and QEMU migrates the guest
+///
+/// A tap that is not there is made, brought up, and gone when this process ends; one that shall stay, on a bridge for
+/// instance, is made beforehand. SIGTERM and Ctrl-C end in order, and print what each queue did; SIGUSR1 prints it now.
+/// A process that dies and is started again takes its guest back, if QEMU's chardev has `reconnect=`.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  A tap with four queues on a bridge, and QEMU with it (its memory must be shared):
+    ip tuntap add dev vm0 mode tap multi_queue vnet_hdr
+    ip link set vm0 master br0 up
+    towline net --socket /run/vm/net0.sock --tap vm0 --queues 4
+    qemu-system-x86_64 … -object memory-backend-memfd,id=mem,size=4G,share=on -machine q35,memory-backend=mem \\
+      -chardev socket,id=net0,path=/run/vm/net0.sock,reconnect=1 \\
+      -netdev vhost-user,id=n0,chardev=net0,queues=4 -device virtio-net-pci,netdev=n0,mq=on
+  The same for a domain of libvirt, by its XML:
+    <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
+    <interface type='vhostuser'>
+      <source type='unix' path='/run/vm/net0.sock' mode='client'><reconnect enabled='yes' timeout='1'/></source>
+      <model type='virtio'/><driver queues='4'/>
+    </interface>
+  Taps that a manager opened (descriptors 5 and 6), threads on processors 2 and 3, looking for more for 50 µs before
+  they sleep:
+    towline net --fd 4 --tap-fds 5:6 --cpus 2,3 --poll-us 50
+
+Exit codes: 0 ended as asked; 1 failed or refused, with the reason; 2 usage.
+")]
+pub(crate) struct NetArgs {
+    /// Where QEMU connects to; a stale socket there is replaced
+    #[arg(long, value_name = "PATH", required_unless_present = "fd", conflicts_with = "fd")]
+    socket: Option<PathBuf>,
+    /// A socket that was opened already, listening or connected
+    #[arg(long, value_name = "N")]
+    fd: Option<i32>,
+    /// The tap or macvtap; made if it is not there
+    #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
+    tap: Option<String>,
+    /// Queues of one tap that were opened already, with IFF_VNET_HDR
+    #[arg(long, value_name = "A:B:..", value_delimiter = ':')]
+    tap_fds: Vec<i32>,
+    /// Queue pairs, with a thread each: 1 to 128 (QEMU's `queues=` may be less). With --tap-fds as many as descriptors
+    #[arg(long, value_name = "N", conflicts_with = "tap_fds")]
+    queues: Option<usize>,
+    /// The tap's MTU is set to this
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..), conflicts_with = "tap_fds")]
+    mtu: Option<u16>,
+    /// Processors for the threads, one after the other
+    #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
+    cpus: Vec<usize>,
+    /// Microseconds that a thread looks for more before it sleeps
+    #[arg(long, value_name = "US", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    poll_us: u64,
+    /// What the queues did as one JSON object, on standard output
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
+    let taps = match &args.tap {
+        Some(name) => Taps::open(name, args.queues.unwrap_or(1))?,
+        None => Taps::from_fds(inherited(&args.tap_fds)?)?,
+    };
+    if let Some(mtu) = args.mtu {
+        taps.set_mtu(mtu)?;
+    }
+    let options = Options { cpus: args.cpus.clone(), poll: Duration::from_micros(args.poll_us) };
+    let net = Arc::new(Net::new(taps, options));
+    let frontends = match (&args.socket, args.fd) {
+        (Some(path), _) => Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?),
+        (None, Some(number)) => {
+            let fd = inherited(&[number])?.pop().context("one descriptor")?;
+            Frontends::from_fd(fd)?
+        }
+        (None, None) => anyhow::bail!("neither --socket nor --fd"),
+    };
+    let cancel = Cancel::new().context("no event descriptor can be had")?;
+    watch_signals(&net, &cancel, args.json)?;
+    let device: Arc<dyn Device> = net.clone();
+    let outcome = frontends.serve(&device, &cancel);
+    tell(&net, args.json);
+    match outcome {
+        Err(ServeError::Channel(_)) if cancel.is_cancelled() => Ok(Exit::Done),
+        outcome => outcome.map(|()| Exit::Done).map_err(Into::into),
+    }
+}
+
+fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
+    let mut known = numbers.to_vec();
+    known.sort_unstable();
+    if let Some(pair) = known.windows(2).find(|pair| pair[0] == pair[1]) {
+        anyhow::bail!("descriptor {} is given twice; each queue needs one of its own", pair[0]);
+    }
+    if let Some(number) = known.first().filter(|number| **number <= 2) {
+        anyhow::bail!("descriptor {number} is not one to give away: standard input, output and error stay");
+    }
+    let take = |number: &i32| {
+        towline_channel::take_over(*number).with_context(|| {
+            format!("descriptor {number} is not open in this process; was it inherited (not close-on-exec)?")
+        })
+    };
+    numbers.iter().map(take).collect()
+}
+
+fn watch_signals(net: &Arc<Net>, cancel: &Cancel, json: bool) -> Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1]).context("signals cannot be caught")?;
+    let (net, cancel) = (Arc::clone(net), cancel.clone());
+    thread::Builder::new().name("signals".into()).spawn(move || {
+        for signal in signals.forever() {
+            match signal {
+                SIGUSR1 => tell(&net, json),
+                _ => cancel.cancel(),
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Says what each queue did so far.
+fn tell(net: &Net, json: bool) {
+    let pairs = net.statistics();
+    if json {
+        let pairs: Vec<Value> =
+            pairs.iter().map(|[receive, transmit]| json!({ "rx": object(receive), "tx": object(transmit) })).collect();
+        println!("{}", json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs }));
+        return;
+    }
+    for (index, pair) in pairs.iter().enumerate() {
+        for (way, queue) in ["rx", "tx"].into_iter().zip(pair) {
+            eprintln!("towline: net {} {way} {index}: {}", net.taps().name(), line(queue));
+        }
+    }
+}
+
+fn object(queue: &QueueStatistics) -> Value {
+    let drops = DropReason::ALL.map(|reason| (reason.name().to_owned(), queue.dropped(reason).into()));
+    json!({
+        "packets": queue.packets,
+        "bytes": queue.bytes,
+        "batches": queue.batches,
+        "notifications": queue.notifications,
+        "notifications-suppressed": queue.notifications_suppressed,
+        "copied": queue.copied,
+        "drops": Value::Object(drops.into_iter().collect()),
+    })
+}
+
+fn line(queue: &QueueStatistics) -> String {
+    let drops = DropReason::ALL.map(|reason| (reason, queue.dropped(reason)));
+    let drops: Vec<String> = drops
+        .iter()
+        .filter(|(_, count)| *count > 0)
+        .map(|(reason, count)| format!(", {count} dropped ({})", reason.name()))
+        .collect();
+    format!(
+        "{} packets, {} bytes, {} batches, {} notifications sent and {} suppressed, {} copied{}",
+        queue.packets,
+        queue.bytes,
+        queue.batches,
+        queue.notifications,
+        queue.notifications_suppressed,
+        queue.copied,
+        drops.concat()
+    )
+}

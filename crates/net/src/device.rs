@@ -1,0 +1,182 @@
+//! The card as vhost-user sees it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use towline_channel::IoBuf;
+use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
+
+use crate::features;
+use crate::pair::Pair;
+use crate::rarp;
+use crate::statistics::{Counters, QueueStatistics};
+use crate::tap::Taps;
+
+/// The first word of [`Device::migration_version`].
+const KIND: &str = "towline-net-1";
+
+/// What is up to the owner.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// On which processors the threads run, one after the other and round again; wherever the kernel likes if empty.
+    pub cpus: Vec<usize>,
+    /// How long a thread looks for more before it sleeps.
+    pub poll: Duration,
+}
+
+/// A network card. One of it serves one guest, over as many connections as its frontend makes.
+#[derive(Debug)]
+pub struct Net {
+    shared: Arc<Shared>,
+}
+
+/// What the threads share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) taps: Taps,
+    pub(crate) options: Options,
+    /// What the driver took.
+    pub(crate) features: AtomicU64,
+    /// By pair: receiving, transmitting.
+    pub(crate) counters: Vec<[Counters; 2]>,
+}
+
+impl Net {
+    /// A card on these queues of a tap, a pair for each.
+    pub fn new(taps: Taps, options: Options) -> Self {
+        let counters = taps.queues().iter().map(|_| <[Counters; 2]>::default()).collect();
+        Self { shared: Arc::new(Shared { taps, options, features: AtomicU64::new(0), counters }) }
+    }
+
+    /// Its tap.
+    pub fn taps(&self) -> &Taps {
+        &self.shared.taps
+    }
+
+    /// What each pair did so far: receiving (the guest), transmitting.
+    pub fn statistics(&self) -> Vec<[QueueStatistics; 2]> {
+        let snapshot = |pair: &[Counters; 2]| [pair[0].snapshot(), pair[1].snapshot()];
+        self.shared.counters.iter().map(snapshot).collect()
+    }
+
+    fn pairs(&self) -> usize {
+        self.shared.taps.queues().len()
+    }
+
+    /// Has the tap do what a driver with these features understands.
+    fn take(&self, taken: u64) -> Result<(), Refusal> {
+        let (taps, before) = (&self.shared.taps, self.shared.features.load(Relaxed));
+        let refused = |error: crate::TapError| Refusal::new(error.to_string());
+        taps.set_header_bytes(features::header_bytes(taken)).map_err(refused)?;
+        taps.set_offloads(features::offloads(taken)).map_err(refused)?;
+        self.shared.features.store(taken, Relaxed);
+        // What waits already was made for the driver before.
+        if !features::offloads(taken).contains(features::offloads(before)) {
+            let frames = taps.discard();
+            tracing::debug!(frames, "frames for another driver were thrown away");
+        }
+        Ok(())
+    }
+}
+
+impl Device for Net {
+    fn name(&self) -> &str {
+        "net"
+    }
+
+    fn queue_count(&self) -> usize {
+        self.pairs() * 2
+    }
+
+    fn queue_number(&self) -> usize {
+        self.pairs()
+    }
+
+    fn queues_per_worker(&self) -> usize {
+        2
+    }
+
+    fn features(&self) -> u64 {
+        features::offered(self.shared.taps.offloads(), self.pairs())
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU
+    }
+
+    fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
+        self.take(features)
+    }
+
+    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
+        Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))))
+    }
+
+    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {
+        let header = [0; 12];
+        let header = &header[..features::header_bytes(self.shared.features.load(Relaxed))];
+        let frame = rarp::frame(mac);
+        self.shared.taps.queues()[0].write(&[IoBuf::from(header), IoBuf::from(&frame)])?;
+        Ok(())
+    }
+
+    fn set_mtu(&self, mtu: u16) -> Result<(), Refusal> {
+        let taps = &self.shared.taps;
+        match taps.mtu() {
+            Some(found) if found < mtu.into() && taps.is_made() => {
+                taps.set_mtu(mtu).map_err(|error| Refusal::new(error.to_string()))
+            }
+            Some(found) if found < mtu.into() => Err(Refusal::new(format!(
+                "the guest's MTU is {mtu} (host_mtu) and that of {name} only {found}; `ip link set {name} mtu {mtu}`",
+                name = taps.name()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn migration_version(&self) -> Result<String, Refusal> {
+        let (features, pairs) = (self.features(), self.pairs());
+        let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
+        Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}"))
+    }
+
+    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+        let ours = self.migration_version()?;
+        let refused = |why: String| Err(Refusal::new(format!("{why}; it is `{source}`, this is `{ours}`")));
+        let Some(theirs) = Version::parse(source) else {
+            return refused(format!("the source is no {KIND}"));
+        };
+        let here = Version::parse(&ours).ok_or(Refusal::new("its own version cannot be read"))?;
+        let missing = theirs.features & !here.features;
+        // MQ follows the number of pairs, which QEMU compares itself.
+        if missing & !features::MQ != 0 {
+            return refused(format!("features {missing:#x} of the source are not to be had on this host's tap"));
+        }
+        match (theirs.mtu, here.mtu) {
+            (Some(there), Some(here)) if here < there => {
+                refused(format!("the MTU is {there} at the source and only {here} here"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What [`Device::migration_version`] says.
+struct Version {
+    features: u64,
+    mtu: Option<u32>,
+}
+
+impl Version {
+    fn parse(text: &str) -> Option<Self> {
+        let mut words = text.split(' ');
+        if words.next() != Some(KIND) {
+            return None;
+        }
+        let pairs: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
+        let value = |key: &str| pairs.iter().find(|(known, _)| *known == key).map(|(_, value)| *value);
+        let features = u64::from_str_radix(value("features")?.strip_prefix("0x")?, 16).ok()?;
+        Some(Self { features, mtu: value("mtu")?.parse().ok() })
+    }
+}

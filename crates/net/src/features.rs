@@ -1,0 +1,112 @@
+//! Which virtio features the card has, and what of the tap each of them is.
+//!
+//! The control queue stays in QEMU, and with it what it alone can do: filters, MAC, RSS, `CTRL_GUEST_OFFLOADS`.
+
+use virtio_bindings::virtio_config::VIRTIO_F_ANY_LAYOUT;
+use virtio_bindings::virtio_net as virtio;
+
+use towline_vhost_user::features::VERSION_1;
+
+bitflags::bitflags! {
+    /// What the receiver of a tap's frames understands (`TUN_F_*`).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub(crate) struct Offloads: u32 {
+        const CSUM = libc::TUN_F_CSUM;
+        const TSO4 = libc::TUN_F_TSO4;
+        const TSO6 = libc::TUN_F_TSO6;
+        const ECN = libc::TUN_F_TSO_ECN;
+        const UFO = libc::TUN_F_UFO;
+        const USO = libc::TUN_F_USO4 | libc::TUN_F_USO6;
+    }
+}
+
+const fn bit(number: u32) -> u64 {
+    1 << number
+}
+
+pub(crate) const MRG_RXBUF: u64 = bit(virtio::VIRTIO_NET_F_MRG_RXBUF);
+pub(crate) const MQ: u64 = bit(virtio::VIRTIO_NET_F_MQ);
+
+/// What does not depend on the tap. Some of it is QEMU's to do and only has to be allowed.
+const ALWAYS: u64 = MRG_RXBUF
+    | bit(virtio::VIRTIO_NET_F_MTU)
+    | bit(virtio::VIRTIO_NET_F_STATUS)
+    | bit(virtio::VIRTIO_NET_F_CTRL_VQ)
+    | bit(virtio::VIRTIO_NET_F_CTRL_RX)
+    | bit(virtio::VIRTIO_NET_F_CTRL_MAC_ADDR)
+    | bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE)
+    | bit(VIRTIO_F_ANY_LAYOUT);
+
+/// What the guest takes, and then the tap may hand over.
+const FROM_TAP: [(u64, Offloads); 7] = [
+    (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), Offloads::CSUM),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), Offloads::TSO4),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO6), Offloads::TSO6),
+    (bit(virtio::VIRTIO_NET_F_GUEST_ECN), Offloads::ECN),
+    (bit(virtio::VIRTIO_NET_F_GUEST_UFO), Offloads::UFO),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO4), Offloads::USO),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO6), Offloads::USO),
+];
+
+/// What the guest may hand over if the tap knows it.
+const TO_TAP: [(u64, Offloads); 6] = [
+    (bit(virtio::VIRTIO_NET_F_CSUM), Offloads::CSUM),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO4), Offloads::TSO4),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO6), Offloads::TSO6),
+    (bit(virtio::VIRTIO_NET_F_HOST_ECN), Offloads::ECN),
+    (bit(virtio::VIRTIO_NET_F_HOST_UFO), Offloads::UFO),
+    (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO),
+];
+
+/// What a card on a tap that knows these offloads can do.
+pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
+    let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload)| offloads.contains(*offload));
+    let multiqueue = if pairs > 1 { MQ } else { 0 };
+    known.fold(ALWAYS | multiqueue, |features, (feature, _)| features | feature)
+}
+
+/// What the tap may hand to a guest that took these features. Both kinds of USO are one for the tap, so the guest must
+/// have taken both.
+pub(crate) fn offloads(features: u64) -> Offloads {
+    let taken = FROM_TAP.iter().filter(|(feature, _)| features & feature != 0);
+    let refused = FROM_TAP.iter().filter(|(feature, _)| features & feature == 0);
+    let refused = refused.fold(Offloads::empty(), |all, (_, offload)| all | *offload);
+    let taken = taken.fold(Offloads::empty(), |all, (_, offload)| all | *offload) - refused;
+    // All others are done to frames whose checksum is still to be made.
+    if taken.contains(Offloads::CSUM) { taken } else { Offloads::empty() }
+}
+
+/// Bytes of virtio header before each frame: a driver from before 1.0 without merged buffers has no `num_buffers`.
+pub(crate) fn header_bytes(features: u64) -> usize {
+    if features & (VERSION_1 | MRG_RXBUF) == 0 { 10 } else { 12 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_hands_over_what_was_taken() {
+        assert_eq!(offloads(offered(Offloads::all(), 1)), Offloads::all());
+        let csum = bit(virtio::VIRTIO_NET_F_GUEST_CSUM);
+        let tso = bit(virtio::VIRTIO_NET_F_GUEST_TSO4);
+        assert_eq!(offloads(csum | tso | VERSION_1), Offloads::CSUM | Offloads::TSO4);
+        assert_eq!(offloads(tso), Offloads::empty(), "segmentation without checksums");
+        let uso = bit(virtio::VIRTIO_NET_F_GUEST_USO4);
+        assert_eq!(offloads(csum | uso), Offloads::CSUM, "one kind of USO");
+    }
+
+    #[test]
+    fn an_older_tap_offers_less() {
+        let features = offered(Offloads::all() - Offloads::USO, 2);
+        assert_eq!(features & bit(virtio::VIRTIO_NET_F_HOST_USO), 0);
+        assert_eq!(features & bit(virtio::VIRTIO_NET_F_GUEST_USO4), 0);
+        assert_ne!(features & MQ, 0);
+        assert_eq!(offered(Offloads::all(), 1) & MQ, 0);
+    }
+
+    #[test]
+    fn the_header_is_the_drivers() {
+        assert_eq!((header_bytes(0), header_bytes(MRG_RXBUF), header_bytes(VERSION_1)), (10, 12, 12));
+    }
+}

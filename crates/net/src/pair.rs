@@ -1,0 +1,146 @@
+//! A receive and a transmit queue with a queue of the tap, on one thread.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use rustix::thread::{CpuSet, sched_setaffinity};
+use towline_vhost_user::{Next, PollFd, PollFlags, Queues, Worker};
+
+use crate::device::Shared;
+use crate::features;
+use crate::receive::{Format, Receiver};
+use crate::statistics::Tally;
+use crate::tap::Tap;
+use crate::transmit::Transmitter;
+
+/// Of the queues of a pair: the one that the guest receives from.
+const RECEIVE: usize = 0;
+/// And the one that it sends to.
+const TRANSMIT: usize = 1;
+
+/// See the module.
+pub(crate) struct Pair {
+    index: usize,
+    shared: Arc<Shared>,
+    format: Format,
+    receiver: Receiver,
+    transmitter: Transmitter,
+    tallies: [Tally; 2],
+    /// Whether the guest's queue to receive from runs.
+    receives: bool,
+    /// When something was done last, while it is polled for more.
+    busy: Option<Instant>,
+    begun: bool,
+}
+
+impl Pair {
+    pub(crate) fn new(index: usize, shared: Arc<Shared>) -> Self {
+        Self {
+            index,
+            shared,
+            format: Format { header_bytes: 12, mergeable: false },
+            receiver: Receiver::new(),
+            transmitter: Transmitter::new(),
+            tallies: Default::default(),
+            receives: false,
+            busy: None,
+            begun: false,
+        }
+    }
+
+    fn tap(&self) -> &Tap {
+        &self.shared.taps.queues()[self.index]
+    }
+
+    /// What is for the thread itself.
+    fn begin(&mut self) {
+        self.begun = true;
+        let cpus = &self.shared.options.cpus;
+        if cpus.is_empty() {
+            return;
+        }
+        let cpu = cpus[self.index % cpus.len()];
+        let mut set = CpuSet::new();
+        set.set(cpu);
+        if let Err(error) = sched_setaffinity(None, &set) {
+            tracing::warn!(%error, cpu, pair = self.index, "its thread cannot be pinned");
+        }
+    }
+
+    /// Takes over what was negotiated, and what the frontend enabled.
+    fn follow(&mut self, receives: bool) {
+        let taken = self.shared.features.load(Relaxed);
+        let (header_bytes, mergeable) = (features::header_bytes(taken), taken & features::MRG_RXBUF != 0);
+        let format = Format { header_bytes, mergeable };
+        if format != self.format {
+            self.format = format;
+            self.receiver.forget();
+        }
+        self.receives = receives;
+        // The first stays: see the head of `tap`.
+        if self.index > 0 {
+            self.tap().attach(receives);
+        }
+    }
+
+    /// While it is polled, waiting would cost a sleep and a wake-up.
+    fn poll_on(&mut self, worked: bool) -> Next {
+        let limit = self.shared.options.poll;
+        if limit.is_zero() {
+            return Next::Wait;
+        }
+        let now = Instant::now();
+        if worked {
+            self.busy = Some(now);
+        }
+        match self.busy {
+            Some(since) if now.duration_since(since) < limit => Next::Again,
+            _ => {
+                self.busy = None;
+                Next::Wait
+            }
+        }
+    }
+}
+
+impl Worker for Pair {
+    fn run(&mut self, queues: &mut Queues<'_>) -> Next {
+        if !self.begun {
+            self.begin();
+        }
+        self.follow(queues.ring(RECEIVE).is_some());
+        let (shared, format) = (Arc::clone(&self.shared), self.format);
+        let tap = &shared.taps.queues()[self.index];
+        let counters = &shared.counters[self.index];
+        let (mut more, mut worked) = (false, false);
+        let tallies = &mut self.tallies;
+        if let Some(ring) = queues.ring(TRANSMIT) {
+            let tally = &mut tallies[TRANSMIT];
+            more |= self.transmitter.run(ring, tap, format, tally);
+            worked |= tally.packets > 0;
+            tally.settle(ring, &counters[TRANSMIT]);
+        }
+        if let Some(ring) = queues.ring(RECEIVE) {
+            let tally = &mut tallies[RECEIVE];
+            more |= self.receiver.run(ring, tap, format, tally);
+            worked |= tally.packets > 0;
+            tally.settle(ring, &counters[RECEIVE]);
+        }
+        if more { Next::Again } else { self.poll_on(worked) }
+    }
+
+    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
+        let tap = self.tap();
+        let mut events = PollFlags::empty();
+        if self.receives && !self.receiver.starved && !self.receiver.gone && tap.is_attached() {
+            events |= PollFlags::IN;
+        }
+        if self.transmitter.blocked {
+            events |= PollFlags::OUT;
+        }
+        if !events.is_empty() {
+            fds.push(PollFd::new(tap, events));
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! What each queue did, counted by its thread and read by whoever asks.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use towline_vhost_user::{Ring, RingStatistics};
+
+/// Why a frame went nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DropReason {
+    /// The host's interface is down.
+    Down,
+    /// The kernel does not take such a frame, or such a virtio header.
+    Malformed,
+    /// It does not fit: into the guest's buffers, or into any frame.
+    TooLong,
+    /// The kernel had no memory or no room for it.
+    NoRoom,
+    /// The tap is gone, or refuses for another reason.
+    Refused,
+}
+
+impl DropReason {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Down, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused];
+
+    /// As statistics call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Down => "down",
+            Self::Malformed => "malformed",
+            Self::TooLong => "too-long",
+            Self::NoRoom => "no-room",
+            Self::Refused => "refused",
+        }
+    }
+}
+
+/// What a queue did since the process began.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct QueueStatistics {
+    /// Frames and super-frames.
+    pub packets: u64,
+    /// Their bytes, without virtio headers.
+    pub bytes: u64,
+    /// Times that the used index was moved.
+    pub batches: u64,
+    /// Times that the guest was woken.
+    pub notifications: u64,
+    /// Times that it did not want to be.
+    pub notifications_suppressed: u64,
+    /// Frames that were copied, because the guest's buffers were too few when they came (receiving only).
+    pub copied: u64,
+    /// Frames that went nowhere, by [`DropReason::ALL`].
+    pub drops: [u64; DropReason::ALL.len()],
+}
+
+impl QueueStatistics {
+    /// Frames that went nowhere for this reason.
+    pub fn dropped(&self, reason: DropReason) -> u64 {
+        self.drops[reason as usize]
+    }
+}
+
+/// What is counted. Written by one thread, a batch at a time.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    packets: AtomicU64,
+    bytes: AtomicU64,
+    batches: AtomicU64,
+    notifications: AtomicU64,
+    notifications_suppressed: AtomicU64,
+    copied: AtomicU64,
+    drops: [AtomicU64; DropReason::ALL.len()],
+}
+
+impl Counters {
+    pub(crate) fn snapshot(&self) -> QueueStatistics {
+        QueueStatistics {
+            packets: self.packets.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            batches: self.batches.load(Relaxed),
+            notifications: self.notifications.load(Relaxed),
+            notifications_suppressed: self.notifications_suppressed.load(Relaxed),
+            copied: self.copied.load(Relaxed),
+            drops: std::array::from_fn(|reason| self.drops[reason].load(Relaxed)),
+        }
+    }
+}
+
+/// A queue's own side of its [`Counters`].
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+    pub(crate) copied: u64,
+    drops: [u64; DropReason::ALL.len()],
+    /// What the ring had counted when it was last looked at.
+    ring: RingStatistics,
+}
+
+impl Tally {
+    pub(crate) fn drop(&mut self, reason: DropReason) {
+        self.drops[reason as usize] += 1;
+    }
+
+    /// Adds what was gathered since the last time, the ring's share too.
+    pub(crate) fn settle(&mut self, ring: &Ring, counters: &Counters) {
+        let now = ring.statistics();
+        let before = std::mem::replace(&mut self.ring, now);
+        // A ring that was started anew counts from 0 again.
+        let before = if now.batches < before.batches { RingStatistics::default() } else { before };
+        add(&counters.batches, now.batches - before.batches);
+        add(&counters.notifications, now.notifications.saturating_sub(before.notifications));
+        add(
+            &counters.notifications_suppressed,
+            now.notifications_suppressed.saturating_sub(before.notifications_suppressed),
+        );
+        add(&counters.packets, std::mem::take(&mut self.packets));
+        add(&counters.bytes, std::mem::take(&mut self.bytes));
+        add(&counters.copied, std::mem::take(&mut self.copied));
+        for (counter, drops) in counters.drops.iter().zip(&mut self.drops) {
+            add(counter, std::mem::take(drops));
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, more: u64) {
+    if more > 0 {
+        counter.fetch_add(more, Relaxed);
+    }
+}

@@ -1,0 +1,94 @@
+//! The guest's end of what is sent through its network card: an echo, and somebody who talks to one.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::pattern::next;
+
+/// What is read and written at a time, and the longest datagram.
+const PART: usize = 64 << 10;
+
+/// Sends back whatever comes to this port, by TCP and UDP, IPv4 and IPv6, until the guest ends.
+pub(crate) fn echo(port: u16) -> Result<()> {
+    let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))?;
+    let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port))?;
+    thread::Builder::new().name("echo".into()).spawn(move || {
+        for stream in listener.incoming().flatten() {
+            // A peer that breaks off ends only its own.
+            thread::spawn(move || drop(echo_stream(stream)));
+        }
+    })?;
+    thread::Builder::new().name("echo-udp".into()).spawn(move || {
+        let mut bytes = vec![0; PART];
+        loop {
+            if let Ok((length, peer)) = socket.recv_from(&mut bytes) {
+                let _ = socket.send_to(&bytes[..length], peer);
+            }
+        }
+    })?;
+    Ok(())
+}
+
+fn echo_stream(mut stream: TcpStream) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut bytes = vec![0; PART];
+    loop {
+        match stream.read(&mut bytes) {
+            Ok(0) => return Ok(()),
+            Ok(length) => stream.write_all(&bytes[..length])?,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Connects to an echo so many times, one after the other, sends so many bytes each time, and compares what comes back.
+/// Returns the microseconds that it took.
+pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<u128> {
+    let address: SocketAddr = address.parse().with_context(|| format!("`{address}` is no address"))?;
+    let started = Instant::now();
+    let mut state = started.elapsed().as_nanos() as u64;
+    for time in 0..times {
+        let seed = next(&mut state);
+        talk_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
+    }
+    Ok(started.elapsed().as_micros())
+}
+
+fn talk_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    let mut sender = stream.try_clone()?;
+    let sent = thread::spawn(move || {
+        let (mut state, mut left) = (seed, bytes);
+        while left > 0 {
+            let part = part(&mut state, left);
+            sender.write_all(&part)?;
+            left -= part.len();
+        }
+        sender.shutdown(std::net::Shutdown::Write)
+    });
+    let (mut state, mut left) = (seed, bytes);
+    let mut found = vec![0; PART];
+    while left > 0 {
+        let wanted = part(&mut state, left);
+        let found = &mut found[..wanted.len()];
+        stream.read_exact(found)?;
+        ensure!(found == wanted, "{} bytes before the end, something else came back", left);
+        left -= wanted.len();
+    }
+    sent.join().expect("the sender does not panic")?;
+    Ok(())
+}
+
+/// The next part of a sequence, at most `left` bytes.
+fn part(state: &mut u64, left: usize) -> Vec<u8> {
+    let words = left.min(PART).div_ceil(8);
+    let mut bytes: Vec<u8> = (0..words).flat_map(|_| next(state).to_le_bytes()).collect();
+    bytes.truncate(left);
+    bytes
+}

@@ -1,0 +1,115 @@
+//! A guest moves between two hosts on one bridge while it talks.
+//!
+//! ```text
+//!   hub  br0 10.7.0.1, who talks to the guest
+//!    ├─ veth ── host a  br0 ── tap0 ── towline net ── QEMU a ─┐
+//!    └─ veth ── host b  br0 ── tap0 ── towline net ── QEMU b ◄┘ towline move
+//! ```
+
+use std::time::Duration;
+
+use tempfile::TempDir;
+use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
+
+use crate::support::{
+    Conversation, GUEST, WITHIN, builder, card, end, give_addresses, guest_address, network, number, path, scratch, set_up,
+    sum,
+};
+
+/// A host of the picture, with its card.
+struct Host {
+    network: Network,
+    card: Option<Towline>,
+    name: &'static str,
+}
+
+impl Host {
+    fn new(hub: &Network, name: &'static str) -> Self {
+        let network = Network::new().unwrap();
+        hub.connect(name, &network, "uplink").unwrap();
+        hub.run(&["ip", "link", "set", name, "master", "br0"]).unwrap();
+        network.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
+        network.run(&["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
+        for interface in ["uplink", "tap0"] {
+            network.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
+        }
+        network.run(&["ip", "link", "set", "br0", "up"]).unwrap();
+        Self { network, card: None, name }
+    }
+
+    /// A QEMU on this host, behind a new card.
+    fn qemu(&mut self, scratch: &TempDir, build: impl Fn(&std::path::Path) -> Builder) -> Qemu {
+        let socket = path(scratch, self.name);
+        if let Some(card) = self.card.take() {
+            end(card);
+        }
+        self.card = Some(card(&self.network, &socket, &["--tap", "tap0", "--queues", "2"]));
+        build(&socket).start().unwrap()
+    }
+}
+
+fn hub(name: &str) -> Option<Network> {
+    let hub = network(name)?;
+    hub.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
+    give_addresses(&hub, "br0");
+    Some(hub)
+}
+
+/// Moves a guest to and fro while it talks; the versions are those of the QEMUs, the first machine type is everybody's.
+fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
+    let hub = hub(name)?;
+    let scratch = scratch();
+    let mut hosts = [Host::new(&hub, "a"), Host::new(&hub, "b")];
+    let machine = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 }.machine();
+    let build = |version: Version| {
+        move |socket: &std::path::Path| builder(version, socket, queues).machine(machine)
+    };
+    let mut source = hosts[0].qemu(&scratch, build(versions[0]));
+    let mut guest = source.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    drop(guest);
+    let conversations: Vec<_> = (0..2).map(|_| Conversation::begin(&hub, guest_address(GUEST))).collect();
+    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    for (round, version) in versions[1..].iter().enumerate() {
+        let host = &mut hosts[(round + 1) % 2];
+        let destination = host.qemu(&scratch, |socket| build(*version)(socket).incoming_defer());
+        let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
+        let command = towline(["move", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
+        command.wait_done(WITHIN).unwrap();
+        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        source = destination;
+    }
+    let longest = conversations.into_iter().map(Conversation::end).max();
+    let mut guest = source.linux(WITHIN).unwrap();
+    let kernel = guest.shell("dmesg", WITHIN).unwrap();
+    assert!(!kernel.contains("NETDEV WATCHDOG") && !kernel.contains("Oops"), "{kernel}");
+    let here = &mut hosts[(versions.len() - 1) % 2];
+    let statistics = end(here.card.take().unwrap());
+    // Super-frames of the host's reach the guest here too: the tap's offloads are the guest's.
+    let bytes_a_packet = sum(&statistics, "rx", "bytes") / sum(&statistics, "rx", "packets");
+    assert!(bytes_a_packet > 1600, "{bytes_a_packet} bytes a packet: {statistics}");
+    longest
+}
+
+#[test]
+fn a_guest_that_talks_moves_between_hosts() {
+    let name = "a_guest_that_talks_moves_between_hosts";
+    if !require_lab(name) {
+        return;
+    }
+    let rounds = usize::try_from(number("TOWLINE_SOAK_NET_MOVES", 2)).unwrap();
+    if let Some(longest) = moves(name, &vec![Version::V10_0; rounds + 1], 2) {
+        println!("{rounds} moves; the longest block took {longest:?}");
+    }
+}
+
+#[test]
+fn a_guest_that_talks_moves_between_versions() {
+    let name = "a_guest_that_talks_moves_between_versions";
+    if !require_lab(name) {
+        return;
+    }
+    if let Some(longest) = moves(name, &[Version::V7_2, Version::V10_0, Version::V7_2], 1) {
+        println!("7.2, 10.0, 7.2; the longest block took {longest:?}");
+    }
+}

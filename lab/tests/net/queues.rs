@@ -1,0 +1,133 @@
+//! Queues and taps of every kind, and what is refused.
+
+use std::path::Path;
+
+use serde_json::json;
+use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab, towline_binary};
+
+use crate::support::{
+    Conversation, GUEST, MAC, WITHIN, add_tap, builder, card, end, give_addresses, guest_address, network, path, scratch,
+    set_up, shell, sum, talk,
+};
+
+fn refused(network: &Network, arguments: &[&str]) -> Finished {
+    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
+    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap(), "net"]);
+    Towline::start(Path::new(&prefix[0]), line.chain(arguments.iter().copied())).unwrap().wait(WITHIN).unwrap()
+}
+
+#[test]
+fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
+    let name = "a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    for version in [Version::V10_0, Version::V7_2] {
+        let scratch = scratch();
+        let socket = path(&scratch, "net.sock");
+        // Nobody has made this tap before.
+        let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--mtu", "1400"]);
+        give_addresses(&network, "tap0");
+        let qemu = builder(version, &socket, 1).start().unwrap();
+        let mut guest = qemu.linux(WITHIN).unwrap();
+        set_up(&mut guest);
+        // Enough connections that one of them would be steered to every queue.
+        network
+            .enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed)))
+            .unwrap();
+        let statistics = end(card);
+        assert!(sum(&statistics, "rx", "bytes") > 16 * (64 << 10), "{statistics}");
+        for pair in &statistics["pairs"].as_array().unwrap()[1..] {
+            assert_eq!((pair["rx"]["packets"].as_u64(), pair["tx"]["packets"].as_u64()), (Some(0), Some(0)));
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_the_way_out() {
+    let name = "what_cannot_be_is_refused_with_the_way_out";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    let scratch = scratch();
+    let socket = path(&scratch, "net.sock");
+    let socket = socket.to_str().unwrap();
+    network.run(&["ip", "tuntap", "add", "dev", "single", "mode", "tap", "vnet_hdr"]).unwrap();
+    for (arguments, code, texts) in [
+        (vec!["--socket", socket], 2, &["--tap"][..]),
+        (vec!["--tap", "tap0"], 2, &["--socket"]),
+        (vec!["--socket", socket, "--tap", "tap0", "--tap-fds", "5"], 2, &["cannot be used with"]),
+        (vec!["--socket", socket, "--tap-fds", "5", "--queues", "1"], 2, &["cannot be used with"]),
+        (vec!["--socket", socket, "--tap-fds", "5:5"], 1, &["descriptor 5 is given twice"]),
+        (vec!["--socket", socket, "--tap-fds", "77"], 1, &["descriptor 77 is not open"]),
+        (vec!["--socket", socket, "--tap", "single", "--queues", "2"], 1, &["single", "multi_queue"]),
+        (vec!["--socket", socket, "--tap", "lo"], 1, &["interface lo takes no queue", "it is no tap"]),
+        (vec!["--socket", socket, "--tap", "tap0", "--queues", "129"], 1, &["129 queue pairs", "1 to 128"]),
+        (vec!["--socket", socket, "--tap", "a-name-that-is-too-long"], 1, &["a-name-that-is-too-long"]),
+    ] {
+        let finished = refused(&network, &arguments);
+        assert_eq!(finished.status.code(), Some(code), "{arguments:?}: {finished:?}");
+        for text in texts {
+            assert!(finished.stderr.contains(text), "{arguments:?}: {text:?} is not in {}", finished.stderr);
+        }
+    }
+}
+
+#[test]
+fn a_card_comes_and_goes_while_another_one_talks() {
+    let name = "a_card_comes_and_goes_while_another_one_talks";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    let scratch = scratch();
+    add_tap(&network, 1);
+    network.run(&["ip", "tuntap", "add", "dev", "tap1", "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
+    network.run(&["ip", "address", "add", "10.8.0.1/24", "dev", "tap1"]).unwrap();
+    network.run(&["ip", "link", "set", "tap1", "up"]).unwrap();
+    let [first, second] = ["first", "second"].map(|name| path(&scratch, name));
+    let one = card(&network, &first, &["--tap", "tap0"]);
+    let other = card(&network, &second, &["--tap", "tap1", "--queues", "2"]);
+    let qemu = builder(Version::V10_0, &first, 1).args(["-device", "pcie-root-port,id=port,chassis=9"]);
+    let qemu = qemu.start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    let conversation = Conversation::begin(&network, guest_address(GUEST));
+    let qmp = qemu.qmp();
+    for round in 0..crate::support::number("TOWLINE_SOAK_NET_PLUGS", 2) {
+        let backend = json!({ "type": "socket", "data": { "addr": { "type": "unix", "data": { "path": second } },
+            "server": false, "reconnect": 1 } });
+        qmp.execute("chardev-add", json!({ "id": "net1", "backend": backend })).unwrap();
+        qmp.execute("netdev_add", json!({ "type": "vhost-user", "id": "n1", "chardev": "net1", "queues": 2 })).unwrap();
+        let device = json!({ "driver": "virtio-net-pci", "id": "second", "netdev": "n1", "bus": "port", "mq": true,
+            "mac": "52:54:00:07:00:03" });
+        qmp.execute("device_add", device).unwrap();
+        towline_lab::wait_until("the guest's second card", WITHIN, || {
+            Ok(shell(&mut guest, "ls /sys/class/net").contains("eth1").then_some(()))
+        })
+        .unwrap();
+        shell(&mut guest, "ip addr add 10.8.0.2/24 dev eth1 && ip link set eth1 up");
+        network.enter(|| talk(guest_address("10.8.0.2"), 256 << 10, round)).unwrap();
+        // It goes while it is in use.
+        let second = Conversation::begin(&network, guest_address("10.8.0.2"));
+        second.goes_on(2);
+        unplug(&qemu);
+        drop(second);
+        qmp.execute("netdev_del", json!({ "id": "n1" })).unwrap();
+        qmp.execute("chardev-remove", json!({ "id": "net1" })).unwrap();
+        conversation.goes_on(3);
+    }
+    conversation.end();
+    assert!(shell(&mut guest, "ip link show eth0").contains(MAC));
+    let statistics = end(other);
+    assert!(sum(&statistics, "tx", "packets") > 0, "{statistics}");
+    end(one);
+}
+
+/// Takes the second card away; the guest has to agree.
+fn unplug(qemu: &Qemu) {
+    qemu.qmp().execute("device_del", json!({ "id": "second" })).unwrap();
+    qemu.qmp().wait_event("DEVICE_DELETED", WITHIN).unwrap();
+}

@@ -1,0 +1,257 @@
+//! What these tests share: cards, guests with one, and who talks to them.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use towline_lab::{
+    Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, skip, towline_binary, wait_until,
+};
+
+/// For anything that must come. Generous: emulated guests on two busy processors.
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+/// The guest's echo.
+pub(crate) const ECHO: u16 = 7;
+pub(crate) const HOST: &str = "10.7.0.1";
+pub(crate) const GUEST: &str = "10.7.0.2";
+pub(crate) const GUEST_6: &str = "fd07::2";
+/// The guest's address on its network.
+pub(crate) const MAC: &str = "52:54:00:07:00:02";
+
+/// A network of its own, or the printed reason why there is none.
+pub(crate) fn network(name: &str) -> Option<Network> {
+    match Network::new() {
+        Ok(network) => Some(network),
+        Err(error) => {
+            skip(name, &format!("no network of its own: {error:#}"));
+            None
+        }
+    }
+}
+
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+}
+
+pub(crate) fn scratch() -> TempDir {
+    TempDir::with_prefix("towline-lab-").unwrap()
+}
+
+/// Makes a tap that stays when nobody has it open, with the host's addresses.
+pub(crate) fn add_tap(network: &Network, queues: usize) {
+    let add = ["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "vnet_hdr"];
+    let multi: &[&str] = if queues > 1 { &["multi_queue"] } else { &[] };
+    network.run(&[&add[..], multi].concat()).unwrap();
+    give_addresses(network, "tap0");
+}
+
+/// The host's addresses, without waiting for anybody else who might have the IPv6 one.
+pub(crate) fn give_addresses(network: &Network, interface: &str) {
+    network.run(&["ip", "address", "add", &format!("{HOST}/24"), "dev", interface]).unwrap();
+    network.run(&["ip", "address", "add", "fd07::1/64", "dev", interface, "nodad"]).unwrap();
+    network.run(&["ip", "link", "set", interface, "up"]).unwrap();
+}
+
+/// A `towline net` in a network, listening.
+pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
+    let _ = std::fs::remove_file(socket);
+    let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
+    let net = ["net", "--json", "--socket", socket.to_str().unwrap()];
+    let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]);
+    let mut card =
+        Towline::start(Path::new(&prefix[0]), line.chain(net).chain(arguments.iter().copied())).unwrap();
+    wait_until("the card's socket", WITHIN, || {
+        assert!(card.runs()?, "it ended: {}", card.stderr());
+        Ok(socket.exists().then_some(()))
+    })
+    .unwrap();
+    card
+}
+
+/// Ends it as a service manager would; what its queues did.
+pub(crate) fn end(card: Towline) -> Value {
+    let pid = rustix::process::Pid::from_raw(card.pid().cast_signed()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let finished = card.wait_done(WITHIN).unwrap();
+    let last = finished.stdout.lines().last().unwrap_or_else(|| panic!("no statistics: {}", finished.stderr));
+    serde_json::from_str(last).unwrap()
+}
+
+/// Sums a number over all pairs.
+pub(crate) fn sum(statistics: &Value, way: &str, key: &str) -> u64 {
+    let pairs = statistics["pairs"].as_array().unwrap();
+    pairs.iter().map(|pair| pair[way][key].as_u64().unwrap()).sum()
+}
+
+/// A Linux whose card is behind this socket.
+pub(crate) fn builder(version: Version, socket: &Path, queues: usize) -> Builder {
+    let vectors = 2 * queues + 2;
+    Qemu::builder(version)
+        .cpu("Nehalem")
+        .linux()
+        .memory_backend(MemoryBackend::Memfd { prealloc: false })
+        .processors(u32::try_from(queues.max(2)).unwrap())
+        .args([
+            "-chardev".to_owned(),
+            format!("socket,id=net0,path={},reconnect=1", socket.display()),
+            "-netdev".to_owned(),
+            format!("vhost-user,id=n0,chardev=net0,queues={queues}"),
+            "-device".to_owned(),
+            format!("virtio-net-pci,id=card,netdev=n0,mac={MAC},mq={},vectors={vectors}", on_off(queues > 1)),
+        ])
+}
+
+fn on_off(on: bool) -> &'static str {
+    if on { "on" } else { "off" }
+}
+
+pub(crate) fn shell(guest: &mut LinuxGuest, line: &str) -> String {
+    guest.shell(line, WITHIN).unwrap().trim().to_owned()
+}
+
+/// Gives the guest's card its addresses and starts its echo.
+pub(crate) fn set_up(guest: &mut LinuxGuest) {
+    shell(guest, "ip link set lo up; sysctl -q -w net.ipv6.conf.eth0.accept_dad=0 2>/dev/null; true");
+    shell(guest, "echo 0 > /proc/sys/net/ipv6/conf/eth0/accept_dad");
+    shell(guest, &format!("ip addr add {GUEST}/24 dev eth0 && ip link set eth0 up"));
+    shell(guest, &format!("ip -6 addr add {GUEST_6}/64 dev eth0"));
+    guest.echo(ECHO).unwrap();
+}
+
+pub(crate) fn guest_address(ip: &str) -> SocketAddr {
+    SocketAddr::new(ip.parse().unwrap(), ECHO)
+}
+
+/// The next bytes of a sequence that does not repeat.
+fn pattern(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut bytes = vec![0; length];
+    random.fill(&mut bytes);
+    bytes
+}
+
+fn connect(to: SocketAddr) -> TcpStream {
+    let stream = wait_until("a connection", WITHIN, || match TcpStream::connect_timeout(&to, WITHIN) {
+        Ok(stream) => Ok(Some(stream)),
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => Err(error.into()),
+        Err(_) => Ok(None),
+    });
+    let stream = stream.unwrap();
+    stream.set_read_timeout(Some(WITHIN)).unwrap();
+    stream.set_write_timeout(Some(WITHIN)).unwrap();
+    stream.set_nodelay(true).unwrap();
+    stream
+}
+
+/// Sends so many bytes to an echo by TCP, and compares what comes back.
+pub(crate) fn talk(to: SocketAddr, length: usize, seed: u64) {
+    let sent = pattern(seed, length);
+    let mut stream = connect(to);
+    let mut found = vec![0; length];
+    std::thread::scope(|scope| {
+        let (mut sender, sent) = (stream.try_clone().unwrap(), &sent);
+        scope.spawn(move || {
+            sender.write_all(sent).unwrap();
+            sender.shutdown(Shutdown::Write).unwrap();
+        });
+        stream.read_exact(&mut found).unwrap();
+    });
+    assert!(found == sent, "something else came back from {to}");
+}
+
+/// Sends a datagram to an echo until it comes back; so many attempts may be lost.
+pub(crate) fn datagram(to: SocketAddr, length: usize, attempts: usize) {
+    let socket = UdpSocket::bind(if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    let mut found = vec![0; 1 << 16];
+    for attempt in 0..attempts {
+        let sent = pattern(attempt as u64, length);
+        socket.send_to(&sent, to).unwrap();
+        // What came too late is not the answer to this one.
+        while let Ok((length, _)) = socket.recv_from(&mut found) {
+            if found[..length] == sent {
+                return;
+            }
+        }
+    }
+    panic!("no datagram of {length} bytes came back from {to} in {attempts} attempts");
+}
+
+/// An echo in a network of this host, by TCP, until the test ends.
+pub(crate) fn host_echo(network: &Network) -> SocketAddr {
+    let listener = network.enter(|| TcpListener::bind((HOST, 0)).unwrap()).unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            std::thread::spawn(move || {
+                let mut bytes = vec![0; 1 << 16];
+                while let Ok(length @ 1..) = stream.read(&mut bytes) {
+                    if stream.write_all(&bytes[..length]).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+/// One connection to the guest's echo that never rests: blocks of a sequence go out, and come back compared.
+pub(crate) struct Conversation {
+    blocks: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    longest: JoinHandle<Duration>,
+}
+
+/// Bytes of each block.
+const BLOCK: usize = 16 << 10;
+
+impl Conversation {
+    pub(crate) fn begin(network: &Network, to: SocketAddr) -> Self {
+        let mut stream = network.enter(|| connect(to)).unwrap();
+        let (blocks, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
+        let (counter, ends) = (blocks.clone(), stop.clone());
+        let longest = std::thread::spawn(move || {
+            let mut longest = Duration::ZERO;
+            let mut found = vec![0; BLOCK];
+            while !ends.load(SeqCst) {
+                let sent = pattern(counter.load(SeqCst), BLOCK);
+                let started = Instant::now();
+                stream.write_all(&sent).unwrap();
+                stream.read_exact(&mut found).unwrap();
+                assert!(found == sent, "block {} came back as something else", counter.load(SeqCst));
+                longest = longest.max(started.elapsed());
+                counter.fetch_add(1, SeqCst);
+            }
+            longest
+        });
+        Self { blocks, stop, longest }
+    }
+
+    /// Waits until so many more blocks have come back.
+    pub(crate) fn goes_on(&self, more: u64) {
+        let wanted = self.blocks.load(SeqCst) + more;
+        wait_until("a connection that goes on", WITHIN, || {
+            assert!(!self.longest.is_finished(), "the connection broke");
+            Ok((self.blocks.load(SeqCst) >= wanted).then_some(()))
+        })
+        .unwrap();
+    }
+
+    /// Ends it; the longest time that a block took.
+    pub(crate) fn end(self) -> Duration {
+        self.stop.store(true, SeqCst);
+        self.longest.join().expect("every block came back as it was sent")
+    }
+}
+
+pub(crate) fn path(scratch: &TempDir, name: &str) -> PathBuf {
+    scratch.path().join(name)
+}

@@ -1,0 +1,127 @@
+//! What goes through the card: every protocol, size and direction, with every queue and some of its offloads.
+
+use towline_lab::{ProgramDisk, Version, require_lab, skip};
+
+use crate::support::{
+    ECHO, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address, host_echo, network,
+    number, path, scratch, set_up, shell, sum, talk,
+};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn every_kind_of_packet_goes_both_ways() {
+    let name = "every_kind_of_packet_goes_both_ways";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    let scratch = scratch();
+    add_tap(&network, 4);
+    let socket = path(&scratch, "net.sock");
+    let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
+    let qemu = builder(Version::V10_0, &socket, 4).start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    let ping = shell(&mut guest, &format!("ping -c 3 -W 60 {HOST}"));
+    assert!(ping.contains(" 0% packet loss"), "{ping}");
+
+    let echo = host_echo(&network);
+    network
+        .enter(|| {
+            talk(guest_address(GUEST), 8 * MIB, 1);
+            talk(guest_address(GUEST_6), 4 * MIB, 2);
+            for length in [1, 1400, 65_507] {
+                datagram(guest_address(GUEST), length, 20);
+            }
+            datagram(guest_address(GUEST_6), 9000, 20);
+        })
+        .unwrap();
+    guest.talk(echo, 8 << 20, 1).unwrap();
+    guest.talk(echo, 100, number("TOWLINE_SOAK_NET_CONNECTIONS", 500)).unwrap();
+
+    // A VLAN, and frames of 9000 bytes.
+    let vlan = network.run(&["ip", "link", "add", "link", "tap0", "name", "tap0.7", "type", "vlan", "id", "7"]);
+    match vlan {
+        Ok(()) => {
+            network.run(&["ip", "address", "add", "10.77.0.1/24", "dev", "tap0.7"]).unwrap();
+            network.run(&["ip", "link", "set", "tap0.7", "up"]).unwrap();
+            shell(&mut guest, "ip link add link eth0 name eth0.7 type vlan id 7");
+            shell(&mut guest, "ip addr add 10.77.0.2/24 dev eth0.7 && ip link set eth0.7 up");
+            network.enter(|| talk(guest_address("10.77.0.2"), MIB, 3)).unwrap();
+        }
+        Err(error) => skip(name, &format!("its part with a VLAN: {error:#}")),
+    }
+    network.run(&["ip", "link", "set", "tap0", "mtu", "9000"]).unwrap();
+    shell(&mut guest, "ip link set eth0 mtu 9000");
+    network
+        .enter(|| {
+            talk(guest_address(GUEST), 4 * MIB, 4);
+            datagram(guest_address(GUEST), 8900, 20);
+        })
+        .unwrap();
+    let statistics = end(card);
+    assert!(sum(&statistics, "rx", "bytes") > 13 << 20, "{statistics}");
+    assert!(sum(&statistics, "tx", "bytes") > 13 << 20, "{statistics}");
+    // Whoever sends 8 MiB in packets of 1448 bytes needs 5800 of them: here they are super-frames.
+    let bytes_a_packet = sum(&statistics, "tx", "bytes") / sum(&statistics, "tx", "packets");
+    assert!(sum(&statistics, "rx", "notifications") <= sum(&statistics, "rx", "batches"), "{statistics}");
+    println!("{bytes_a_packet} bytes a transmitted packet: {statistics}");
+}
+
+#[test]
+fn a_guests_settings_change_while_it_sends() {
+    let name = "a_guests_settings_change_while_it_sends";
+    if !require_lab(name) {
+        return;
+    }
+    let programs = ["/usr/sbin/ethtool", "/sbin/ethtool"].map(std::path::Path::new);
+    let Some(ethtool) = programs.into_iter().find(|path| path.is_file()) else {
+        return skip(name, "no ethtool; run `cargo xtask setup`");
+    };
+    let Some(network) = network(name) else { return };
+    let (scratch, disk) = (scratch(), ProgramDisk::pack(&[ethtool]).unwrap());
+    add_tap(&network, 4);
+    let socket = path(&scratch, "net.sock");
+    let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--poll-us", "50"]);
+    let qemu = builder(Version::V10_0, &socket, 4).args(disk.arguments()).start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    guest.unpack_programs().unwrap();
+    set_up(&mut guest);
+    let channels = shell(&mut guest, "ethtool -l eth0");
+    let combined: Vec<&str> = channels.lines().filter(|line| line.starts_with("Combined:")).collect();
+    assert!(combined.len() == 2 && combined.iter().all(|line| line.ends_with('4')), "{channels}");
+
+    let conversations: Vec<_> =
+        (0..4).map(|_| crate::support::Conversation::begin(&network, guest_address(GUEST))).collect();
+    for change in ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
+        .into_iter()
+        .chain(["-K eth0 tso off", "-K eth0 tx off", "-K eth0 tx on", "-K eth0 sg on", "-K eth0 tso on"])
+    {
+        shell(&mut guest, &format!("ethtool {change}"));
+        conversations.iter().for_each(|conversation| conversation.goes_on(3));
+    }
+    // Whoever looks on and does not get on is in nobody's way.
+    let packets = std::process::Command::new("tcpdump").arg("--version").output();
+    if packets.is_ok_and(|output| output.status.success()) {
+        let prefix = network.prefix();
+        let dump = ["tcpdump", "-i", "tap0", "-w", "/dev/null"];
+        let line = prefix[1..].iter().map(String::as_str).chain(dump);
+        let dump = towline_lab::Towline::start(std::path::Path::new(&prefix[0]), line).unwrap();
+        towline_lab::wait_until("tcpdump that listens", WITHIN, || {
+            Ok(dump.stderr().contains("listening on").then_some(()))
+        })
+        .unwrap();
+        let pid = rustix::process::Pid::from_raw(dump.pid().cast_signed()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+        conversations.iter().for_each(|conversation| conversation.goes_on(50));
+    } else {
+        skip(name, "its part with tcpdump: not here; run `cargo xtask setup`");
+    }
+    conversations.into_iter().for_each(|conversation| drop(conversation.end()));
+    let statistics = end(card);
+    assert_eq!(ECHO, 7);
+    for pair in statistics["pairs"].as_array().unwrap() {
+        assert!(pair["tx"]["packets"].as_u64() > Some(0), "{statistics}");
+    }
+}
