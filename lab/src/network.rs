@@ -72,7 +72,8 @@ impl Network {
             move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
             Ok(work())
         };
-        std::thread::scope(|scope| scope.spawn(entered).join()).map_err(|_| anyhow!("what was done in a network panicked"))?
+        std::thread::scope(|scope| scope.spawn(entered).join())
+            .map_err(|_| anyhow!("what was done in a network panicked"))?
     }
 
     /// Runs a command in here, as `["ip", "link"]`.

@@ -45,7 +45,11 @@ const SOAKS: &[Soak] = &[
         name: "net-moves",
         about: "50 moves in a row of one guest that talks through towline's network card (TOWLINE_SOAK_NET_MOVES)",
         run: || {
-            lab_test("net", "moves::a_guest_that_talks_moves_between_hosts", &[("TOWLINE_SOAK_NET_MOVES", "50")])
+            lab_test(
+                "net",
+                "moves::a_guest_that_talks_moves_between_hosts",
+                &[("TOWLINE_SOAK_NET_MOVES", "50")],
+            )
         },
     },
     Soak {

@@ -138,8 +138,10 @@ fn watch_signals(net: &Arc<Net>, cancel: &Cancel, json: bool) -> Result<()> {
 fn tell(net: &Net, json: bool) {
     let pairs = net.statistics();
     if json {
-        let pairs: Vec<Value> =
-            pairs.iter().map(|[receive, transmit]| json!({ "rx": object(receive), "tx": object(transmit) })).collect();
+        let pairs: Vec<Value> = pairs
+            .iter()
+            .map(|[receive, transmit]| json!({ "rx": object(receive), "tx": object(transmit) }))
+            .collect();
         println!("{}", json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs }));
         return;
     }

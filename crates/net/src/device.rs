@@ -8,7 +8,7 @@ use towline_channel::IoBuf;
 use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
 
 use crate::features;
-use crate::pair::Pair;
+use crate::pair::{Pair, TRANSMIT};
 use crate::rarp;
 use crate::statistics::{Counters, QueueStatistics};
 use crate::tap::Taps;
@@ -97,6 +97,11 @@ impl Device for Net {
         2
     }
 
+    /// A guest that sends again what got lost waits for ever for what still lies in its queue.
+    fn discards(&self, queue: usize) -> bool {
+        queue % 2 == TRANSMIT
+    }
+
     fn features(&self) -> u64 {
         features::offered(self.shared.taps.offloads(), self.pairs())
     }
@@ -151,7 +156,9 @@ impl Device for Net {
         let missing = theirs.features & !here.features;
         // MQ follows the number of pairs, which QEMU compares itself.
         if missing & !features::MQ != 0 {
-            return refused(format!("features {missing:#x} of the source are not to be had on this host's tap"));
+            return refused(format!(
+                "features {missing:#x} of the source are not to be had on this host's tap"
+            ));
         }
         match (theirs.mtu, here.mtu) {
             (Some(there), Some(here)) if here < there => {

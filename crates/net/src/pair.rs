@@ -17,7 +17,7 @@ use crate::transmit::Transmitter;
 /// Of the queues of a pair: the one that the guest receives from.
 const RECEIVE: usize = 0;
 /// And the one that it sends to.
-const TRANSMIT: usize = 1;
+pub(crate) const TRANSMIT: usize = 1;
 
 /// See the module.
 pub(crate) struct Pair {

@@ -227,7 +227,8 @@ impl Receiver {
             // What is in the guest's buffers already is taken out again: they are given back.
             tally.copied += 1;
             held.resize(room, 0);
-            let filled: Vec<_> = batch.chains().skip(at).take(chains).flat_map(|chain| chain.writable()).collect();
+            let filled: Vec<_> =
+                batch.chains().skip(at).take(chains).flat_map(|chain| chain.writable()).collect();
             gather(&filled.iter().map(IoBufMut::as_io_buf).collect::<Vec<_>>(), held);
             held.extend_from_slice(&spill[..behind]);
             Received::Aside

@@ -190,7 +190,11 @@ impl Taps {
 
     /// What this kernel's tap can hand over. Leaves it with none of it.
     fn probe(&self) -> Offloads {
-        let tries = [Offloads::all(), Offloads::all() - Offloads::USO, Offloads::all() - Offloads::USO - Offloads::UFO];
+        let tries = [
+            Offloads::all(),
+            Offloads::all() - Offloads::USO,
+            Offloads::all() - Offloads::USO - Offloads::UFO,
+        ];
         let fd = self.control();
         let known = tries.into_iter().find(|offloads| tap::set_offloads(fd, offloads.bits()).is_ok());
         // It knows none at worst, and none is taken by all.
@@ -244,7 +248,8 @@ impl Taps {
     /// Throws away what waits to be received; how much that was.
     pub(crate) fn discard(&self) -> usize {
         let mut scrap = [0; 64];
-        let mut frame = || self.queues.iter().any(|queue| queue.read(&mut [IoBufMut::from(&mut scrap)]).is_ok());
+        let mut frame =
+            || self.queues.iter().any(|queue| queue.read(&mut [IoBufMut::from(&mut scrap)]).is_ok());
         (0..STALE_FRAMES_MAX).take_while(|_| frame()).count()
     }
 
@@ -328,7 +333,9 @@ fn open(path: &str) -> Result<File, TapError> {
 fn way_out(error: &io::Error, queues: usize) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EBUSY) => "another process has it; end that one, or make it with `multi_queue`",
-        Some(libc::EPERM) => "run with CAP_NET_ADMIN, as its owner (`ip tuntap add … user U`), or use --tap-fds",
+        Some(libc::EPERM) => {
+            "run with CAP_NET_ADMIN, as its owner (`ip tuntap add … user U`), or use --tap-fds"
+        }
         Some(libc::EINVAL) if queues > 1 => {
             "it is no tap, or one for a single queue: make it with `ip tuntap add … mode tap multi_queue vnet_hdr`"
         }

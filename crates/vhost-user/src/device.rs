@@ -30,6 +30,13 @@ pub trait Device: Send + Sync {
         1
     }
 
+    /// Whether what the driver makes available to this queue is completed, and goes nowhere, while the frontend has the
+    /// queue disabled: packets to be sent. By default a disabled queue rests, as one with buffers to receive into does.
+    fn discards(&self, queue: usize) -> bool {
+        let _ = queue;
+        false
+    }
+
     /// Its own virtio features, of which the driver takes some.
     fn features(&self) -> u64;
 

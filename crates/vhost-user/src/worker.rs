@@ -23,7 +23,7 @@ use crate::device::{Device, Next, Worker};
 use crate::log::DirtyLog;
 use crate::memory::Memory;
 use crate::message::VringAddress;
-use crate::ring::{Ring, RingFault, RingSetup};
+use crate::ring::{Batch, RING_SIZE_MAX, Ring, RingFault, RingSetup};
 use crate::session::{Rings, SessionError};
 
 /// How long a queue that is stopped may take for what is under way.
@@ -66,6 +66,8 @@ struct Slot {
     err: Option<OwnedFd>,
     enabled: bool,
     broken: bool,
+    /// While it is disabled, what comes is completed and goes nowhere.
+    discards: bool,
     epoch: u64,
     /// Where a ring stood whose memory was taken away.
     lost_at: Option<u16>,
@@ -74,6 +76,11 @@ struct Slot {
 impl Slot {
     fn runs(&self) -> bool {
         self.ring.is_some() && self.enabled && !self.broken
+    }
+
+    /// Whether its chains are taken, by the worker or to be discarded.
+    fn takes(&self) -> bool {
+        self.ring.is_some() && (self.enabled || self.discards) && !self.broken
     }
 }
 
@@ -119,7 +126,9 @@ impl Crew {
         let hand = |index: usize| {
             let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
             let queues = each.min(count - index * each);
-            Hand::new(device.name(), index, worker, index * each..index * each + queues)
+            let slots = index * each..index * each + queues;
+            let slots = slots.map(|queue| Slot { discards: device.discards(queue), ..Slot::default() });
+            Hand::new(device.name(), index, worker, (index * each, slots.collect()))
         };
         let hands = (0..count.div_ceil(each)).map(hand).collect::<Result<_, _>>()?;
         Ok(Self { hands, queues_per_worker: each })
@@ -202,17 +211,23 @@ impl Hand {
         name: &str,
         index: usize,
         worker: Box<dyn Worker>,
-        queues: std::ops::Range<usize>,
+        (first, slots): (usize, Vec<Slot>),
     ) -> Result<Self, SessionError> {
         let failed = |source: std::io::Error| SessionError::Thread { index, source };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = Arc::new(wake.map_err(|errno| failed(errno.into()))?);
         let (orders, received) = channel();
         let (answer, answers) = channel();
-        let first = queues.start;
-        let slots = queues.map(|_| Slot::default()).collect();
-        let thread =
-            Thread { worker, slots, first, orders: received, answer, wake: Arc::clone(&wake), running: true };
+        let thread = Thread {
+            worker,
+            slots,
+            first,
+            scrap: Batch::new(),
+            orders: received,
+            answer,
+            wake: Arc::clone(&wake),
+            running: true,
+        };
         let thread = std::thread::Builder::new().name(format!("{name}-{index}")).spawn(|| thread.run());
         let thread = Some(thread.map_err(failed)?);
         Ok(Self { orders: Some(orders), answers, wake, thread })
@@ -255,6 +270,7 @@ struct Thread {
     worker: Box<dyn Worker>,
     slots: Vec<Slot>,
     first: usize,
+    scrap: Batch,
     orders: Receiver<Order>,
     answer: Sender<Answer>,
     wake: Arc<OwnedFd>,
@@ -275,16 +291,19 @@ impl Thread {
     fn turn(&mut self) -> bool {
         self.slots
             .iter_mut()
-            .filter(|slot| slot.runs())
+            .filter(|slot| slot.takes())
             .filter_map(|slot| slot.ring.as_mut())
             .for_each(Ring::disarm);
         let next = self.worker.run(&mut Queues { slots: &mut self.slots, first: self.first });
         let mut again = next == Next::Again;
         for (queue, slot) in self.slots.iter_mut().enumerate() {
-            let runs = slot.runs();
+            let (runs, takes) = (slot.runs(), slot.takes());
             let Some(ring) = &mut slot.ring else { continue };
+            if takes && !runs {
+                discard(ring, &mut self.scrap);
+            }
             ring.publish();
-            again |= runs && ring.arm();
+            again |= takes && ring.arm();
             if let Some(fault) = ring.fault()
                 && !slot.broken
             {
@@ -302,7 +321,7 @@ impl Thread {
         let mut kicks = Vec::new();
         for (queue, slot) in self.slots.iter().enumerate() {
             if let Some(kick) = &slot.kick
-                && slot.runs()
+                && slot.takes()
             {
                 kicks.push(queue);
                 fds.push(PollFd::new(kick, PollFlags::IN));
@@ -432,6 +451,16 @@ impl Thread {
             // Its old places are no longer the guest's to give: it is not even stopped.
             slot.lost_at = slot.ring.take().map(|ring| ring.stands_at());
         }
+    }
+}
+
+/// Completes what there is, and does nothing with it. A driver that fills a ring as fast is stopped at the ring's size; the
+/// next turn goes on.
+fn discard(ring: &mut Ring, scrap: &mut Batch) {
+    ring.listen(true);
+    ring.pop(scrap, usize::from(RING_SIZE_MAX));
+    for chain in scrap.chains() {
+        ring.complete(chain, 0);
     }
 }
 

@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, builder, card, end, give_addresses, guest_address, network, number, path, scratch, set_up,
-    sum,
+    Conversation, GUEST, WITHIN, builder, card, end, give_addresses, guest_address, network, number, path,
+    scratch, set_up, sum,
 };
 
 /// A host of the picture, with its card.
@@ -29,7 +29,9 @@ impl Host {
         hub.connect(name, &network, "uplink").unwrap();
         hub.run(&["ip", "link", "set", name, "master", "br0"]).unwrap();
         network.run(&["ip", "link", "add", "br0", "type", "bridge"]).unwrap();
-        network.run(&["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "multi_queue", "vnet_hdr"]).unwrap();
+        network
+            .run(&["ip", "tuntap", "add", "dev", "tap0", "mode", "tap", "multi_queue", "vnet_hdr"])
+            .unwrap();
         for interface in ["uplink", "tap0"] {
             network.run(&["ip", "link", "set", interface, "master", "br0", "up"]).unwrap();
         }
@@ -59,11 +61,10 @@ fn hub(name: &str) -> Option<Network> {
 fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let hub = hub(name)?;
     let scratch = scratch();
-    let mut hosts = [Host::new(&hub, "a"), Host::new(&hub, "b")];
+    let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
     let machine = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 }.machine();
-    let build = |version: Version| {
-        move |socket: &std::path::Path| builder(version, socket, queues).machine(machine)
-    };
+    let build =
+        |version: Version| move |socket: &std::path::Path| builder(version, socket, queues).machine(machine);
     let mut source = hosts[0].qemu(&scratch, build(versions[0]));
     let mut guest = source.linux(WITHIN).unwrap();
     set_up(&mut guest);

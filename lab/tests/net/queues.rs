@@ -6,14 +6,17 @@ use serde_json::json;
 use towline_lab::{Finished, Network, Qemu, Towline, Version, require_lab, towline_binary};
 
 use crate::support::{
-    Conversation, GUEST, MAC, WITHIN, add_tap, builder, card, end, give_addresses, guest_address, network, path, scratch,
-    set_up, shell, sum, talk,
+    Conversation, GUEST, MAC, VERSIONS, WITHIN, add_tap, builder, card, end, give_addresses, guest_address,
+    network, path, scratch, set_up, shell, sum, talk,
 };
 
 fn refused(network: &Network, arguments: &[&str]) -> Finished {
     let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
     let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap(), "net"]);
-    Towline::start(Path::new(&prefix[0]), line.chain(arguments.iter().copied())).unwrap().wait(WITHIN).unwrap()
+    Towline::start(Path::new(&prefix[0]), line.chain(arguments.iter().copied()))
+        .unwrap()
+        .wait(WITHIN)
+        .unwrap()
 }
 
 #[test]
@@ -23,7 +26,7 @@ fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
         return;
     }
     let Some(network) = network(name) else { return };
-    for version in [Version::V10_0, Version::V7_2] {
+    for version in VERSIONS {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
         // Nobody has made this tap before.
@@ -33,9 +36,7 @@ fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
         let mut guest = qemu.linux(WITHIN).unwrap();
         set_up(&mut guest);
         // Enough connections that one of them would be steered to every queue.
-        network
-            .enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed)))
-            .unwrap();
+        network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
         let statistics = end(card);
         assert!(sum(&statistics, "rx", "bytes") > 16 * (64 << 10), "{statistics}");
         for pair in &statistics["pairs"].as_array().unwrap()[1..] {
@@ -90,7 +91,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
     let [first, second] = ["first", "second"].map(|name| path(&scratch, name));
     let one = card(&network, &first, &["--tap", "tap0"]);
     let other = card(&network, &second, &["--tap", "tap1", "--queues", "2"]);
-    let qemu = builder(Version::V10_0, &first, 1).args(["-device", "pcie-root-port,id=port,chassis=9"]);
+    let qemu = builder(Version::V10_0, &first, 1).args(["-device", "pcie-root-port,id=root-port,chassis=9"]);
     let qemu = qemu.start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
@@ -100,8 +101,12 @@ fn a_card_comes_and_goes_while_another_one_talks() {
         let backend = json!({ "type": "socket", "data": { "addr": { "type": "unix", "data": { "path": second } },
             "server": false, "reconnect": 1 } });
         qmp.execute("chardev-add", json!({ "id": "net1", "backend": backend })).unwrap();
-        qmp.execute("netdev_add", json!({ "type": "vhost-user", "id": "n1", "chardev": "net1", "queues": 2 })).unwrap();
-        let device = json!({ "driver": "virtio-net-pci", "id": "second", "netdev": "n1", "bus": "port", "mq": true,
+        qmp.execute(
+            "netdev_add",
+            json!({ "type": "vhost-user", "id": "n1", "chardev": "net1", "queues": 2 }),
+        )
+        .unwrap();
+        let device = json!({ "driver": "virtio-net-pci", "id": "second", "netdev": "n1", "bus": "root-port", "mq": true,
             "mac": "52:54:00:07:00:03" });
         qmp.execute("device_add", device).unwrap();
         towline_lab::wait_until("the guest's second card", WITHIN, || {

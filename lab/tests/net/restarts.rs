@@ -3,8 +3,8 @@
 use towline_lab::{Version, require_lab};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network, number, path, scratch,
-    set_up, sum,
+    Conversation, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
+    number, path, scratch, set_up, sum,
 };
 
 #[test]
@@ -16,7 +16,7 @@ fn connections_survive_the_death_of_the_cards_process() {
     let Some(network) = network(name) else { return };
     add_tap(&network, 2);
     let restarts = number("TOWLINE_SOAK_NET_RESTARTS", 3);
-    for version in [Version::V10_0, Version::V7_2] {
+    for version in VERSIONS {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
         let arguments = ["--tap", "tap0", "--queues", "2"];

@@ -16,6 +16,8 @@ use towline_lab::{
 
 /// For anything that must come. Generous: emulated guests on two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+/// QEMUs that guests with a card run on.
+pub(crate) const VERSIONS: [Version; 1] = [Version::V10_0];
 /// The guest's echo.
 pub(crate) const ECHO: u16 = 7;
 pub(crate) const HOST: &str = "10.7.0.1";

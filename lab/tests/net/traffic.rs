@@ -3,8 +3,8 @@
 use towline_lab::{ProgramDisk, Version, require_lab, skip};
 
 use crate::support::{
-    ECHO, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address, host_echo, network,
-    number, path, scratch, set_up, shell, sum, talk,
+    Conversation, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
+    host_echo, network, number, path, scratch, set_up, shell, sum, talk,
 };
 
 const MIB: usize = 1 << 20;
@@ -41,7 +41,8 @@ fn every_kind_of_packet_goes_both_ways() {
     guest.talk(echo, 100, number("TOWLINE_SOAK_NET_CONNECTIONS", 500)).unwrap();
 
     // A VLAN, and frames of 9000 bytes.
-    let vlan = network.run(&["ip", "link", "add", "link", "tap0", "name", "tap0.7", "type", "vlan", "id", "7"]);
+    let vlan =
+        network.run(&["ip", "link", "add", "link", "tap0", "name", "tap0.7", "type", "vlan", "id", "7"]);
     match vlan {
         Ok(()) => {
             network.run(&["ip", "address", "add", "10.77.0.1/24", "dev", "tap0.7"]).unwrap();
@@ -92,11 +93,11 @@ fn a_guests_settings_change_while_it_sends() {
     let combined: Vec<&str> = channels.lines().filter(|line| line.starts_with("Combined:")).collect();
     assert!(combined.len() == 2 && combined.iter().all(|line| line.ends_with('4')), "{channels}");
 
-    let conversations: Vec<_> =
-        (0..4).map(|_| crate::support::Conversation::begin(&network, guest_address(GUEST))).collect();
-    for change in ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
-        .into_iter()
-        .chain(["-K eth0 tso off", "-K eth0 tx off", "-K eth0 tx on", "-K eth0 sg on", "-K eth0 tso on"])
+    let conversations: Vec<_> = (0..4).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
+    for change in
+        ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
+            .into_iter()
+            .chain(["-K eth0 tso off", "-K eth0 tx off", "-K eth0 tx on", "-K eth0 sg on", "-K eth0 tso on"])
     {
         shell(&mut guest, &format!("ethtool {change}"));
         conversations.iter().for_each(|conversation| conversation.goes_on(3));
@@ -118,9 +119,10 @@ fn a_guests_settings_change_while_it_sends() {
     } else {
         skip(name, "its part with tcpdump: not here; run `cargo xtask setup`");
     }
-    conversations.into_iter().for_each(|conversation| drop(conversation.end()));
+    for conversation in conversations {
+        conversation.end();
+    }
     let statistics = end(card);
-    assert_eq!(ECHO, 7);
     for pair in statistics["pairs"].as_array().unwrap() {
         assert!(pair["tx"]["packets"].as_u64() > Some(0), "{statistics}");
     }
