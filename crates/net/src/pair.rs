@@ -9,7 +9,7 @@ use towline_vhost_user::{Next, PollFd, PollFlags, Queues, Worker};
 
 use crate::device::Shared;
 use crate::features;
-use crate::receive::{Format, Receiver};
+use crate::receive::{Format, Line, Receiver};
 use crate::statistics::Tally;
 use crate::tap::Tap;
 use crate::transmit::Transmitter;
@@ -110,20 +110,20 @@ impl Worker for Pair {
             self.begin();
         }
         self.follow(queues.ring(RECEIVE).is_some());
-        let (shared, format) = (Arc::clone(&self.shared), self.format);
-        let tap = &shared.taps.queues()[self.index];
+        let shared = Arc::clone(&self.shared);
+        let line = Line { tap: &shared.taps.queues()[self.index], format: self.format };
         let counters = &shared.counters[self.index];
         let (mut more, mut worked) = (false, false);
         let tallies = &mut self.tallies;
         if let Some(ring) = queues.ring(TRANSMIT) {
             let tally = &mut tallies[TRANSMIT];
-            more |= self.transmitter.run(ring, tap, format, tally);
+            more |= self.transmitter.run(ring, line, tally);
             worked |= tally.packets > 0;
             tally.settle(ring, &counters[TRANSMIT]);
         }
         if let Some(ring) = queues.ring(RECEIVE) {
             let tally = &mut tallies[RECEIVE];
-            more |= self.receiver.run(ring, tap, format, tally);
+            more |= self.receiver.run(ring, line, tally);
             worked |= tally.packets > 0;
             tally.settle(ring, &counters[RECEIVE]);
         }

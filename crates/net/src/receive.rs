@@ -44,6 +44,13 @@ pub(crate) struct Format {
     pub(crate) mergeable: bool,
 }
 
+/// Where frames come from, and how they are to look.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Line<'a> {
+    pub(crate) tap: &'a Tap,
+    pub(crate) format: Format,
+}
+
 /// The receiving half of a pair.
 pub(crate) struct Receiver {
     batch: Batch,
@@ -97,11 +104,11 @@ impl Receiver {
     }
 
     /// Receives for one turn. True if there may be more.
-    pub(crate) fn run(&mut self, ring: &mut Ring, tap: &Tap, format: Format, tally: &mut Tally) -> bool {
+    pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
         if self.gone {
             return false;
         }
-        if !self.held.is_empty() && !self.deliver_held(ring, format, tally) {
+        if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
             return self.starve(ring);
         }
         let mut left = FRAMES_A_TURN;
@@ -110,7 +117,7 @@ impl Receiver {
                 return self.starve(ring);
             }
             self.starved = false;
-            let (used, over) = self.fill(ring, tap, format, tally, &mut left);
+            let (used, over) = self.fill(ring, line, tally, &mut left);
             let taken = self.batch.len();
             ring.give_back(&mut self.batch, used);
             ring.publish();
@@ -121,7 +128,7 @@ impl Receiver {
                 }
                 return left == 0;
             }
-            if !self.held.is_empty() && !self.deliver_held(ring, format, tally) {
+            if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
                 return self.starve(ring);
             }
             self.window = (self.window * 2).min(*WINDOW.end());
@@ -139,8 +146,7 @@ impl Receiver {
     fn fill(
         &mut self,
         ring: &mut Ring,
-        tap: &Tap,
-        format: Format,
+        line: Line<'_>,
         tally: &mut Tally,
         left: &mut usize,
     ) -> (usize, bool) {
@@ -151,7 +157,7 @@ impl Receiver {
         while *left > 0 && at < self.batch.len() {
             let may_wait = more && (at > 0 || self.window < *WINDOW.end());
             let received;
-            (received, bufs) = self.receive(ring, tap, format, tally, (at, may_wait), bufs);
+            (received, bufs) = self.receive(ring, line, tally, (at, may_wait), bufs);
             match received {
                 Received::Frame(chains) => at += chains,
                 Received::Nothing => return (at, true),
@@ -172,8 +178,7 @@ impl Receiver {
     fn receive<'b>(
         &mut self,
         ring: &mut Ring,
-        tap: &Tap,
-        format: Format,
+        Line { tap, format }: Line<'_>,
         tally: &mut Tally,
         (at, may_wait): (usize, bool),
         bufs: Vec<IoBufMut<'_>>,

@@ -8,9 +8,8 @@ use towline_channel::IOV_MAX;
 use towline_vhost_user::{Batch, Ring};
 
 use crate::FRAME_BYTES_MAX;
-use crate::receive::Format;
+use crate::receive::Line;
 use crate::statistics::{DropReason, Tally};
-use crate::tap::Tap;
 
 /// Frames that are taken, and given back, together.
 const FRAMES_A_BATCH: usize = 64;
@@ -30,7 +29,7 @@ impl Transmitter {
     }
 
     /// Sends for one turn. True if there may be more.
-    pub(crate) fn run(&mut self, ring: &mut Ring, tap: &Tap, format: Format, tally: &mut Tally) -> bool {
+    pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
         self.blocked = false;
         for _ in 0..BATCHES_A_TURN {
             let taken = ring.pop(&mut self.batch, FRAMES_A_BATCH);
@@ -38,7 +37,7 @@ impl Transmitter {
                 ring.listen(true);
                 return false;
             }
-            let sent = self.send(ring, tap, format, tally);
+            let sent = self.send(ring, line, tally);
             ring.give_back(&mut self.batch, sent);
             ring.publish();
             if sent < taken {
@@ -51,7 +50,7 @@ impl Transmitter {
     }
 
     /// Sends the batch; how many frames of it until the tap had no room.
-    fn send(&mut self, ring: &mut Ring, tap: &Tap, format: Format, tally: &mut Tally) -> usize {
+    fn send(&mut self, ring: &mut Ring, Line { tap, format }: Line<'_>, tally: &mut Tally) -> usize {
         let mut bufs = Vec::with_capacity(IOV_MAX.min(64));
         for (index, chain) in self.batch.chains().enumerate() {
             let length = chain.readable_bytes() as usize;

@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, builder, card, end, give_addresses, guest_address, network, number, path,
-    scratch, set_up, sum,
+    Conversation, GUEST, WITHIN, builder_with, card, end, give_addresses, guest_address, network, number,
+    path, scratch, set_up, sum,
 };
 
 /// A host of the picture, with its card.
@@ -62,9 +62,11 @@ fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let hub = hub(name)?;
     let scratch = scratch();
     let mut hosts = [Host::new(&hub, "host-a"), Host::new(&hub, "host-b")];
-    let machine = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 }.machine();
-    let build =
-        |version: Version| move |socket: &std::path::Path| builder(version, socket, queues).machine(machine);
+    let oldest = if versions.contains(&Version::V7_2) { Version::V7_2 } else { Version::V10_0 };
+    let (machine, vectors) = (oldest.machine(), if oldest == Version::V7_2 { 0 } else { 2 * queues + 2 });
+    let build = |version: Version| {
+        move |socket: &std::path::Path| builder_with(version, socket, queues, vectors).machine(machine)
+    };
     let mut source = hosts[0].qemu(&scratch, build(versions[0]));
     let mut guest = source.linux(WITHIN).unwrap();
     set_up(&mut guest);

@@ -1,6 +1,6 @@
 //! The card's process dies and is started again, and the guest's connections go on.
 
-use towline_lab::{Version, require_lab};
+use towline_lab::require_lab;
 
 use crate::support::{
     Conversation, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,

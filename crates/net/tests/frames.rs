@@ -1,0 +1,233 @@
+//! Frames through the card on a real tap, with the drivers of `frontend` in place of a guest.
+//!
+//! ```text
+//!   a socket of this host ── UDP, one frame each ── tap0 ── Net ── rings ── a driver with buffers of every size
+//! ```
+//! The tap is in a network of its own and has an MTU of 65521, so that a datagram of any size is one frame.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::net::UdpSocket;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use towline_frontend::net::{HEADER_BYTES, Options as DriverOptions, Pair, feature};
+use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
+use towline_frontend::{Frontend, Memory};
+use towline_lab::{Network, skip};
+use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
+use towline_vhost_user::{Cancel, Device, serve};
+
+const WITHIN: Duration = Duration::from_secs(60);
+const GUEST_MAC: &str = "02:00:00:09:00:02";
+const PORT: u16 = 9;
+/// Ethernet, IPv4 and UDP headers.
+const HEADERS: usize = 14 + 20 + 8;
+
+/// A network with a card in it, served on a thread.
+struct Bench {
+    network: Network,
+    net: Arc<Net>,
+    driver: (Frontend, Pair),
+    socket: UdpSocket,
+    cancel: Cancel,
+    server: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Bench {
+    /// `None`, with the reason printed, where no network can be made.
+    fn new(name: &str, receive_bytes: usize, size: u16, features: u64) -> Option<Self> {
+        let network = match Network::new() {
+            Ok(network) => network,
+            Err(error) => {
+                skip(name, &format!("no network of its own: {error:#}"));
+                return None;
+            }
+        };
+        let taps = network.enter(|| Taps::open("tap0", 1)).unwrap().unwrap();
+        assert!(taps.is_made());
+        for line in [
+            "ip link set tap0 mtu 65521",
+            "ip address add 10.9.0.1/24 dev tap0",
+            &format!("ip neigh add 10.9.0.2 lladdr {GUEST_MAC} nud permanent dev tap0"),
+        ] {
+            network.run(&line.split(' ').collect::<Vec<_>>()).unwrap();
+        }
+        let net = Arc::new(Net::new(taps, Options::default()));
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let cancel = Cancel::new().unwrap();
+        let (device, token): (Arc<dyn Device>, _) = (net.clone(), cancel.clone());
+        let server = std::thread::spawn(move || {
+            let channel = towline_channel::UnixChannel::new(theirs.into(), "the driver").unwrap();
+            let outcome = serve(&channel, &device, &token);
+            assert!(outcome.is_ok() || token.is_cancelled(), "{outcome:?}");
+        });
+        let mut frontend = Frontend::new(ours).unwrap();
+        let features = frontend.negotiate(features, EVENT_IDX | INDIRECT, 0).unwrap().features;
+        let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
+        let memory = Arc::new(Memory::new(Pair::memory_bytes(&options)).unwrap());
+        frontend.share(Some(&memory)).unwrap();
+        let pair = Pair::start(&mut frontend, &memory, 0, options).unwrap();
+        let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
+        socket.set_read_timeout(Some(WITHIN)).unwrap();
+        Some(Self { network, net, driver: (frontend, pair), socket, cancel, server: Some(server) })
+    }
+
+    /// Waits for so many datagrams and compares them with these.
+    fn expect(&mut self, wanted: &[Vec<u8>]) {
+        let pair = &mut self.driver.1;
+        let mut found = Vec::new();
+        while found.len() < wanted.len() {
+            let frames = pair.receive(|frame| {
+                let bytes = frame.to_vec();
+                let buffers = u16::from_le_bytes([bytes[10], bytes[11]]);
+                assert_eq!(usize::from(buffers), frame.buffers(), "num_buffers");
+                if let Some(payload) = payload(&bytes[HEADER_BYTES..]) {
+                    found.push(payload.to_vec());
+                }
+            });
+            if frames.unwrap() == 0 {
+                pair.rx().wait(WITHIN).unwrap();
+            }
+        }
+        for (index, (found, wanted)) in found.iter().zip(wanted).enumerate() {
+            assert!(found == wanted, "datagram {index}: {} bytes, expected {}", found.len(), wanted.len());
+        }
+    }
+
+    fn send(&self, datagrams: &[Vec<u8>]) {
+        for datagram in datagrams {
+            self.socket.send_to(datagram, ("10.9.0.2", PORT)).unwrap();
+        }
+    }
+
+    fn statistics(&self) -> [QueueStatistics; 2] {
+        self.net.statistics()[0]
+    }
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+        if let Some(server) = self.server.take()
+            && server.join().is_err()
+            && !std::thread::panicking()
+        {
+            panic!("the card's thread panicked");
+        }
+        let _ = &self.network;
+    }
+}
+
+/// What a datagram to our port carries; nothing of any other frame.
+fn payload(frame: &[u8]) -> Option<&[u8]> {
+    let is_ours = frame.len() >= HEADERS
+        && frame[12..14] == [8, 0]
+        && frame[23] == 17
+        && frame[36..38] == PORT.to_be_bytes();
+    is_ours.then(|| &frame[HEADERS..])
+}
+
+/// A frame to the host's port, its virtio header first.
+fn frame(host_mac: [u8; 6], payload: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; HEADER_BYTES + HEADERS];
+    let ethernet = &mut frame[HEADER_BYTES..];
+    ethernet[..6].copy_from_slice(&host_mac);
+    ethernet[6..14].copy_from_slice(&[2, 0, 0, 9, 0, 2, 8, 0]);
+    let length = u16::try_from(28 + payload.len()).unwrap();
+    ethernet[14..24].copy_from_slice(&[0x45, 0, (length >> 8) as u8, length as u8, 0, 0, 0, 0, 64, 17]);
+    ethernet[26..34].copy_from_slice(&[10, 9, 0, 2, 10, 9, 0, 1]);
+    let sum: u32 = ethernet[14..34].chunks(2).map(|word| u32::from(word[0]) << 8 | u32::from(word[1])).sum();
+    let sum = !((sum & 0xffff) + (sum >> 16)) as u16;
+    ethernet[24..26].copy_from_slice(&sum.to_be_bytes());
+    ethernet[34..38].copy_from_slice(&[0, 9, 0, 9]);
+    ethernet[38..40].copy_from_slice(&(length - 20).to_be_bytes());
+    frame.extend_from_slice(payload);
+    frame
+}
+
+fn datagrams(count: usize, longest: usize) -> Vec<Vec<u8>> {
+    let mut random = fastrand::Rng::with_seed(longest as u64);
+    // Mostly short ones, so that long ones come as a surprise.
+    let mut length = || if random.u8(..4) == 0 { random.usize(1..=longest) } else { random.usize(1..=100) };
+    let lengths: Vec<usize> = (0..count).map(|_| length()).collect();
+    lengths.into_iter().map(|length| (0..length).map(|_| random.u8(..)).collect()).collect()
+}
+
+#[test]
+fn frames_of_every_length_fit_into_buffers_of_every_length() {
+    let name = "frames_of_every_length_fit_into_buffers_of_every_length";
+    let longest = 65_000;
+    for (receive_bytes, size, features) in [
+        (1536, 256, feature::MRG_RXBUF),
+        (1536, 64, feature::MRG_RXBUF),
+        (128, 1024, feature::MRG_RXBUF),
+        (4096, 256, feature::MRG_RXBUF | feature::OFFLOADS),
+        (68 << 10, 64, 0),
+    ] {
+        let Some(mut bench) = Bench::new(name, receive_bytes, size, features) else { return };
+        // Less at a time than the tap can hold.
+        for _ in 0..4 {
+            let datagrams = datagrams(200, longest);
+            bench.send(&datagrams);
+            bench.expect(&datagrams);
+        }
+        let [receive, _] = bench.statistics();
+        assert!(receive.packets >= 800, "{receive:?}");
+        assert_eq!(receive.drops, [0; 5], "{receive:?}");
+        assert!(receive.notifications + receive.notifications_suppressed <= receive.batches, "{receive:?}");
+    }
+}
+
+#[test]
+fn what_fits_into_no_buffer_is_dropped_and_counted() {
+    let name = "what_fits_into_no_buffer_is_dropped_and_counted";
+    let Some(mut bench) = Bench::new(name, 2048, 64, 0) else { return };
+    let sent = [vec![1; 100], vec![2; 3000], vec![3; 1900]];
+    bench.send(&sent);
+    bench.expect(&[sent[0].clone(), sent[2].clone()]);
+    assert_eq!(bench.statistics()[0].dropped(DropReason::TooLong), 1);
+}
+
+#[test]
+fn what_is_transmitted_arrives_and_a_disabled_queue_discards() {
+    let name = "what_is_transmitted_arrives_and_a_disabled_queue_discards";
+    let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
+    let mac = bench.network.enter(|| std::fs::read_to_string("/proc/net/dev").is_ok()).unwrap();
+    assert!(mac);
+    // Everybody's, as the host's own is nobody's business here.
+    let mac = [0xff; 6];
+    let (mut found, sent) = (vec![0; 1 << 16], datagrams(100, 60_000));
+    for (round, datagram) in sent.iter().enumerate() {
+        let (frontend, pair) = &mut bench.driver;
+        if round % 10 == 9 {
+            // A datagram of no byte would be read as the next one.
+            frontend.enable(1, false).unwrap();
+            assert!(pair.transmit(&frame(mac, b"to nobody")));
+            pair.flush();
+            pair.wait_room(WITHIN).unwrap();
+            frontend.enable(1, true).unwrap();
+        }
+        while pair.reclaim().unwrap() > 0 {}
+        assert!(pair.transmit(&frame(mac, datagram)));
+        pair.flush();
+        let (length, _) = bench.socket.recv_from(&mut found).unwrap();
+        assert!(
+            found[..length] == datagram[..],
+            "datagram {round}: {length} bytes, expected {}",
+            datagram.len()
+        );
+    }
+    let pair = &mut bench.driver.1;
+    pair.transmit(&[0; HEADER_BYTES + 3]);
+    pair.transmit(&[0xff; HEADER_BYTES + 60]);
+    pair.flush();
+    while pair.tx().in_flight() > 0 {
+        if pair.reclaim().unwrap() == 0 {
+            pair.wait_room(WITHIN).unwrap();
+        }
+    }
+    let [_, transmit] = bench.statistics();
+    assert_eq!(transmit.packets, 100, "{transmit:?}");
+    assert_eq!(transmit.dropped(DropReason::Malformed), 2, "{transmit:?}");
+}
