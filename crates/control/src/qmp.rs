@@ -10,6 +10,8 @@
 //! commands. QEMU serves one client at a time per monitor; a second one is left without a greeting until the first
 //! leaves, and is told so by [`Error::NoGreeting`].
 //!
+//! [`Server`] is the other end, for towline's own control socket.
+//!
 //! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`] for
 //! events nobody has read yet.
 
@@ -20,6 +22,7 @@ mod client;
 mod connection;
 mod error;
 mod events;
+mod server;
 mod sys;
 
 pub use client::{CANCEL_CHECK_INTERVAL, Client, Command, DEADLINE, Options};
@@ -27,3 +30,4 @@ pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{Error, GoneBy};
 pub use events::EVENTS_MAX;
+pub use server::{CLIENTS_MAX, Commands, REQUEST_BYTES_MAX, Refusal, Server};

@@ -137,7 +137,10 @@ fn a_message_is_bounded_in_length() {
 
     let too_long = [open, vec![b'a'; MESSAGE_BYTES_MAX].as_slice()].concat();
     let excerpt = format!("{{\\\"return\\\": \\\"{}…", "a".repeat(68));
-    assert_eq!(decode(&too_long, &[64 << 10]), (vec![], Some(CodecError::TooLong { excerpt })));
+    assert_eq!(
+        decode(&too_long, &[64 << 10]),
+        (vec![], Some(CodecError::TooLong { bytes_max: MESSAGE_BYTES_MAX, excerpt }))
+    );
 }
 
 #[test]

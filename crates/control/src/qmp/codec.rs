@@ -104,9 +104,11 @@ pub enum CodecError {
         /// The first bytes of the message.
         excerpt: String,
     },
-    /// More than [`MESSAGE_BYTES_MAX`].
-    #[error("a QMP message longer than {MESSAGE_BYTES_MAX} bytes: \"{excerpt}\"")]
+    /// More than the decoder's limit.
+    #[error("a QMP message longer than {bytes_max} bytes: \"{excerpt}\"")]
     TooLong {
+        /// The limit.
+        bytes_max: usize,
         /// The first bytes of the message.
         excerpt: String,
     },
@@ -119,7 +121,7 @@ pub enum CodecError {
 }
 
 /// Finds messages in bytes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Decoder {
     buffer: Vec<u8>,
     /// Where the message under way begins.
@@ -130,6 +132,13 @@ pub struct Decoder {
     in_string: bool,
     escaped: bool,
     failed: Option<CodecError>,
+    bytes_max: usize,
+}
+
+impl Default for Decoder {
+    fn default() -> Self {
+        Self::with_limit(MESSAGE_BYTES_MAX)
+    }
 }
 
 impl Decoder {
@@ -137,6 +146,21 @@ impl Decoder {
     #[must_use]
     pub fn new() -> Self {
         Self::default()
+    }
+
+    /// One that takes no message longer than this.
+    #[must_use]
+    pub fn with_limit(bytes_max: usize) -> Self {
+        Self {
+            buffer: Vec::new(),
+            start: 0,
+            scanned: 0,
+            depth: 0,
+            in_string: false,
+            escaped: false,
+            failed: None,
+            bytes_max,
+        }
     }
 
     /// Takes bytes as they arrived. Call [`Decoder::next_message`] until it gives `None` before feeding more, so that
@@ -178,8 +202,11 @@ impl Decoder {
                 self.scanned += 1;
                 continue;
             }
-            if self.scanned - self.start >= MESSAGE_BYTES_MAX {
-                return Err(CodecError::TooLong { excerpt: excerpt(&self.buffer[self.start..]) });
+            if self.scanned - self.start >= self.bytes_max {
+                return Err(CodecError::TooLong {
+                    bytes_max: self.bytes_max,
+                    excerpt: excerpt(&self.buffer[self.start..]),
+                });
             }
             self.scanned += 1;
             self.bracket(byte)?;
