@@ -1,9 +1,11 @@
 //! How towline talks to the QEMU that owns a guest, and what a copy of a guest consists of.
 //!
 //! ```text
+//! monitor   one copy as QMP shows it
 //! plan      copy a guest from somewhere to somewhere, with undo
 //! qemu      what one QEMU is and waits for; settings that are put back afterwards
 //!  └ qmp    codec (bytes to messages) ─ client (one socket, deadlines, events) ─ commands (typed)
+//!           ─ server (our own control socket)
 //! ```
 //!
 //! This crate drives stock QEMU over its control socket. The stream and the memory are `towline_migration`'s, which the
@@ -11,6 +13,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod monitor;
 pub mod plan;
 pub mod qemu;
 pub mod qmp;

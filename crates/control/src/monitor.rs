@@ -1,0 +1,299 @@
+//! One copy as QMP shows it: what `query-migrate` says, the events, and how it is cancelled.
+//!
+//! ```text
+//! plan ── Observer ─► Monitor ◄─ Commands ── qmp::Server ── clients
+//!                        └─ events ─────────────┘
+//! ```
+//!
+//! Everything is answered from what the plan last told, under a lock that is held for no longer than it takes to copy that, so an
+//! answer does not wait for data that moves.
+//!
+//! What it is not: a way to begin a copy; that is the command line. Capabilities are those of the command line too: what lanes are
+//! made of cannot change under way.
+
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+use towline_channel::Cancel;
+use towline_migration::ZeroCopySend;
+
+use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
+use crate::qmp::{Commands, Refusal, Server};
+
+const NAMES: [&str; 9] = [
+    "query-status",
+    "query-migrate",
+    "query-migrate-capabilities",
+    "migrate-set-capabilities",
+    "query-migrate-parameters",
+    "migrate-set-parameters",
+    "migrate_cancel",
+    "query-name",
+    "quit",
+];
+/// Bytes of the pages that are counted.
+const PAGE_BYTES: u64 = 4096;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Monitor {
+    cancel: Cancel,
+    name: String,
+    capabilities: Vec<(&'static str, bool)>,
+    parameters: Value,
+    state: Mutex<State>,
+    server: OnceLock<Server>,
+}
+
+#[derive(Debug)]
+struct State {
+    begun: Instant,
+    status: &'static str,
+    /// Whether the guest runs at its source, as far as this side can tell.
+    running: bool,
+    progress: Progress,
+    /// When memory began to move.
+    transfer: Option<Instant>,
+    ended: Option<Duration>,
+    downtime_ms: Option<u64>,
+    error: Option<String>,
+}
+
+impl Monitor {
+    /// For a copy called `name` with these options, which `cancel` ends.
+    pub fn new(name: impl Into<String>, options: &Options, cancel: &Cancel) -> Self {
+        let state = State {
+            begun: Instant::now(),
+            status: "setup",
+            running: true,
+            progress: Progress::default(),
+            transfer: None,
+            ended: None,
+            downtime_ms: None,
+            error: None,
+        };
+        Self {
+            cancel: cancel.clone(),
+            name: name.into(),
+            capabilities: capabilities(options),
+            parameters: parameters(options),
+            state: Mutex::new(state),
+            server: OnceLock::new(),
+        }
+    }
+
+    /// Has its events told by this server, which ends with the monitor.
+    pub fn tell(&self, server: Server) {
+        // Only the first one.
+        let _ = self.server.set(server);
+    }
+
+    /// The copy is over; who asks now hears how it ended.
+    pub fn ended(&self, outcome: Result<&Report, &Failure>) {
+        let status = match outcome {
+            Ok(_) => "completed",
+            Err(_) if self.cancel.is_cancelled() => "cancelled",
+            Err(_) => "failed",
+        };
+        {
+            let mut state = self.state();
+            state.ended = Some(state.begun.elapsed());
+            match outcome {
+                Ok(report) => {
+                    state.progress.moved = report.moved;
+                    state.downtime_ms = report.downtime_ms;
+                }
+                Err(failure) => state.error = Some(failure.error.to_string()),
+            }
+        }
+        self.becomes(status);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn becomes(&self, status: &'static str) {
+        let before = std::mem::replace(&mut self.state().status, status);
+        if before != status {
+            self.emit("MIGRATION", &json!({ "status": status }));
+        }
+    }
+
+    fn runs(&self, running: bool) {
+        let before = std::mem::replace(&mut self.state().running, running);
+        if before != running {
+            self.emit(if running { "RESUME" } else { "STOP" }, &json!({}));
+        }
+    }
+
+    fn emit(&self, event: &str, data: &Value) {
+        if let Some(server) = self.server.get() {
+            server.emit(event, data.as_object().cloned().unwrap_or_default());
+        }
+    }
+
+    fn query_migrate(&self) -> Value {
+        let state = self.state();
+        let mut answer = json!({ "status": state.status });
+        let total = state.ended.unwrap_or_else(|| state.begun.elapsed());
+        answer["total-time"] = milliseconds(total);
+        if let Some(transfer) = state.transfer {
+            answer["setup-time"] = milliseconds(transfer - state.begun);
+            answer["ram"] = ram(&state.progress, total.saturating_sub(transfer - state.begun));
+        }
+        let optional = [
+            ("downtime", state.downtime_ms.map(Value::from)),
+            ("expected-downtime", state.progress.expected_downtime.map(milliseconds)),
+            ("cpu-throttle-percentage", state.progress.throttle_percent.map(Value::from)),
+            ("error-desc", state.error.clone().map(Value::from)),
+        ];
+        for (key, value) in optional {
+            if let Some(value) = value {
+                answer[key] = value;
+            }
+        }
+        answer
+    }
+
+    fn set_capabilities(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let list = arguments.get("capabilities").and_then(Value::as_array);
+        for wanted in list.ok_or_else(|| Refusal::because("Parameter 'capabilities' is missing"))? {
+            let name = wanted["capability"].as_str().unwrap_or_default();
+            let Some((_, state)) = self.capabilities.iter().find(|(known, _)| *known == name) else {
+                return Err(Refusal::because(format!(
+                    "Parameter 'capability' does not accept value '{name}'"
+                )));
+            };
+            if wanted["state"].as_bool() != Some(*state) {
+                let text = format!(
+                    "{name} is {state} for this copy and cannot change under way: begin it anew with the option of that name"
+                );
+                return Err(Refusal::Because(text));
+            }
+        }
+        Ok(json!({}))
+    }
+
+    fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        for (name, value) in arguments {
+            match self.parameters.get(name) {
+                Some(same) if same == value => {}
+                Some(found) => {
+                    let text = format!(
+                        "{name} is {found} for this copy and cannot change under way: begin it anew with --{name} {value}"
+                    );
+                    return Err(Refusal::Because(text));
+                }
+                None => return Err(Refusal::because(format!("Parameter '{name}' is unexpected"))),
+            }
+        }
+        Ok(json!({}))
+    }
+}
+
+impl Observer for Monitor {
+    fn phase(&self, phase: Phase) {
+        match phase {
+            Phase::Prepare | Phase::Connect => {}
+            Phase::Transfer => {
+                self.state().transfer.get_or_insert_with(Instant::now);
+                self.becomes("active");
+            }
+            Phase::Switchover => {
+                self.runs(false);
+                self.becomes("device");
+            }
+            Phase::Running => self.runs(true),
+            _ => self.becomes("device"),
+        }
+    }
+
+    fn progress(&self, progress: &Progress) {
+        let pass = |progress: &Progress| progress.pass.unwrap_or(progress.moved.dirty_sync_count);
+        let before = std::mem::replace(&mut self.state().progress, *progress);
+        if pass(progress) > pass(&before) {
+            self.emit("MIGRATION_PASS", &json!({ "pass": pass(progress) }));
+        }
+    }
+}
+
+impl Commands for Monitor {
+    fn names(&self) -> &[&'static str] {
+        &NAMES
+    }
+
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        match name {
+            "query-status" => {
+                let state = self.state();
+                let status = match (state.running, state.status) {
+                    (true, _) => "running",
+                    (false, "completed") => "postmigrate",
+                    (false, _) => "finish-migrate",
+                };
+                Ok(json!({ "running": state.running, "status": status }))
+            }
+            "query-migrate" => Ok(self.query_migrate()),
+            "query-migrate-capabilities" => {
+                let one = |(name, state): &(&str, bool)| json!({ "capability": name, "state": state });
+                Ok(self.capabilities.iter().map(one).collect())
+            }
+            "migrate-set-capabilities" => self.set_capabilities(arguments),
+            "query-migrate-parameters" => Ok(self.parameters.clone()),
+            "migrate-set-parameters" => self.set_parameters(arguments),
+            "query-name" => Ok(json!({ "name": self.name })),
+            "migrate_cancel" | "quit" => {
+                self.cancel.cancel();
+                Ok(json!({}))
+            }
+            _ => Err(Refusal::Unknown),
+        }
+    }
+}
+
+fn capabilities(options: &Options) -> Vec<(&'static str, bool)> {
+    vec![
+        ("auto-converge", options.throttle),
+        ("events", true),
+        ("multifd", options.multifd_channels != Some(0)),
+        ("return-path", options.return_path),
+        ("zero-copy-send", options.zero_copy_send == ZeroCopySend::On),
+    ]
+}
+
+/// As far as they are given; QEMU's own of the same name are `query-migrate-parameters` of the source's monitor.
+fn parameters(options: &Options) -> Value {
+    let mut parameters = json!({
+        "downtime-limit": milliseconds(options.downtime_limit),
+        "max-bandwidth": options.max_bandwidth.unwrap_or(0),
+    });
+    if let Some(lanes) = options.multifd_channels.filter(|&lanes| lanes > 0) {
+        parameters["multifd-channels"] = lanes.into();
+    }
+    parameters
+}
+
+/// The counters, and the rates that QEMU makes of them.
+fn ram(progress: &Progress, took: Duration) -> Value {
+    let moved = &progress.moved;
+    let entries = moved.entries().into_iter().map(|(name, value)| (name, value.into()));
+    let mut ram: Map<String, Value> = entries.collect();
+    ram.insert("page-size".into(), PAGE_BYTES.into());
+    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
+    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
+    ram.insert("remaining".into(), remaining.into());
+    let seconds = took.as_secs_f64();
+    let rate = progress.rate.map_or(moved.transferred as f64 / seconds.max(1e-3), |rate| rate as f64);
+    ram.insert("mbps".into(), (rate * 8.0 / 1e6).into());
+    ram.insert("dirty-pages-rate".into(), (progress.dirty_rate.unwrap_or(0) / PAGE_BYTES).into());
+    if let Some(pass) = progress.pass {
+        ram.insert("dirty-sync-count".into(), pass.into());
+    }
+    Value::Object(ram)
+}
+
+fn milliseconds(time: Duration) -> Value {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).into()
+}
