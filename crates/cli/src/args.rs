@@ -6,6 +6,7 @@ use clap::{Parser, Subcommand, ValueEnum};
 use towline_control::plan::Tls;
 use towline_migration::{Compression, ZeroCopySend};
 
+use crate::ctl::CtlArgs;
 use crate::endpoint::Endpoint;
 use crate::net::NetArgs;
 use crate::units::{bytes, seconds};
@@ -24,6 +25,7 @@ pub(crate) enum Command {
     Move(MoveArgs),
     Inspect(InspectArgs),
     Net(NetArgs),
+    Ctl(CtlArgs),
     Bench(BenchArgs),
 }
 

@@ -6,6 +6,7 @@
 mod args;
 mod bench;
 mod copy;
+mod ctl;
 mod endpoint;
 mod inspect;
 mod memory;
@@ -58,6 +59,7 @@ fn main() -> ExitCode {
         Command::Move(options) => copy::run_move(options),
         Command::Inspect(options) => inspect::run(options),
         Command::Net(options) => net::run(options),
+        Command::Ctl(options) => ctl::run(options),
         Command::Bench(options) => bench::run(options),
     };
     exit.unwrap_or_else(|error| {
