@@ -9,6 +9,8 @@
 //!                               ▼                    │
 //!                             Blocks → Records → Footer → Sections → … → DeviceState
 //! ```
+//! The memory of a background snapshot ([`Destination::of_snapshot`]) has no END: behind a PART a device's FULL section is the
+//! device state's beginning.
 //!
 //! [`Destination::handle`] takes one item from the input. After [`Event::Page`] the page's bytes follow: the driver takes
 //! them itself (from what it has buffered, or straight from the channel) and goes on behind them. After
@@ -124,11 +126,15 @@ pub enum Destination {
 
 /// Waits for magic and version.
 #[derive(Debug, Default)]
-pub struct AwaitHeader(());
+pub struct AwaitHeader {
+    is_snapshot: bool,
+}
 
 /// Waits for the configuration section.
 #[derive(Debug)]
-pub struct AwaitMachine(());
+pub struct AwaitMachine {
+    is_snapshot: bool,
+}
 
 /// Waits for a configuration subsection, or for whatever ends them.
 #[derive(Debug)]
@@ -136,6 +142,7 @@ pub struct AwaitSubsection {
     configuration: Configuration,
     /// How many there were.
     count: usize,
+    is_snapshot: bool,
 }
 
 /// Waits for a section or command.
@@ -143,6 +150,7 @@ pub struct AwaitSubsection {
 pub struct AwaitSection {
     ram: Option<Box<Ram>>,
     mapped_ram: bool,
+    is_snapshot: bool,
 }
 
 /// A step's result: the next state, and what happened unless more bytes are needed.
@@ -155,6 +163,12 @@ impl Default for Destination {
 }
 
 impl Destination {
+    /// For a stream of QEMU's background-snapshot: its memory has no END. The device state, which was taken first, follows the
+    /// last PART.
+    pub fn of_snapshot() -> Self {
+        Self::Header(AwaitHeader { is_snapshot: true })
+    }
+
     /// Takes one item. `None` in the result: `input` ends inside it, nothing of it was consumed.
     pub fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         match self {
@@ -205,7 +219,7 @@ impl AwaitHeader {
     fn handle<'a>(self, input: &mut Reader<'a>) -> Step<'a> {
         match configuration::decode_header(input)? {
             None => Ok((Destination::Header(self), None)),
-            Some(()) => AwaitMachine(()).handle(input),
+            Some(()) => AwaitMachine { is_snapshot: self.is_snapshot }.handle(input),
         }
     }
 }
@@ -223,7 +237,7 @@ impl AwaitMachine {
             return Ok((Destination::Machine(self), None));
         };
         let configuration = Configuration { machine_type, ..Configuration::default() };
-        AwaitSubsection { configuration, count: 0 }.handle(input)
+        AwaitSubsection { configuration, count: 0, is_snapshot: self.is_snapshot }.handle(input)
     }
 }
 
@@ -259,7 +273,7 @@ impl AwaitSubsection {
             return Err(PeerIncompatible::Feature { what, switch: "x-ignore-shared" }.into());
         }
         let mapped_ram = configuration.is_mapped_ram();
-        let next = AwaitSection { ram: None, mapped_ram };
+        let next = AwaitSection { ram: None, mapped_ram, is_snapshot: self.is_snapshot };
         Ok((Destination::Sections(next), Some(Event::Configuration(configuration))))
     }
 }
@@ -281,6 +295,11 @@ impl AwaitSection {
                 Ok(header) => Some(self.start(header)?),
                 Err(Incomplete) => None,
             },
+            SectionType::Full if self.ram.as_ref().is_some_and(|ram| ram.is_complete_snapshot()) => {
+                input.rewind(start);
+                let ram = self.ram.take().expect("just seen");
+                return Ok((Destination::DeviceState(Complete { ram }), Some(Event::DeviceState)));
+            }
             SectionType::Start | SectionType::Full => match SectionHeader::decode(input) {
                 Ok(header) => return Err(foreign_section(header, kind).into()),
                 Err(Incomplete) => None,
@@ -306,7 +325,7 @@ impl AwaitSection {
             let (name, found) = (header.name, header.version);
             return Err(PeerIncompatible::SectionVersion { name, found, known: ram::SECTION_VERSION }.into());
         }
-        let ram = Box::new(Ram::new(header.id, self.mapped_ram));
+        let ram = Box::new(Ram::new(header.id, self.mapped_ram, self.is_snapshot));
         let section = RamSection { kind: SectionKind::Start, id: header.id };
         let next = AwaitBlock { ram, mapped_ram: self.mapped_ram, left: None, file_offset: 0 };
         Ok((section, Destination::Blocks(next)))
@@ -321,11 +340,12 @@ fn foreign_section(header: SectionHeader, kind: u8) -> PeerIncompatible {
     }
 }
 
-fn resume(ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destination)> {
+fn resume(mut ram: Box<Ram>, kind: u8, id: u32) -> Result<(RamSection, Destination)> {
     if id != ram.id {
         return Err(PeerMisbehaved::UnknownSection { id, expected: ram.id }.into());
     }
     let kind = if kind == SectionType::Part as u8 { SectionKind::Part } else { SectionKind::End };
+    ram.has_part = true;
     let section = RamSection { kind, id };
     Ok((section, Destination::Records(AwaitRecord { ram, section })))
 }

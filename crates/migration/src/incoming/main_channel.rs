@@ -97,7 +97,8 @@ impl<'a> MainChannel<'a> {
 
     /// Takes everything up to the device state; returns its first bytes.
     fn sections(&mut self) -> Result<Collector> {
-        let mut state = Destination::default();
+        let mut state =
+            if self.options.is_snapshot { Destination::of_snapshot() } else { Destination::default() };
         loop {
             let mut reader = Reader::new(&self.input.bytes[self.input.start..self.input.end]);
             let peer = self.input.channel.peer();

@@ -38,11 +38,13 @@ pub struct Options {
     pub require_return_path: bool,
     /// How the lanes' pages are compressed; the level does not matter here.
     pub compression: Compression,
+    /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
+    pub is_snapshot: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { require_return_path: true, compression: Compression::None }
+        Self { require_return_path: true, compression: Compression::None, is_snapshot: false }
     }
 }
 

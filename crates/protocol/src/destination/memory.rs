@@ -54,6 +54,10 @@ pub(super) struct Ram {
     pub(super) blocks: Vec<RamBlock>,
     by_name: BTreeMap<String, BlockIndex>,
     last: Option<BlockIndex>,
+    /// The stream is of a background snapshot.
+    is_snapshot: bool,
+    /// A PART or END has begun.
+    pub(super) has_part: bool,
 }
 
 impl AwaitBlock {
@@ -130,8 +134,14 @@ fn check_block(name: &str, length: u64, left: u64) -> Result<()> {
 }
 
 impl Ram {
-    pub(super) fn new(id: u32, mapped: bool) -> Self {
-        Self { id, mapped, blocks: Vec::new(), by_name: BTreeMap::new(), last: None }
+    pub(super) fn new(id: u32, mapped: bool, is_snapshot: bool) -> Self {
+        let (blocks, by_name) = (Vec::new(), BTreeMap::new());
+        Self { id, mapped, blocks, by_name, last: None, is_snapshot, has_part: false }
+    }
+
+    /// Whether a device's section is the memory's end.
+    pub(super) fn is_complete_snapshot(&self) -> bool {
+        self.is_snapshot && self.has_part
     }
 
     fn add(&mut self, block: RamBlock) -> Result<()> {
@@ -255,7 +265,10 @@ impl AwaitFooter {
             SectionKind::End => {
                 Ok((Destination::DeviceState(Complete { ram: self.ram }), Some(Event::DeviceState)))
             }
-            _ => AwaitSection { ram: Some(self.ram), mapped_ram: false }.handle(input),
+            _ => {
+                let is_snapshot = self.ram.is_snapshot;
+                AwaitSection { ram: Some(self.ram), mapped_ram: false, is_snapshot }.handle(input)
+            }
         }
     }
 }

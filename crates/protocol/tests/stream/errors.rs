@@ -1,7 +1,7 @@
 //! Every error that a peer can cause on the main channel, exactly.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{Destination, ITEM_BYTES_MAX};
+use towline_protocol::destination::{Destination, Event, ITEM_BYTES_MAX};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{RamOptions, Setup};
 use towline_protocol::{Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, RamBlock, Reader, limits};
@@ -268,6 +268,29 @@ fn what_cannot_be_done_here() {
     ] {
         assert_eq!(refused(&bytes), expected.into(), "{bytes:?}");
     }
+}
+
+/// The memory of a background snapshot has no END: a device's section behind a PART, and only there, is the device state.
+#[test]
+fn the_memory_of_a_snapshot_ends_where_devices_begin() {
+    let device = [&[4][..], &ID, b"\x05timer\0\0\0\0\0\0\0\x02"].concat();
+    let part = [&[2][..], &ID, &word(0, 0x10), &[0x7e], &ID].concat();
+    let ends = |mut machine: Destination, bytes: &[u8]| {
+        let mut input = Reader::new(bytes);
+        loop {
+            let (next, event) = machine.handle(&mut input)?;
+            match event {
+                Some(Event::DeviceState) => return Ok(Some(bytes[input.position()..].to_vec())),
+                None => return Ok(None),
+                Some(_) => machine = next,
+            }
+        }
+    };
+    let whole = behind_start(&[&part[..], &part, &device].concat());
+    assert_eq!(ends(Destination::of_snapshot(), &whole), Ok(Some(device.clone())));
+    let early = Error::from(PeerIncompatible::EarlyDevice { name: "timer".into(), instance: 0 });
+    assert_eq!(ends(Destination::default(), &whole), Err(early.clone()));
+    assert_eq!(ends(Destination::of_snapshot(), &behind_start(&device)), Err(early));
 }
 
 #[test]

@@ -47,8 +47,14 @@ struct Outcome {
 /// had taken them from the channel itself.
 pub fn main_channel(data: &[u8]) {
     let Some((seed, stream)) = data.split_first() else { return };
-    let whole = read_pieces(stream, || stream.len().max(1));
-    let split = read_pieces(stream, pieces(*seed));
+    for begin in [Destination::default, Destination::of_snapshot] {
+        main_channel_of(*seed, stream, begin);
+    }
+}
+
+fn main_channel_of(seed: u8, stream: &[u8], begin: fn() -> Destination) {
+    let whole = read_pieces(begin(), stream, || stream.len().max(1));
+    let split = read_pieces(begin(), stream, pieces(seed));
     assert_eq!(whole.events, split.events, "pieces make a difference");
     match (split.state, split.error) {
         // A description before the end is seen only where a piece ends with it.
@@ -57,9 +63,8 @@ pub fn main_channel(data: &[u8]) {
     }
 }
 
-fn read_pieces(stream: &[u8], mut piece: impl FnMut() -> usize) -> Outcome {
-    let (mut outcome, mut machine, mut collector) =
-        (Outcome::default(), Destination::default(), Collector::default());
+fn read_pieces(mut machine: Destination, stream: &[u8], mut piece: impl FnMut() -> usize) -> Outcome {
+    let (mut outcome, mut collector) = (Outcome::default(), Collector::default());
     let (mut consumed, mut come) = (0, 0);
     while come < stream.len() && outcome.error.is_none() && outcome.state.is_none() {
         come = stream.len().min(come + piece());
