@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::checksum::CorruptChunk;
+use crate::manifest::Digest;
 
 /// An image that cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +101,72 @@ pub enum Error {
         path: PathBuf,
         /// Where, and what was found.
         source: Box<CorruptChunk>,
+    },
+    /// An incremental image without what says on which.
+    #[error("{}: an incremental image, but there is no manifest beside it ({}) that names its base: copy both files", path.display(), sidecar.display())]
+    NoBase {
+        /// Which.
+        path: PathBuf,
+        /// Where its manifest was looked for.
+        sidecar: PathBuf,
+    },
+    /// An incremental image's base is missing or broken.
+    #[error("{}: an incremental image, and its base cannot be used: {source}; bring the base back (content {content}), to {} or beside the image", path.display(), base.display())]
+    BaseUnusable {
+        /// The image.
+        path: PathBuf,
+        /// Its base.
+        base: PathBuf,
+        /// What the base held.
+        content: Digest,
+        /// What is wrong with it.
+        source: Box<Self>,
+    },
+    /// The base is another image by now.
+    #[error("{}: its base {} is not the image that it was made on: its content is {found}, expected {expected}; bring that one back, no other will do", path.display(), base.display())]
+    OtherBase {
+        /// The image.
+        path: PathBuf,
+        /// What was found where its base was.
+        base: PathBuf,
+        /// What that holds.
+        found: String,
+        /// What its base held.
+        expected: Digest,
+    },
+    /// The guest is not the base's.
+    #[error("{}: the guest has {found}, its base {} has {expected}: another guest, or another memory size; store it whole, without --base", path.display(), base.display())]
+    BaseDiffers {
+        /// The image.
+        path: PathBuf,
+        /// Its base.
+        base: PathBuf,
+        /// The first RAM block that differs.
+        found: String,
+        /// What the base has there.
+        expected: String,
+    },
+    /// A chain of too many images.
+    #[error("{}: it is based on more images than the {limit} that a chain may have: make a whole one of it (`towline copy IMAGE NEW`), if it can still be read, or of its base", path.display())]
+    ChainTooLong {
+        /// The image.
+        path: PathBuf,
+        /// The limit, itself included.
+        limit: usize,
+    },
+    /// An image that would replace what it is based on.
+    #[error("{}: the image would replace {}, which it is based on: choose another name", path.display(), base.display())]
+    OwnBase {
+        /// The image.
+        path: PathBuf,
+        /// The file of its chain that has this name.
+        base: PathBuf,
+    },
+    /// A base that no manifest can name.
+    #[error("{:?}: its path is not UTF-8, and so no base of an image: rename it", path)]
+    BasePath {
+        /// The base.
+        path: PathBuf,
     },
     /// The manifest cannot be used.
     #[error(transparent)]

@@ -5,6 +5,8 @@
 //!   towline_migration::Outgoing ◄─ Image ◄─────── IMAGE (ours or QEMU's)
 //! ```
 //!
+//! An image may be incremental: it holds the chunks that are not its base's, and is read through it.
+//!
 //! Saving a guest is an incoming migration into an [`ImageWriter`], restoring one an outgoing migration of an [`Image`].
 //!
 //! - [`checksum`]: BLAKE3 of each 2 MiB of memory, computed while pages arrive in any order.
@@ -16,16 +18,22 @@
 #![deny(unsafe_code)]
 
 pub mod atomic_file;
+mod chain;
 pub mod checksum;
 mod error;
+mod increment;
+mod layer;
 pub mod manifest;
 mod reader;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
+mod verified;
 mod writer;
 
 pub use atomic_file::Existing;
+pub use chain::LAYERS_MAX;
 pub use error::{Error, Result};
+pub use increment::Increment;
 pub use manifest::{Manifest, Origin};
-pub use reader::{Image, PageCount};
+pub use reader::{Image, LayerInfo, PageCount};
 pub use writer::ImageWriter;

@@ -1,45 +1,40 @@
 //! Reading a stored guest: a mapped-ram file, ours or stock QEMU's, as a [`Guest`] that the engine can send.
 //!
 //! The file is mapped. A page that the bitmap calls zero is never touched, one that it has goes from the page cache into
-//! the channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is sent,
+//! the channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is first sent,
 //! and a restore of a damaged image fails before the destination has its device state, so no guest runs from it.
+//!
+//! An incremental image is read through the images that it is based on, chunk by chunk ([`chain`](crate::chain)). Any number of
+//! threads and copies read one [`Image`] at the same time.
 
 use std::fs::File;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use memmap2::{Advice, Mmap};
 use towline_channel::IoBuf;
 use towline_migration::{Extent, ExtentKind, Guest, Snapshot};
-use towline_protocol::configuration::{self, Configuration, MAPPED_RAM};
-use towline_protocol::destination::{Destination, Event};
+use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
-use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use crate::chain::Chain;
 use crate::checksum::{self, CHUNK_BYTES, Content};
-use crate::manifest::{Found, Manifest, sidecar_path};
-use crate::{Error, Result, sys};
-
-/// More than any item of the stream needs to be decoded.
-const WINDOW_BYTES: usize = 1 << 20;
+use crate::layer::Layer;
+use crate::manifest::Manifest;
+use crate::verified::Verified;
+use crate::{Error, Result};
 
 /// A stored guest, mapped.
 #[derive(Debug)]
 pub struct Image {
-    path: PathBuf,
-    file: Arc<File>,
-    map: Mmap,
-    configuration: Configuration,
-    section_id: u32,
-    blocks: Vec<RamBlock>,
-    device_state: DeviceState,
-    device_state_offset: u64,
-    manifest: Option<Manifest>,
+    chain: Chain,
     verify: bool,
+    verified: Verified,
 }
 
 /// How many of a block's pages have content.
@@ -51,63 +46,54 @@ pub struct PageCount {
     pub zero: u64,
 }
 
+/// One file of a chain.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerInfo<'a> {
+    /// Where it is.
+    pub path: &'a Path,
+    /// The open file.
+    pub file: &'a File,
+    /// `None` for a whole image that stock QEMU made.
+    pub manifest: Option<&'a Manifest>,
+    /// Chunks of the guest that are read from it.
+    pub chunks: usize,
+}
+
 impl Image {
-    /// Opens and checks the image at `path`: its structure, and that its manifest, if there is one, is its own.
+    /// Opens and checks the image at `path`: its structure, that its manifest, if there is one, is its own, and the same of all
+    /// that it is based on.
     ///
     /// # Errors
-    /// The file cannot be read, is no mapped-ram file, ends too early, or has another image's manifest beside it.
+    /// The file cannot be read, is no mapped-ram file, ends too early, or has another image's manifest beside it; a base is
+    /// missing or was changed.
     pub fn open(path: &Path) -> Result<Self> {
-        let io = |source| Error::Read { path: path.into(), source };
-        let file = File::open(path).map_err(io)?;
-        if !file.metadata().map_err(io)?.is_file() {
-            return Err(Error::NotAFile { path: path.into() });
-        }
-        let map = sys::map(&file).map_err(io)?;
-        let head = Head::read(path, &map)?;
-        let tail = &map[head.end..];
-        let device_state = DeviceState::parse(tail).map_err(|source| Error::DeviceState {
-            path: path.into(),
-            offset: head.end as u64,
-            source,
-        })?;
-        let manifest = Manifest::load(path, &head.blocks)?;
-        let image = Self {
-            path: path.into(),
-            file: Arc::new(file),
-            map,
-            configuration: head.configuration,
-            section_id: head.section_id,
-            blocks: head.blocks,
-            device_state,
-            device_state_offset: head.end as u64,
-            manifest,
-            verify: false,
-        };
-        image.check_manifest()?;
-        Ok(image)
+        let chain = Chain::open(path)?;
+        let verified = Verified::new(&chain.top().blocks);
+        Ok(Self { chain, verify: false, verified })
     }
 
-    /// Has every chunk compared with the manifest before it is sent, and the device state at once.
+    /// Has every chunk compared with the manifest before it is first sent, and the device state at once.
     ///
     /// # Errors
     /// There is no manifest, or the device state is not what it says.
     pub fn verify_on_read(mut self) -> Result<Self> {
-        self.verify_device_state()?;
+        self.top().verify_device_state()?;
         self.verify = true;
         Ok(self)
     }
 
-    /// Compares the whole image with its manifest, with `threads` threads; `progress` is told of bytes done.
+    /// Compares the whole image with its manifest, with `threads` threads; `progress` is told of bytes done. Each chunk is
+    /// compared once for as long as the image is open, whoever asks.
     ///
     /// # Errors
     /// There is no manifest; or the first chunk in the image's order that differs, or the device state.
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
-        self.verify_device_state()?;
+        self.top().verify_device_state()?;
         let chunks: Vec<_> = self.chunks().collect();
         let next = AtomicUsize::new(0);
         let worker = || {
             while let Some(&(page, length)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                self.verify_chunk(page, length)?;
+                self.verify_chunk(page)?;
                 progress(length);
             }
             Ok(())
@@ -120,43 +106,68 @@ impl Image {
 
     /// The path that it was opened by.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.top().path
     }
 
     /// The open file.
     pub fn file(&self) -> &Arc<File> {
-        &self.file
+        &self.top().file
+    }
+
+    /// The same file opened once more: with a position of its own, which a duplicate has not.
+    ///
+    /// # Errors
+    /// The kernel opens no further file.
+    pub fn reopen(&self) -> Result<File> {
+        let failed = |source| Error::Read { path: self.path().into(), source };
+        // By its descriptor, as its name may be another image's by now.
+        File::open(format!("/proc/self/fd/{}", self.file().as_raw_fd())).map_err(failed)
     }
 
     /// The file's length in bytes.
     pub fn length(&self) -> u64 {
-        self.map.len() as u64
+        self.top().map.len() as u64
     }
 
     /// `None` for an image that stock QEMU made.
     pub fn manifest(&self) -> Option<&Manifest> {
-        self.manifest.as_ref()
+        self.top().manifest.as_ref()
+    }
+
+    /// Whether a part of the memory is in other images, so that QEMU cannot load it by itself.
+    pub fn is_incremental(&self) -> bool {
+        self.chain.layers().len() > 1
+    }
+
+    /// The file and those that it is based on, the whole image last.
+    pub fn layers(&self) -> impl Iterator<Item = LayerInfo<'_>> {
+        self.chain.layers().iter().enumerate().map(|(index, layer)| LayerInfo {
+            path: &layer.path,
+            file: &layer.file,
+            manifest: layer.manifest.as_ref(),
+            chunks: self.chain.chunks_in(index),
+        })
     }
 
     /// The stored device state.
     pub fn devices(&self) -> &DeviceState {
-        &self.device_state
+        &self.top().device_state
     }
 
     /// Where in the file it begins.
     pub fn device_state_offset(&self) -> u64 {
-        self.device_state_offset
+        self.top().device_state_offset
     }
 
     /// The blocks with their places in the file.
     pub fn ram_blocks(&self) -> &[RamBlock] {
-        &self.blocks
+        &self.top().blocks
     }
 
     /// Counts a block's pages.
     pub fn count_pages(&self, block: BlockIndex) -> PageCount {
-        let pages = self.blocks[block.index()].pages();
-        let words = (0..pages.div_ceil(64)).map(|word| self.word(block, word));
+        let pages = self.ram_blocks()[block.index()].pages();
+        let words = (0..pages.div_ceil(64)).map(|word| self.top().word(block, word));
         let plain: u64 = words.map(|word| u64::from(word.count_ones())).sum();
         PageCount { plain: plain.min(pages), zero: pages.saturating_sub(plain) }
     }
@@ -165,10 +176,10 @@ impl Image {
     pub fn loaded_by_qemu(&self) -> Snapshot {
         let count =
             |index| self.count_pages(BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX")));
-        let counts = || (0..self.blocks.len()).map(count);
+        let counts = || (0..self.ram_blocks().len()).map(count);
         let normal: u64 = counts().map(|count| count.plain).sum();
         Snapshot {
-            total: self.blocks.iter().map(|block| block.length).sum(),
+            total: self.ram_blocks().iter().map(|block| block.length).sum(),
             normal,
             duplicate: counts().map(|count| count.zero).sum(),
             normal_bytes: normal * PAGE_SIZE,
@@ -176,8 +187,12 @@ impl Image {
         }
     }
 
+    fn top(&self) -> &Layer {
+        self.chain.top()
+    }
+
     fn chunks(&self) -> impl Iterator<Item = (PageRef, u64)> + '_ {
-        self.blocks.iter().enumerate().flat_map(|(index, block)| {
+        self.ram_blocks().iter().enumerate().flat_map(|(index, block)| {
             let index = BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
             (0..block.length)
                 .step_by(CHUNK_BYTES as usize)
@@ -185,77 +200,53 @@ impl Image {
         })
     }
 
-    fn check_manifest(&self) -> Result<()> {
-        let Some(manifest) = &self.manifest else { return Ok(()) };
-        let first = self.blocks.first().and_then(|block| block.mapped);
-        let found = Found {
-            machine_type: &self.configuration.machine_type,
-            blocks: &self.blocks,
-            head: &self.map[..first.map_or(0, |mapped| mapped.bitmap_offset as usize)],
-            device_state: self.device_state.bytes(),
-            image_bytes: self.length(),
-        };
-        Ok(manifest.check(&self.path, &found)?)
-    }
-
-    fn verify_device_state(&self) -> Result<()> {
-        let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
-        let manifest = self.manifest.as_ref().ok_or_else(missing)?;
-        Ok(manifest.verify_device_state(&self.path, self.device_state.bytes())?)
-    }
-
-    fn verify_chunk(&self, page: PageRef, length: u64) -> Result<()> {
-        let Some(manifest) = &self.manifest else { return Ok(()) };
+    /// Compares the chunk that begins at `page`.
+    fn verify_chunk(&self, page: PageRef) -> Result<()> {
+        let Some(manifest) = self.manifest() else { return Ok(()) };
+        let block = &self.ram_blocks()[page.block.index()];
         let chunk = (page.offset / CHUNK_BYTES) as usize;
-        let extent = self.extent(page);
-        let content = match extent.kind == ExtentKind::Zero && extent.pages * PAGE_SIZE >= length {
-            true => Content::Zero,
-            false => Content::Bytes(self.bytes(page, length)),
-        };
-        let block = &self.blocks[page.block.index()];
-        let expected = manifest.chunk_hash(page.block, chunk);
-        checksum::verify(&block.name, chunk, content, expected)
-            .map_err(|source| Error::Corrupt { path: self.path.clone(), source: Box::new(source) })
+        let length = CHUNK_BYTES.min(block.length - page.offset);
+        self.verified.once(page.block, chunk, || {
+            let extent = self.extent(page);
+            let content = match extent.kind == ExtentKind::Zero && extent.pages * PAGE_SIZE >= length {
+                true => Content::Zero,
+                false => Content::Bytes(self.bytes(page, length)),
+            };
+            let path = || self.chain.layer_of(page).path.clone();
+            checksum::verify(&block.name, chunk, content, manifest.chunk_hash(page.block, chunk))
+                .map_err(|source| Error::Corrupt { path: path(), source: Box::new(source) })
+        })
     }
 
-    /// The file's bytes of these pages; also those that are zero read so, because holes do.
+    /// The bytes of these pages, which lie within one chunk of an incremental image; also those that are zero read so, because
+    /// holes do.
     fn bytes(&self, page: PageRef, length: u64) -> &[u8] {
-        let start = (self.mapped(page.block).pages_offset + page.offset) as usize;
-        &self.map[start..start + length as usize]
-    }
-
-    fn mapped(&self, block: BlockIndex) -> towline_protocol::mapped_ram::MappedRamHeader {
-        self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has its place")
-    }
-
-    /// 64 bits of a block's bitmap.
-    fn word(&self, block: BlockIndex, word: u64) -> u64 {
-        let start = (self.mapped(block).bitmap_offset + 8 * word) as usize;
-        let bytes = self.map[start..start + 8].try_into().expect("eight bytes");
-        u64::from_le_bytes(bytes)
+        let in_chunk = CHUNK_BYTES - page.offset % CHUNK_BYTES;
+        assert!(length <= in_chunk || !self.is_incremental(), "a unit lies within one chunk");
+        self.chain.layer_of(page).bytes(page, length)
     }
 }
 
 impl Guest for Image {
     fn configuration(&self) -> &Configuration {
-        &self.configuration
+        &self.top().configuration
     }
 
     fn blocks(&self) -> &[RamBlock] {
-        &self.blocks
+        self.ram_blocks()
     }
 
     fn ram_section_id(&self) -> u32 {
-        self.section_id
+        self.top().section_id
     }
 
     fn extent(&self, page: PageRef) -> Extent {
         let first = page.offset / PAGE_SIZE;
-        let last = self.blocks[page.block.index()].pages();
-        let content = self.word(page.block, first / 64) >> (first % 64) & 1 == 1;
+        let last = self.ram_blocks()[page.block.index()].pages();
+        let content = self.top().word(page.block, first / 64) >> (first % 64) & 1 == 1;
         let mut at = first;
         while at < last {
-            let word = self.word(page.block, at / 64) >> (at % 64);
+            let word = self.top().word(page.block, at / 64) >> (at % 64);
             let word = if content { word } else { !word };
             let run = u64::from(word.trailing_ones()).min(64 - at % 64);
             at += run;
@@ -268,16 +259,19 @@ impl Guest for Image {
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        let start = (self.mapped(page.block).pages_offset + page.offset) as usize;
         let extent = self.extent(page);
         if extent.kind == ExtentKind::Data || extent.pages * PAGE_SIZE < length {
-            // Mapping many pages at once costs a fraction of a fault each; a kernel before 5.14 does it fault by fault.
-            let _ = self.map.advise_range(Advice::PopulateRead, start, length as usize);
+            self.chain.layer_of(page).populate(page, length);
         }
-        match self.verify {
-            true => self.verify_chunk(page, length).map_err(towline_migration::Error::guest),
-            false => Ok(()),
+        if !self.verify {
+            return Ok(());
         }
+        // Whole chunks, however little of them is asked for.
+        let first = page.offset - page.offset % CHUNK_BYTES;
+        (first..page.offset + length)
+            .step_by(CHUNK_BYTES as usize)
+            .try_for_each(|offset| self.verify_chunk(PageRef { offset, ..page }))
+            .map_err(towline_migration::Error::guest)
     }
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
@@ -289,72 +283,8 @@ impl Guest for Image {
     }
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
-        Ok(self.device_state.bytes().to_vec())
+        Ok(self.devices().bytes().to_vec())
     }
-}
-
-/// What stands before the device state.
-struct Head {
-    configuration: Configuration,
-    section_id: u32,
-    blocks: Vec<RamBlock>,
-    /// Where the device state begins.
-    end: usize,
-}
-
-impl Head {
-    fn read(path: &Path, map: &[u8]) -> Result<Self> {
-        check_magic(path, map)?;
-        let truncated = |awaiting| Error::Truncated { path: path.into(), length: map.len() as u64, awaiting };
-        let mut state = Destination::default();
-        let mut configuration = Configuration::default();
-        let (mut at, mut section_id) = (0, 0);
-        loop {
-            state.at_file_offset(at as u64);
-            let window = map.get(at..).ok_or_else(|| truncated(state.awaits()))?;
-            let mut reader = Reader::new(&window[..window.len().min(WINDOW_BYTES)]);
-            let (next, event) = state.handle(&mut reader).map_err(|source| Error::Format {
-                path: path.into(),
-                offset: at as u64,
-                source,
-            })?;
-            let taken = reader.position();
-            (state, at) = (next, at + taken);
-            match event {
-                None if taken == 0 => return Err(truncated(state.awaits())),
-                Some(Event::Configuration(found)) if found.is_mapped_ram() => configuration = found,
-                Some(Event::Configuration(_)) => return Err(Error::NotMappedRam { path: path.into() }),
-                Some(Event::SectionStart(section)) => section_id = section.id,
-                Some(Event::Block(block)) => {
-                    let mapped = block.mapped.expect("asked for by the configuration");
-                    at = usize::try_from(mapped.end(block.length)).map_err(|_| truncated(state.awaits()))?;
-                }
-                Some(Event::DeviceState) => {
-                    configuration.capabilities.retain(|name| name != MAPPED_RAM);
-                    let blocks = state.blocks().to_vec();
-                    return Ok(Self { configuration, section_id, blocks, end: at });
-                }
-                Some(Event::Page(_) | Event::ZeroPage(_) | Event::Xbzrle { .. } | Event::Flush) => {
-                    return Err(Error::NotMappedRam { path: path.into() });
-                }
-                None | Some(_) => {}
-            }
-        }
-    }
-}
-
-/// Tells a file that was never an image from a damaged one.
-fn check_magic(path: &Path, map: &[u8]) -> Result<()> {
-    let magic = configuration::MAGIC.to_be_bytes();
-    let first = &map[..map.len().min(magic.len())];
-    if !first.is_empty() && magic.starts_with(first) {
-        return Ok(());
-    }
-    let found = match first {
-        [] => "it is empty".into(),
-        first => format!("it begins with \"{}\"", first.escape_ascii()),
-    };
-    Err(Error::NotAnImage { path: path.into(), found })
 }
 
 /// How an I/O error on an image is told.

@@ -3,7 +3,7 @@
 //! ```text
 //!   pages ──► the file, at their place        each run with one call, past the page cache where it is long enough
 //!         └─► BlockHasher                     on the lane's own thread, while the bytes are in its cache
-//!   commit    re-read what came twice · bitmaps, block list, device state · sync
+//!   commit    re-read what came twice · holes where the base has it · bitmaps, block list, device state · sync
 //!   publish   manifest · rename
 //! ```
 //!
@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
 
 use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::pwritev;
+use rustix::io::{Errno, pwritev};
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::{Configuration, MAPPED_RAM};
 use towline_protocol::destination::{RamSection, SectionKind};
@@ -34,6 +34,8 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
+use crate::increment::{Ground, Increment};
+use crate::layer::INCREMENTAL;
 use crate::manifest::{Contents, Manifest, Origin};
 use crate::reader::write_error;
 use crate::{Error, Result};
@@ -53,6 +55,9 @@ const REREAD_THREADS: usize = 4;
 pub struct ImageWriter {
     path: PathBuf,
     origin: Origin,
+    /// `None` for a whole image.
+    ground: Option<Ground>,
+    increment: OnceLock<Increment>,
     /// `None` once it is committed.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
@@ -88,6 +93,8 @@ impl ImageWriter {
         Ok(Self {
             path: path.into(),
             origin,
+            ground: None,
+            increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
             configuration: OnceLock::new(),
@@ -97,6 +104,19 @@ impl ImageWriter {
             device_state: Mutex::default(),
             complete: Mutex::default(),
         })
+    }
+
+    /// Has it hold only what differs from the image at `base`, which must be a stored state of the same guest.
+    ///
+    /// # Errors
+    /// The base cannot be read, has no manifest, is itself what is to be replaced, or has too many bases of its own.
+    pub fn based_on(self, base: &Path) -> Result<Self> {
+        Ok(Self { ground: Some(Ground::open(&self.path, base)?), ..self })
+    }
+
+    /// How much an incremental image holds itself, once it is committed.
+    pub fn increment(&self) -> Option<Increment> {
+        self.increment.get().copied()
     }
 
     fn order(&self, what: &'static str) -> Error {
@@ -117,6 +137,10 @@ impl ImageWriter {
         let configuration = self.configuration.get();
         let mut configuration = configuration.ok_or_else(|| self.order("no configuration came"))?.clone();
         configuration.capabilities.push(MAPPED_RAM.into());
+        if let Some(ground) = &self.ground {
+            ground.check(&self.path, blocks)?;
+            configuration.capabilities.push(INCREMENTAL.into());
+        }
         let section = self.section.get().ok_or_else(|| self.order("no section began"))?;
         let mut head = Vec::new();
         configuration.encode(&mut head);
@@ -182,6 +206,28 @@ impl ImageWriter {
         hashers.into_iter().zip(&layout.blocks).map(finish).collect()
     }
 
+    /// Chunks that the base has become holes. A filesystem without holes keeps them: nobody reads them.
+    fn drop_unchanged(&self, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
+        let Some(ground) = &self.ground else { return Ok(()) };
+        let mut total = Increment { stored: 0, in_base: 0 };
+        for (index, (block, hashes)) in layout.blocks.iter().zip(hashes).enumerate() {
+            let pages_offset = block.mapped.expect("laid out").pages_offset;
+            let (runs, increment) = ground.unchanged(index, block.length, hashes);
+            total.stored += increment.stored;
+            total.in_base += increment.in_base;
+            for run in runs {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                let (at, length) = (pages_offset + run.start, run.end - run.start);
+                self.with_file(|file| match fallocate(file.file(), flags, at, length) {
+                    Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+                    result => Ok(result?),
+                })?;
+            }
+        }
+        self.increment.get_or_init(|| total);
+        Ok(())
+    }
+
     /// Everything but pages: head, list, bitmaps, the sections that hold nothing, device state.
     fn write_frame(&self, layout: &Layout, device_state: &DeviceState) -> Result<()> {
         self.with_file(|file| {
@@ -240,6 +286,7 @@ impl ImageWriter {
             device_state,
             image_bytes,
             head: &head,
+            base: self.ground.as_ref().map(|ground| ground.reference().clone()),
         }))
     }
 
@@ -248,6 +295,7 @@ impl ImageWriter {
         let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
         let device_state = device_state.ok_or_else(|| self.order("no device state came"))?;
         let hashes = self.hashes(layout)?;
+        self.drop_unchanged(layout, &hashes)?;
         self.write_frame(layout, &device_state)?;
         let manifest = self.manifest(layout, hashes, &device_state)?;
         let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
@@ -396,7 +444,7 @@ fn write_all_vectored_at(file: &File, contents: &[&[u8]], offset: u64) -> io::Re
         let written = match pwritev(file, left, offset) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => written,
-            Err(rustix::io::Errno::INTR) => continue,
+            Err(Errno::INTR) => continue,
             Err(error) => return Err(error.into()),
         };
         IoSlice::advance_slices(&mut left, written);

@@ -7,8 +7,11 @@ use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::error::shown;
-use super::{Block, Digest, Error, Found, Manifest, Result, sidecar_path};
+use super::{Block, Digest, Error, Found, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
+
+/// What Linux takes as a path.
+const BASE_PATH_BYTES_MAX: usize = 4096;
 
 impl Manifest {
     /// Compares the manifest of `image` with what was found there: whether they belong together, and whether the device
@@ -97,6 +100,17 @@ impl Manifest {
                 format!("{machine_type} bytes long"),
                 expected,
             ));
+        }
+        if let Some(base) = &self.base {
+            if self.version < VERSION {
+                let expected = format!("none in version {}", self.version);
+                return Err(Error::field(path, "base".into(), "there", expected));
+            }
+            if base.path.is_empty() || base.path.len() > BASE_PATH_BYTES_MAX {
+                let found = format!("{} bytes long", base.path.len());
+                let expected = format!("1 to {BASE_PATH_BYTES_MAX} bytes");
+                return Err(Error::field(path, "base.path".into(), found, expected));
+            }
         }
         if self.chunk_size != CHUNK_BYTES {
             return Err(Error::field(path, "chunk_size".into(), self.chunk_size, CHUNK_BYTES));

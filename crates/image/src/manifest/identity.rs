@@ -5,8 +5,14 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use towline_protocol::RamBlock;
 
+use super::Manifest;
+use crate::checksum::ChunkHash;
+
 /// The BLAKE3 key context of an identity: it says what was hashed, so that no other hash can be one.
 const CONTEXT: &str = "towline-image 2025 identity of a mapped-ram file, version 1";
+
+/// The same for a content.
+const CONTENT_CONTEXT: &str = "towline-image 2026 content of a stored guest, version 1";
 
 /// A BLAKE3 hash; 64 hex digits as text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -42,6 +48,23 @@ impl Digest {
             part(&header);
         }
         part(&device_state.0);
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// Hash of an image's identity, of all its chunks' hashes, and of what it is based on.
+    pub(super) fn content(manifest: &Manifest) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(CONTENT_CONTEXT);
+        hasher.update(&manifest.image().identity.0);
+        for block in manifest.blocks() {
+            hasher.update(&(block.chunks.len() as u64).to_be_bytes());
+            for chunk in &block.chunks {
+                match chunk {
+                    ChunkHash::Zero => hasher.update(&[0]),
+                    ChunkHash::Data(hash) => hasher.update(&[1]).update(hash),
+                };
+            }
+        }
+        hasher.update(manifest.base().map_or(&[][..], |base| &base.content.0[..]));
         Self(*hasher.finalize().as_bytes())
     }
 }

@@ -16,6 +16,14 @@
 //!                                    "blake3": "<64 hex digits>" } ] } }
 //! ```
 //!
+//! An incremental image's manifest has version 2 and a `base`:
+//!
+//! ```json
+//!   "version": 2, "base": { "path": "old.img", "content": "<64 hex digits>" }
+//! ```
+//!
+//! Its chunks are those of the whole guest: one whose hash is the base's is in the base and not in the file.
+//!
 //! `null` is a chunk of zeros. Offsets of devices count from the device state's beginning, all others from the file's. A
 //! device's hash is that of the bytes up to the next device, or to the end; the first manifests had none.
 //! Fields that this version does not know are ignored; a version that it does not know is refused.
@@ -50,8 +58,10 @@ pub use text::Timestamp;
 
 /// What `format` says.
 pub const FORMAT: &str = "towline-image";
-/// The version that is written, and the newest that is read.
-pub const VERSION: u32 = 1;
+/// The newest version that is read. Only incremental images need it, and are written with it.
+pub const VERSION: u32 = 2;
+/// The version of all other images.
+const VERSION_WHOLE: u32 = 1;
 
 /// A manifest's most bytes apart from its blocks: 65,536 devices with names of ordinary length.
 pub const FIXED_BYTES_MAX: u64 = 24 << 20;
@@ -69,6 +79,8 @@ pub struct Manifest {
     created: Timestamp,
     created_by: String,
     origin: Origin,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<Base>,
     image: ImageFile,
     chunk_size: u64,
     blocks: Vec<Block>,
@@ -94,6 +106,8 @@ pub struct Contents<'a> {
     pub image_bytes: u64,
     /// The file's first bytes, as in [`Found::head`].
     pub head: &'a [u8],
+    /// What an incremental image is based on.
+    pub base: Option<Base>,
 }
 
 /// What was found in an image, for [`Manifest::check`] to compare.
@@ -123,6 +137,15 @@ pub struct Origin {
     pub capabilities: Vec<String>,
     /// Whether the guest ran when it was stored; `None` if the source did not say.
     pub was_running: Option<bool>,
+}
+
+/// The image that an incremental one is based on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Base {
+    /// Where it was: a name in the image's own directory, or an absolute path.
+    pub path: String,
+    /// What it was, wherever it is: its manifest's [`Manifest::content`].
+    pub content: Digest,
 }
 
 /// The file that a manifest belongs to.
@@ -185,8 +208,8 @@ impl Manifest {
     /// # Panics
     /// If `plain_pages` or `hashes` have not one entry per block, or the device state is longer than the file.
     pub fn new(contents: Contents<'_>) -> Self {
-        let Contents { origin, machine_type, blocks, plain_pages, hashes, device_state, image_bytes, head } =
-            contents;
+        let Contents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } = contents;
+        let Contents { image_bytes, head, base, .. } = contents;
         assert!(plain_pages.len() == blocks.len() && hashes.len() == blocks.len(), "one entry per block");
         let block = |((block, pages_plain), chunks): ((&RamBlock, u64), Vec<ChunkHash>)| Block {
             name: block.name.clone(),
@@ -199,11 +222,12 @@ impl Manifest {
         let blake3 = Digest::of(bytes);
         Self {
             format: FORMAT.into(),
-            version: VERSION,
+            version: if base.is_some() { VERSION } else { VERSION_WHOLE },
             machine_type: machine_type.into(),
             created: Timestamp::now(),
             created_by: format!("towline {}", env!("CARGO_PKG_VERSION")),
             origin: origin.clone(),
+            base,
             image: ImageFile { length: image_bytes, identity: Digest::identity(head, blocks, blake3) },
             chunk_size: CHUNK_BYTES,
             blocks: blocks.iter().zip(plain_pages).zip(hashes).map(block).collect(),
@@ -304,6 +328,17 @@ impl Manifest {
     /// Where the guest came from.
     pub fn origin(&self) -> &Origin {
         &self.origin
+    }
+
+    /// What an incremental image is based on; `None` for a whole one.
+    pub fn base(&self) -> Option<&Base> {
+        self.base.as_ref()
+    }
+
+    /// What the image holds, as a hash: two images of one content are the same guest at the same instant, in the same file
+    /// layout and on the same base, whenever and wherever they were made.
+    pub fn content(&self) -> Digest {
+        Digest::content(self)
     }
 
     /// The file that this describes.

@@ -51,6 +51,7 @@ fn contents<'a>(origin: &'a Origin, blocks: &'a [RamBlock], device_state: &'a De
         device_state,
         image_bytes: IMAGE_BYTES,
         head: b"head",
+        base: None,
     }
 }
 
@@ -118,9 +119,9 @@ fn what_it_does_not_know_is_ignored() {
 #[test]
 fn a_newer_version_is_refused_whatever_it_has() {
     let error =
-        Manifest::parse(Path::new(PATH), br#"{"format": "towline-image", "version": 2, "blocks": 7}"#);
+        Manifest::parse(Path::new(PATH), br#"{"format": "towline-image", "version": 3, "blocks": 7}"#);
     let error = error.unwrap_err();
-    assert!(matches!(error, Error::Version { found: 2, known: 1, .. }), "{error}");
+    assert!(matches!(error, Error::Version { found: 3, known: 2, .. }), "{error}");
     assert!(
         matches!(parse(&json!({ "format": "x", "version": 1 })), Err(Error::Format { found, .. }) if found == "x")
     );

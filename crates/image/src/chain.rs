@@ -1,0 +1,151 @@
+//! An image and those that it is based on, read as one.
+//!
+//! ```text
+//!   new.img    chunk  0 · · 3 · ·      stored where it differs from old.img
+//!   old.img    chunk  · 1 · · · ·      stored where it differs from first.img
+//!   first.img  chunk  0 1 2 3 4 5      whole
+//!   read:             new old first new first first
+//! ```
+//!
+//! Every manifest has the checksums of the whole guest, so nothing else says where a chunk is: it is in a layer if its hash is
+//! not the next one's. A base is known by its content ([`Manifest::content`](crate::Manifest::content)), not by its path; one that
+//! was changed or is another image is refused with both hashes.
+//!
+//! Limits: [`LAYERS_MAX`]; a byte of memory for each chunk. All layers have the same blocks.
+
+use std::path::{Path, PathBuf};
+
+use towline_protocol::{PageRef, RamBlock};
+
+use crate::checksum::{CHUNK_BYTES, ChunkHash};
+use crate::layer::Layer;
+use crate::manifest::{Base, Block};
+use crate::{Error, Result};
+
+/// Files of a chain: each costs descriptors, mappings and checks at every restore.
+pub const LAYERS_MAX: usize = 16;
+
+/// A chain, at least one layer.
+#[derive(Debug)]
+pub(crate) struct Chain {
+    /// The image itself first, the whole one last.
+    layers: Vec<Layer>,
+    /// For each block and chunk its layer; empty where there is only one.
+    places: Vec<Vec<u8>>,
+}
+
+impl Chain {
+    /// Opens the image at `path` and all that it is based on.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let top = Layer::open(path)?;
+        let mut layers = vec![top];
+        while let Some(next) = layers.last().map(next_layer).transpose()?.flatten() {
+            if layers.len() == LAYERS_MAX {
+                return Err(Error::ChainTooLong { path: path.into(), limit: LAYERS_MAX });
+            }
+            layers.push(next);
+        }
+        let places = match layers.len() {
+            1 => Vec::new(),
+            _ => (0..layers[0].blocks.len()).map(|block| places(&layers, block)).collect(),
+        };
+        Ok(Self { layers, places })
+    }
+
+    /// The image itself.
+    pub(crate) fn top(&self) -> &Layer {
+        self.layers.first().expect("a chain has a layer")
+    }
+
+    /// All of them, the whole image last.
+    pub(crate) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// The layer that the chunk of this page is read from.
+    pub(crate) fn layer_of(&self, page: PageRef) -> &Layer {
+        let place = self.places.get(page.block.index());
+        let place = place.map_or(0, |places| places[(page.offset / CHUNK_BYTES) as usize]);
+        &self.layers[usize::from(place)]
+    }
+
+    /// How many chunks are read from this layer; zeros are read from none.
+    pub(crate) fn chunks_in(&self, layer: usize) -> usize {
+        let manifest = self.top().manifest.as_ref();
+        let blocks = manifest.map(crate::Manifest::blocks).unwrap_or_default();
+        let is_here = |block: usize, chunk: usize| match self.places.get(block) {
+            Some(places) => usize::from(places[chunk]) == layer,
+            None => layer == 0,
+        };
+        let in_block = |(index, block): (usize, &Block)| {
+            let chunks = block.chunks.iter().enumerate();
+            chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_here(index, *chunk)).count()
+        };
+        blocks.iter().enumerate().map(in_block).sum()
+    }
+}
+
+/// Whether a guest with these blocks can be stored on an image with those.
+pub(crate) fn check_blocks(path: &Path, blocks: &[RamBlock], base: &Layer) -> Result<()> {
+    let list = |blocks: &[RamBlock]| {
+        let one = |block: &RamBlock| format!("{:?} of {} bytes", block.name, block.length);
+        blocks.iter().map(one).collect::<Vec<_>>()
+    };
+    let (found, expected) = (list(blocks), list(&base.blocks));
+    if found == expected {
+        return Ok(());
+    }
+    let differs = found.iter().zip(&expected).find(|(found, expected)| found != expected);
+    let (found, expected) = match differs {
+        Some((found, expected)) => (found.clone(), expected.clone()),
+        None => (format!("{} RAM blocks", found.len()), format!("{} RAM blocks", expected.len())),
+    };
+    Err(Error::BaseDiffers { path: path.into(), base: base.path.clone(), found, expected })
+}
+
+fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
+    let Some(base) = layer.base() else { return Ok(None) };
+    let path = place_of(&layer.path, base);
+    let next = Layer::open(&path).map_err(|source| Error::BaseUnusable {
+        path: layer.path.clone(),
+        base: path.clone(),
+        content: base.content,
+        source: Box::new(source),
+    })?;
+    let found = next.manifest.as_ref().map(crate::Manifest::content);
+    if found != Some(base.content) {
+        return Err(Error::OtherBase {
+            path: layer.path.clone(),
+            base: path,
+            found: found.map_or_else(|| "unknown (it has no manifest)".into(), |found| found.to_string()),
+            expected: base.content,
+        });
+    }
+    check_blocks(&layer.path, &layer.blocks, &next)?;
+    Ok(Some(next))
+}
+
+/// Where a base is: as its image says, or, if it is not there, beside that.
+fn place_of(image: &Path, base: &Base) -> PathBuf {
+    let path = Path::new(&base.path);
+    let directory = image.parent().unwrap_or(Path::new(""));
+    match path.file_name() {
+        Some(name) if path.is_absolute() && !path.exists() => directory.join(name),
+        _ => directory.join(path),
+    }
+}
+
+/// The layer of each chunk of a block.
+fn places(layers: &[Layer], block: usize) -> Vec<u8> {
+    let manifests = layers.iter().filter_map(|layer| layer.manifest.as_ref());
+    let lists: Vec<&[ChunkHash]> = manifests.map(|manifest| &manifest.blocks()[block].chunks[..]).collect();
+    let place = |chunk: usize| {
+        if lists[0][chunk] == ChunkHash::Zero {
+            // A hole of the image itself.
+            return 0;
+        }
+        let stored = lists.windows(2).position(|lists| lists[0][chunk] != lists[1][chunk]);
+        u8::try_from(stored.unwrap_or(layers.len() - 1)).expect("bounded by LAYERS_MAX")
+    };
+    (0..lists.first().map_or(0, |hashes| hashes.len())).map(place).collect()
+}
