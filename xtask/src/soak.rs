@@ -31,6 +31,17 @@ const SOAKS: &[Soak] = &[
         run: || lab_test("live", "kills::no_guest_is_lost_or_runs_twice", &[("TOWLINE_SOAK_KILLS", "200")]),
     },
     Soak {
+        name: "clones",
+        about: "eight guests of 512 MiB out of one image at once: times, and towline's memory (TOWLINE_SOAK_CLONES_MIB)",
+        run: || {
+            lab_test(
+                "images",
+                "clones::eight_guests_come_of_one_image_at_once",
+                &[("TOWLINE_SOAK_CLONES_MIB", "512")],
+            )
+        },
+    },
+    Soak {
         name: "moves",
         about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
         run: || {

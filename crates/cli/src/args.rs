@@ -61,6 +61,13 @@ Examples:
     towline copy --resume qmp:/run/vm/a.qmp guest.img
   Bring it back in a QEMU started with `-incoming defer -qmp unix:/run/vm/b.qmp,server,nowait`:
     towline copy --verify guest.img qmp:/run/vm/b.qmp
+  Make three guests of one image at once (docs/clones.md says what they have in common):
+    towline copy guest.img qmp:/run/vm/b.qmp qmp:/run/vm/c.qmp qmp:/run/vm/d.qmp
+  Store only what changed since, and make a whole image of the chain later:
+    towline copy --resume --base guest.img qmp:/run/vm/a.qmp tuesday.img
+    towline copy tuesday.img whole.img
+  Take an image of this instant while the guest runs on:
+    towline copy --live qmp:/run/vm/a.qmp guest.img
   Take what `migrate tcp:HOST:4444` of a QEMU elsewhere sends (its capability return-path must be on):
     towline copy tcp:0.0.0.0:4444 guest.img
   Compress on the way to a towline on another host, which has the same options:
@@ -83,8 +90,14 @@ pub(crate) struct CopyArgs {
     #[command(flatten)]
     pub(crate) transfer: TransferArgs,
     /// Let a qmp: SOURCE run on afterwards, and run it on first if it was copied before
-    #[arg(long)]
+    #[arg(long, conflicts_with = "live")]
     pub(crate) resume: bool,
+    /// Store only what differs from this image, which must be an older state of the same guest
+    #[arg(long, value_name = "IMAGE")]
+    pub(crate) base: Option<Endpoint>,
+    /// Take an image of this instant while a qmp: SOURCE runs on (QEMU's background-snapshot)
+    #[arg(long)]
+    pub(crate) live: bool,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -1,9 +1,11 @@
 //! `towline copy` and `towline move`.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::Result;
-use towline_control::plan::{self, Options, Source};
+use towline_channel::Cancel;
+use towline_control::plan::{self, Destination, Options, Recipient, Source};
 
 use crate::Exit;
 use crate::args::{CopyArgs, Method, MoveArgs, Switch, TransferArgs};
@@ -15,7 +17,8 @@ use crate::signals::cancel_on_signals;
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    let outcome = Outcome { reporter: &reporter, source: &args.source, verb: "copied" };
+    let outcome =
+        Outcome { reporter: &reporter, source: &args.source, verb: "copied", is_one_of_several: false };
     let source = match args.source.source() {
         Ok(source) => source,
         Err(text) => return Ok(outcome.usage(&text)),
@@ -36,30 +39,77 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         Ok(destinations) => destinations,
         Err(text) => return Ok(outcome.usage(&text)),
     };
+    let base = match &args.base {
+        None => None,
+        Some(Endpoint::Image(path)) => Some(path.clone()),
+        Some(other) => return Ok(outcome.usage(&format!("--base {other}: a base is an image"))),
+    };
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let options = Options { resume: args.resume, ..options(&args.transfer) };
-    let mut exit = Exit::Done;
-    for (destination, to) in args.destinations.iter().zip(&destinations) {
-        let copied = plan::copy(&source, to, &options, &cancel, &reporter);
-        reporter.finish();
-        match copied {
-            Ok(report) => outcome.done(destination, &report),
-            Err(failure) => {
-                let this = outcome.failed(destination, &failure);
-                exit = if exit == Exit::LookAt { exit } else { this };
-            }
-        }
-        if cancel.is_cancelled() {
-            break;
-        }
+    let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
+    if destinations.len() > 1 {
+        return Ok(clones(args, &source, &destinations, &options, &cancel));
     }
-    Ok(exit)
+    let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
+        return Ok(outcome.usage("a copy needs a destination"));
+    };
+    let copied = plan::copy(&source, destination, &options, &cancel, &reporter);
+    reporter.finish();
+    Ok(match copied {
+        Ok(report) => {
+            outcome.done(endpoint, &report);
+            Exit::Done
+        }
+        Err(failure) => outcome.failed(endpoint, &failure),
+    })
+}
+
+/// Copies to several destinations at once.
+fn clones(
+    args: &CopyArgs,
+    source: &Source,
+    destinations: &[Destination],
+    options: &Options,
+    cancel: &Cancel,
+) -> Exit {
+    let (reporter, reporters) = Reporter::several(&args.output, &args.destinations);
+    let outcome =
+        Outcome { reporter: &reporter, source: &args.source, verb: "copied", is_one_of_several: true };
+    let recipients: Vec<_> = destinations
+        .iter()
+        .zip(&reporters)
+        .map(|(destination, reporter)| Recipient { destination, observer: reporter })
+        .collect();
+    // The worst that became of any of them.
+    let exit = Mutex::new(Exit::Done);
+    let ended = |index: usize, copied: &plan::Outcome| {
+        reporters[index].finish();
+        // Held while it is told, so that what is said of one stands together.
+        let mut exit = exit.lock().unwrap_or_else(PoisonError::into_inner);
+        let (endpoint, this) = (&args.destinations[index], Exit::Done);
+        let this = match copied {
+            Ok(report) => {
+                reporters[index].suspend(|| outcome.done(endpoint, report));
+                this
+            }
+            Err(failure) => reporters[index].suspend(|| outcome.failed(endpoint, failure)),
+        };
+        *exit = (*exit).max(this);
+    };
+    match plan::copy_to_all(source, &recipients, options, cancel, &reporter, &ended) {
+        Ok(outcomes) => {
+            let exit = exit.into_inner().unwrap_or_else(PoisonError::into_inner);
+            outcome.all(&outcomes, exit);
+            exit
+        }
+        Err(failure) => Outcome { is_one_of_several: false, ..outcome }.refused(&failure),
+    }
 }
 
 /// Runs `move`.
 pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
-    let outcome = Outcome { reporter: &reporter, source: &args.source, verb: "moved" };
+    let outcome =
+        Outcome { reporter: &reporter, source: &args.source, verb: "moved", is_one_of_several: false };
     let source = match args.source.source() {
         Ok(source @ Source::Qmp(_)) => source,
         Ok(_) => {
@@ -110,6 +160,8 @@ fn options(args: &TransferArgs) -> Options {
         return_path: args.return_path == Switch::On,
         stream: args.stream,
         overwrite: args.overwrite,
+        base: None,
+        live: false,
         connect_timeout: args.connect_timeout,
     }
 }

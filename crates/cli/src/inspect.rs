@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use towline_control::plan::{self, Options, Source, Survey};
 use towline_control::qemu::Qemu;
 use towline_control::qmp;
-use towline_image::Image;
+use towline_image::{Image, LayerInfo};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
 use towline_protocol::device_state::Device;
@@ -53,6 +53,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         image.verify(VERIFY_THREADS, &|_| {})?;
     }
     let allocated = image.file().metadata().with_context(|| path.display().to_string())?.blocks() * 512;
+    let chain = image.layers().map(|layer| Link::of(&layer)).collect::<Result<Vec<_>>>()?;
     let blocks: Vec<Value> = image
         .ram_blocks()
         .iter()
@@ -80,13 +81,17 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
             "qemu": manifest.origin().qemu,
         })),
         "verified": verify,
-        "loadable-by-qemu": true,
+        "loadable-by-qemu": !image.is_incremental(),
+        "chain": chain.iter().map(Link::json).collect::<Vec<_>>(),
     });
     reporter.event("inspected", facts.clone());
-    reporter.line(&format!(
-        "{}: an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)",
-        path.display()
-    ));
+    let what = match image.is_incremental() {
+        false => "an image that QEMU 9.0 and later loads (`-incoming file:`, mapped-ram)",
+        true => {
+            "an incremental image: no QEMU loads it by itself; towline restores it, `towline copy` makes a whole one of it"
+        }
+    };
+    reporter.line(&format!("{}: {what}", path.display()));
     tell_head(reporter, &facts);
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
     match manifest {
@@ -99,9 +104,54 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
         )),
         None => reporter.line("  manifest      none: made by QEMU itself? There are no checksums; `towline copy IMAGE NEW` makes them"),
     }
+    if image.is_incremental() {
+        reporter.line(&format!("  chain         {} images, the whole one last", chain.len()));
+        chain.iter().for_each(|link| link.tell(reporter));
+    }
     tell_blocks(reporter, &blocks);
     tell_devices(reporter, devices.devices(), devices.bytes().len());
     Ok(Exit::Done)
+}
+
+/// One image of a chain.
+struct Link {
+    path: String,
+    created: Option<String>,
+    content: Option<String>,
+    chunks: usize,
+    allocated: u64,
+}
+
+impl Link {
+    fn of(layer: &LayerInfo<'_>) -> Result<Self> {
+        let path = layer.path.display().to_string();
+        Ok(Self {
+            created: layer.manifest.map(|manifest| manifest.created().to_string()),
+            content: layer.manifest.map(|manifest| manifest.content().to_string()),
+            chunks: layer.chunks,
+            allocated: layer.file.metadata().with_context(|| path.clone())?.blocks() * 512,
+            path,
+        })
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "path": self.path,
+            "created": self.created,
+            "content": self.content,
+            "chunks-read": self.chunks,
+            "allocated": self.allocated,
+        })
+    }
+
+    fn tell(&self, reporter: &Reporter) {
+        let made = self.created.as_deref().unwrap_or("unknown");
+        let (chunks, allocated) = (count(self.chunks as u64), size(self.allocated));
+        reporter.line(&format!(
+            "    {:<38} {made}  {chunks:>7} chunks are its own  {allocated:>11} allocated",
+            self.path
+        ));
+    }
 }
 
 fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {

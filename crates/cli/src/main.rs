@@ -25,7 +25,8 @@ use tracing_subscriber::EnvFilter;
 use args::{Args, Command};
 
 /// How the process ends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// From the best to the worst.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Exit {
     Done,
     Safe,

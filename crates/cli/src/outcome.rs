@@ -1,7 +1,9 @@
 //! How a copy or a move ended, for people and in JSON, and the exit code that says so.
 
 use serde_json::json;
-use towline_control::plan::{DestinationState, Error, Failure, GuestState, Report, SourceState};
+use towline_control::plan::{self, DestinationState, Error, Failure, GuestState, Report, SourceState};
+use towline_image::Increment;
+use towline_image::checksum::CHUNK_BYTES;
 
 use crate::Exit;
 use crate::endpoint::Endpoint;
@@ -16,6 +18,8 @@ pub(crate) struct Outcome<'a> {
     pub(crate) source: &'a Endpoint,
     /// What was done: `copied`, `moved`.
     pub(crate) verb: &'static str,
+    /// Whether there are other destinations, so that what is said has to say of which.
+    pub(crate) is_one_of_several: bool,
 }
 
 impl Outcome<'_> {
@@ -60,6 +64,9 @@ impl Outcome<'_> {
                 "destination-state": state,
                 "ram": ram(moved),
                 "memory": report.memory.as_ref().map(memory::json),
+                "increment": report.increment.map(|Increment { stored, in_base }| {
+                    json!({ "chunks-stored": stored, "chunks-in-base": in_base })
+                }),
             }),
         );
         self.tell_people(destination, report, [source, state]);
@@ -107,6 +114,13 @@ impl Outcome<'_> {
         if let Some(memory) = &report.memory {
             memory::tell(reporter, memory);
         }
+        if let Some(Increment { stored, in_base }) = report.increment {
+            let (all, bytes) = (stored + in_base, stored as u64 * CHUNK_BYTES);
+            reporter.line(&format!(
+                "  stored       {stored} of {all} chunks ({}), the others are the base's",
+                size(bytes)
+            ));
+        }
         reporter.line(&format!("  source       {source}"));
         reporter.line(&format!("  destination  {state}"));
     }
@@ -139,11 +153,39 @@ impl Outcome<'_> {
                 "exit": exit.code(),
             }),
         );
-        eprintln!("towline: {failure}");
+        let of = if self.is_one_of_several { format!("{destination}: ") } else { String::new() };
+        eprintln!("towline: {of}{failure}");
         if exit != Exit::Usage {
-            eprintln!("towline: the guest: {guest}");
+            eprintln!("towline: {of}the guest: {guest}");
         }
-        failure.notes.iter().for_each(|note| eprintln!("towline: note: {note}"));
+        failure.notes.iter().for_each(|note| eprintln!("towline: {of}note: {note}"));
         exit
+    }
+
+    /// None of several copies was begun.
+    pub(crate) fn refused(&self, failure: &Failure) -> Exit {
+        if matches!(failure.error.as_ref(), Error::Usage(_)) {
+            return self.usage(&failure.to_string());
+        }
+        let exit = Exit::Safe;
+        let fields =
+            json!({ "error": failure.error.to_string(), "notes": failure.notes, "exit": exit.code() });
+        self.reporter.event("failed", fields);
+        eprintln!("towline: {failure}");
+        exit
+    }
+
+    /// All copies have ended.
+    pub(crate) fn all(&self, outcomes: &[plan::Outcome], exit: Exit) {
+        let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
+        let failed = outcomes.len() - done;
+        self.reporter.event("all", json!({ "completed": done, "failed": failed, "exit": exit.code() }));
+        let rest = if failed > 0 { format!(", {failed} failed") } else { String::new() };
+        self.reporter.line(&format!(
+            "{} {} to {done} of {} destinations{rest}",
+            self.verb,
+            self.source,
+            outcomes.len()
+        ));
     }
 }

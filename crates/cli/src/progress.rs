@@ -4,12 +4,13 @@ use std::io::{IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Map, Value, json};
 use towline_control::plan::{Observer, Phase, Progress};
 use towline_migration::Snapshot;
 
 use crate::args::Output;
+use crate::endpoint::Endpoint;
 use crate::units::size;
 
 /// How often progress is told in JSON.
@@ -22,18 +23,36 @@ pub(crate) struct Reporter {
     quiet: bool,
     bar: ProgressBar,
     told: Mutex<Option<Instant>>,
+    /// The one of several destinations that this tells of.
+    destination: Option<String>,
 }
 
 impl Reporter {
     pub(crate) fn new(output: &Output) -> Self {
         let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
         let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bar = ProgressBar::with_draw_target(None, target);
+        Self::with_bar(output, ProgressBar::with_draw_target(None, target), None)
+    }
+
+    /// One for all of several destinations, and one for each, with bars below each other.
+    pub(crate) fn several(output: &Output, destinations: &[Endpoint]) -> (Self, Vec<Self>) {
+        let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
+        let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bars = MultiProgress::with_draw_target(target);
+        let one = |destination: &Endpoint| {
+            let bar = bars.add(ProgressBar::no_length());
+            Self::with_bar(output, bar, Some(destination.to_string()))
+        };
+        let each = destinations.iter().map(one).collect();
+        (Self::with_bar(output, ProgressBar::hidden(), None), each)
+    }
+
+    fn with_bar(output: &Output, bar: ProgressBar, destination: Option<String>) -> Self {
         let style = ProgressStyle::with_template(
             "{prefix:10} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
         );
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
-        Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None) }
+        Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None), destination }
     }
 
     /// Writes an event's line, in JSON.
@@ -43,6 +62,9 @@ impl Reporter {
         }
         let mut event = Map::new();
         event.insert("event".into(), name.into());
+        if let Some(destination) = &self.destination {
+            event.insert("destination".into(), destination.as_str().into());
+        }
         if let Value::Object(fields) = fields {
             event.extend(fields);
         }
@@ -54,6 +76,11 @@ impl Reporter {
         if !self.json && !self.quiet {
             print_line(text);
         }
+    }
+
+    /// Says something while no bar is drawn.
+    pub(crate) fn suspend<T>(&self, say: impl FnOnce() -> T) -> T {
+        self.bar.suspend(say)
     }
 
     /// Takes the bar away.
@@ -74,7 +101,10 @@ impl Observer for Reporter {
             Phase::CutOver => "cut-over",
             Phase::Running => "running",
         };
-        self.bar.set_prefix(name);
+        match &self.destination {
+            Some(destination) => self.bar.set_prefix(format!("{destination} {name}")),
+            None => self.bar.set_prefix(name),
+        }
         self.event("phase", json!({ "phase": name }));
     }
 
@@ -103,7 +133,9 @@ impl Observer for Reporter {
     fn notice(&self, text: &str) {
         self.event("notice", json!({ "text": text }));
         if !self.json && !self.quiet {
-            self.bar.suspend(|| eprintln!("towline: {text}"));
+            let of =
+                self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
+            self.bar.suspend(|| eprintln!("towline: {of}{text}"));
         }
     }
 }

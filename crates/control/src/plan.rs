@@ -13,6 +13,7 @@
 //! What it is not: it reads no command line and prints nothing; [`Observer`] hears how it goes.
 
 mod blame;
+mod clones;
 mod compression;
 mod converge;
 mod copy;
@@ -36,8 +37,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
+use towline_image::Increment;
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
+pub use clones::{CLONES_AT_ONCE, CLONES_MAX, Outcome, Recipient, copy_to_all};
 pub use copy::{copy, survey};
 pub use error::{Error, Failure, GuestState};
 pub use memory::MemoryRoom;
@@ -103,6 +106,10 @@ pub struct Options {
     pub stream: bool,
     /// Replace an image of the same name.
     pub overwrite: bool,
+    /// Store only what differs from this image.
+    pub base: Option<PathBuf>,
+    /// Have a `qmp:` source run on while an image of this instant is taken (QEMU's background-snapshot).
+    pub live: bool,
     /// How long the other end may take to connect or to be reached.
     pub connect_timeout: Duration,
 }
@@ -124,6 +131,8 @@ impl Default for Options {
             return_path: true,
             stream: false,
             overwrite: false,
+            base: None,
+            live: false,
             connect_timeout: Duration::from_secs(10),
         }
     }
@@ -221,6 +230,8 @@ pub struct Report {
     pub destination: DestinationState,
     /// What arrived in memory of this process.
     pub memory: Option<synthetic::Outcome>,
+    /// How much an incremental image holds itself.
+    pub increment: Option<Increment>,
 }
 
 impl Report {

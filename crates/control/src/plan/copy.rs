@@ -1,9 +1,11 @@
 //! Which plan it is, and what can be refused before anything is touched.
 
+use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
+use towline_image::{Existing, ImageWriter, Increment, Origin};
 use towline_migration::{LaneSends, Session, Snapshot, Statistics, outgoing, synthetic};
 
 use super::{
@@ -27,15 +29,8 @@ pub fn copy(
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<super::Report, Failure> {
-    let lanes = lanes(source, destination, options).map_err(Failure::untouched)?;
-    compression::check(source, destination, options, lanes).map_err(Failure::untouched)?;
-    tls::check(source, destination, options).map_err(Failure::untouched)?;
-    zero_copy::check(source, destination, options, lanes).map_err(Failure::untouched)?;
-    check_return_path(source, destination, options).map_err(Failure::untouched)?;
-    check_throttle(source, options).map_err(Failure::untouched)?;
-    check_end(source, destination, options).map_err(Failure::untouched)?;
-    let options = &one_guest(source, destination, options).map_err(Failure::untouched)?;
-    let run = Run::new(options, lanes, cancel, observer);
+    let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
+    let run = Run::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
     match source {
         Source::Image(path) => restore::restore(path, destination, &run),
@@ -43,6 +38,24 @@ pub fn copy(
         Source::Stream(address) => receive::from_stream(address, destination, &run),
         Source::Memory(shape) => memory::from_memory(shape, destination, &run),
     }
+}
+
+/// Refuses what can be refused before anything is touched. Returns the options as they are meant for these two, and the lanes.
+pub(super) fn checked(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+) -> Result<(Options, usize), Error> {
+    let lanes = lanes(source, destination, options)?;
+    compression::check(source, destination, options, lanes)?;
+    tls::check(source, destination, options)?;
+    zero_copy::check(source, destination, options, lanes)?;
+    check_return_path(source, destination, options)?;
+    check_throttle(source, options)?;
+    check_end(source, destination, options)?;
+    check_base(destination, options)?;
+    check_live(source, destination, options)?;
+    Ok((one_guest(source, destination, options)?, lanes))
 }
 
 /// Receives the stream that `source` names into `survey` and keeps nothing: the guest stays where it is.
@@ -74,12 +87,35 @@ pub(super) struct Run<'a> {
     begun: Instant,
     memory: OnceLock<synthetic::Outcome>,
     lane_sends: OnceLock<Vec<LaneSends>>,
+    increment: OnceLock<Increment>,
 }
 
 impl<'a> Run<'a> {
-    fn new(options: &'a Options, lanes: usize, cancel: &'a Cancel, observer: &'a dyn Observer) -> Self {
-        let (memory, lane_sends) = (OnceLock::new(), OnceLock::new());
-        Self { options, lanes, cancel, observer, begun: Instant::now(), memory, lane_sends }
+    pub(super) fn new(
+        options: &'a Options,
+        lanes: usize,
+        cancel: &'a Cancel,
+        observer: &'a dyn Observer,
+    ) -> Self {
+        let (memory, lane_sends, increment) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        Self { options, lanes, cancel, observer, begun: Instant::now(), memory, lane_sends, increment }
+    }
+
+    /// Begins the image that will be `path`.
+    pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
+        let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
+        let writer = ImageWriter::create(path, existing, origin)?;
+        Ok(match &self.options.base {
+            Some(base) => writer.based_on(base)?,
+            None => writer,
+        })
+    }
+
+    /// Notes how much an incremental image holds itself, for the report.
+    pub(super) fn set_increment(&self, writer: &ImageWriter) {
+        if let Some(increment) = writer.increment() {
+            self.increment.get_or_init(|| increment);
+        }
     }
 
     /// Notes how each lane to the destination sent its pages, for the report.
@@ -151,6 +187,7 @@ impl<'a> Run<'a> {
             source,
             destination,
             memory: self.memory.get().cloned(),
+            increment: self.increment.get().copied(),
         }
     }
 }
@@ -158,7 +195,7 @@ impl<'a> Run<'a> {
 fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
     let streams = [stream_address(source), destination_address(destination)];
     let streams = || streams.iter().flatten();
-    let default = if streams().next().is_some() { 0 } else { LANES_DEFAULT };
+    let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
     let lanes = options.multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
         return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
@@ -232,6 +269,37 @@ fn check_end(source: &Source, destination: &Destination, options: &Options) -> R
         (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
         _ if options.resume => "a source that is ended cannot run on (--resume)",
         _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
+}
+
+fn check_base(destination: &Destination, options: &Options) -> Result<(), Error> {
+    match (&options.base, destination) {
+        (None, _) | (Some(_), Destination::Image(_)) => Ok(()),
+        (Some(_), _) => {
+            Err(Error::Usage("--base is for an image that is to be stored: name one as DEST".into()))
+        }
+    }
+}
+
+/// QEMU's background-snapshot goes with little else.
+fn check_live(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.live => return Ok(()),
+        (Source::Qmp(_), Destination::Image(_)) => match options {
+            Options { multifd_channels: Some(1..), .. } => {
+                "--live with --multifd-channels: QEMU's background-snapshot has a single channel; leave the option out"
+            }
+            Options { max_bandwidth: Some(_), .. } => {
+                "--live with --max-bandwidth: QEMU sends a background snapshot as fast as it is taken; leave the limit out"
+            }
+            Options { throttle: true, .. } => {
+                "--live with --throttle: every page is sent once, whatever the guest writes; leave --throttle out"
+            }
+            Options { end_source: true, .. } => "--live lets its source run on: use `copy`",
+            _ => return Ok(()),
+        },
+        _ => "--live takes an image of a guest that runs on: from qmp: to an image",
     };
     Err(Error::Usage(text.into()))
 }

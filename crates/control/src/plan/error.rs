@@ -67,6 +67,10 @@ pub enum Error {
     NotCompleted { socket: String, status: String, waited: Duration },
     #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },
+    #[error(
+        "QEMU on {socket} has the writable drive {drive:?} ({file}), and so has QEMU on {other}: two clones that write one disk destroy it; give each a copy of its own, as the disk was when the guest was stored (`qemu-img create -b` makes one that shares what is not written)"
+    )]
+    SharedDrive { socket: String, drive: String, file: String, other: String },
     #[error("{why}{}", slowed(*throttle))]
     CannotConverge { why: towline_migration::convergence::CannotConverge, throttle: Option<u64> },
     #[error("a directory for the stream's socket cannot be made in {}: {source}", path.display())]

@@ -33,6 +33,12 @@ pub(super) fn hand_over(
         Err(error) if blame::is_gone(&error) && source.has_ended() => {
             return take_over(source, target, statistics, run);
         }
+        Err(error) if run.options.live => {
+            return Err(look_at(
+                error,
+                "the image is complete, and the guest runs on at its source, which did not say that it is done: look whether its migration settings are as they were",
+            ));
+        }
         Err(error) if blame::is_gone(&error) => {
             return Err(look_at(
                 error,
@@ -118,7 +124,7 @@ fn release(source: QmpSource, run: &Run<'_>) -> Result<SourceState, Failure> {
             )),
         };
     }
-    let resumes = run.options.resume && source.ran;
+    let resumes = (run.options.resume || run.options.live) && source.ran;
     let notes = source.release(run.options.resume).map_err(|error| {
         look_at(error, "the copy is complete; the source's guest is still paused (`cont`)")
     })?;

@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::thread;
 
-use towline_image::{Existing, Image, ImageWriter, Origin};
+use towline_image::{Image, Origin};
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
 use towline_migration::{Guest, Memory, MemoryError, Snapshot};
 
@@ -64,7 +64,7 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
             let sent = source.run(|guest| restore::send(guest, &connections, run, &mut || Ok(())))?;
             (sent.map_err(lanes_lost)?, DestinationState::Loaded)
         }
-        Destination::Image(path) => (within(&image_writer(path, run)?)?, DestinationState::Stored),
+        Destination::Image(path) => (to_image(&source, path, run)?, DestinationState::Stored),
         Destination::Memory(room) => {
             let memory = self::room(room)?;
             let moved = within(&memory)?;
@@ -80,10 +80,11 @@ fn within(source: &Synthetic, sink: &dyn towline_migration::Sink, run: &Run<'_>)
     source.run(|guest| local::copy(guest, sink, run.lanes, run))?
 }
 
-fn image_writer(path: &Path, run: &Run<'_>) -> Result<ImageWriter, Error> {
-    let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
-    let origin = Origin { source: "mem".into(), ..Origin::default() };
-    Ok(ImageWriter::create(path, existing, origin)?)
+fn to_image(source: &Synthetic, path: &Path, run: &Run<'_>) -> Result<Snapshot, Error> {
+    let writer = run.image_writer(path, Origin { source: "mem".into(), ..Origin::default() })?;
+    let moved = within(source, &writer, run)?;
+    run.set_increment(&writer);
+    Ok(moved)
 }
 
 /// Copies an image into memory.

@@ -33,7 +33,8 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         Failure { guest, ..Failure::untouched(error) }
     })?;
     let guest = Guest::of_qemu(source.facts());
-    let origin = Origin { source: "qmp".into(), qemu: Some(source.version_text()), ..Origin::default() };
+    let how = if run.options.live { "qmp (background-snapshot)" } else { "qmp" };
+    let origin = Origin { source: how.into(), qemu: Some(source.version_text()), ..Origin::default() };
     let session = Arc::new(Session::default());
     let mut target = match Target::prepare(destination, Some(&guest), origin, run) {
         Ok(target) => target,
@@ -148,8 +149,10 @@ fn receive(
     }
     run.observer.phase(Phase::Transfer);
     let options = incoming::Options {
-        require_return_path: run.options.return_path,
+        // A source that runs on in any case loses nothing by what it does not hear.
+        require_return_path: run.options.return_path && !run.options.live,
         compression: run.options.compression,
+        is_snapshot: run.options.live,
     };
     let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
     let result = run.supervise(

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_image::{Existing, Image, ImageWriter, Origin};
+use towline_image::{Image, Origin};
 use towline_migration::{Compression, Guest as _, Outgoing, Session, Statistics, outgoing};
 
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::Guest;
 use super::{
-    Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
-    local, memory,
+    Destination, DestinationState, Error, Failure, GuestState, Observer, Options, Phase, Progress, Report,
+    SourceState, blame, local, memory,
 };
 
 /// Threads that compare an image with its manifest while QEMU loads it.
@@ -23,27 +23,38 @@ const ASK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Copies the image at `path`; the image stays as it is.
 pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
-    let open = || -> Result<Image, Error> {
-        let image = Image::open(path)?;
-        if image.manifest().is_none() {
-            let text = "has no manifest (made by QEMU itself?): there are no checksums to verify it by";
-            run.observer.notice(&format!("{} {text}", path.display()));
-        }
-        Ok(if run.options.verify { image.verify_on_read()? } else { image })
-    };
-    let image = open().map_err(Failure::untouched)?;
+    let image = open(path, run.options, run.observer).map_err(Failure::untouched)?;
+    restore_from(&image, destination, run)
+}
+
+/// Opens the image at `path`, to be read by any number of copies.
+pub(super) fn open(path: &Path, options: &Options, observer: &dyn Observer) -> Result<Image, Error> {
+    let image = Image::open(path)?;
+    if image.manifest().is_none() {
+        let text = "has no manifest (made by QEMU itself?): there are no checksums to verify it by";
+        observer.notice(&format!("{} {text}", path.display()));
+    }
+    Ok(if options.verify { image.verify_on_read()? } else { image })
+}
+
+/// Copies an image that is open, and that other copies may read at the same time.
+pub(super) fn restore_from(
+    image: &Image,
+    destination: &Destination,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
     match destination {
-        Destination::Qmp(path) => to_qemu(&image, path, run),
+        Destination::Qmp(path) => to_qemu(image, path, run),
         Destination::Stream(address) => {
             run.observer.phase(Phase::Connect);
             let lanes_lost = |error| Failure::untouched(blame::lanes_lost(error, run));
             let connections = run.reach(address, [0; 16]).map_err(Failure::untouched)?;
-            let moved = send(&image, &connections, run, &mut || Ok(()));
+            let moved = send(image, &connections, run, &mut || Ok(()));
             let moved = moved.map_err(lanes_lost)?;
             Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))
         }
-        Destination::Image(path) => to_image(&image, path, run).map_err(Failure::untouched),
-        Destination::Memory(room) => memory::from_image(&image, room, run).map_err(Failure::untouched),
+        Destination::Image(path) => to_image(image, path, run).map_err(Failure::untouched),
+        Destination::Memory(room) => memory::from_image(image, room, run).map_err(Failure::untouched),
         Destination::Null => Err(Failure::untouched(Error::Usage(
             "null: takes a stream; to check an image, `inspect --verify` it".into(),
         ))),
@@ -56,7 +67,8 @@ fn to_qemu(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Failure>
     destination.check(&guest, run.lanes).map_err(Failure::untouched)?;
     // QEMU reads the file itself as fast as it goes, and as it is.
     let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
-    let handed_over = !run.options.stream && destination.loads_images() && is_plain;
+    let is_whole = !image.is_incremental();
+    let handed_over = !run.options.stream && destination.loads_images() && is_plain && is_whole;
     run.observer.phase(Phase::Connect);
     let moved = match handed_over {
         true => load(image, &mut destination, run),
@@ -141,7 +153,9 @@ fn load(
     destination: &mut QmpDestination,
     run: &Run<'_>,
 ) -> Result<towline_migration::Snapshot, Error> {
-    destination.load(image.file(), run.lanes)?;
+    // A description of its own: a QEMU reads the stream at the file's position, and shares that with every duplicate.
+    let file = image.reopen()?;
+    destination.load(&file, run.lanes)?;
     run.observer.phase(Phase::Transfer);
     thread::scope(|scope| {
         let verify = || image.verify(VERIFY_THREADS, &|_| {});
@@ -163,9 +177,9 @@ fn load(
 
 /// Image to image: gives one that QEMU made its manifest, or a damaged copy no second life (`--verify`).
 fn to_image(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Error> {
-    let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
     let origin = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
-    let writer = ImageWriter::create(path, existing, origin)?;
+    let writer = run.image_writer(path, origin)?;
     let moved = local::copy(image, &writer, 0, run)?;
+    run.set_increment(&writer);
     Ok(run.done(moved, SourceState::Unchanged, DestinationState::Stored))
 }

@@ -52,6 +52,15 @@ const MUST_BE_OFF: [Capability; 10] = [
     Capability::RELEASE_RAM,
 ];
 
+/// More that does not go with a background snapshot; those of a migration stay as they are.
+const MUST_BE_OFF_LIVE: [Capability; 5] = [
+    Capability::AUTO_CONVERGE,
+    Capability::DIRTY_BITMAPS,
+    Capability::DIRTY_LIMIT,
+    Capability::LATE_BLOCK_ACTIVATE,
+    Capability::VALIDATE_UUID,
+];
+
 /// A QEMU whose guest is to be copied.
 #[derive(Debug)]
 pub(super) struct QmpSource {
@@ -230,11 +239,16 @@ impl QmpSource {
             .filter(|name| known.contains_key(name))
             .map(|name| (name, false))
             .collect();
-        capabilities.insert(Capability::RETURN_PATH, true);
+        capabilities.insert(Capability::RETURN_PATH, !options.live);
         capabilities.insert(Capability::EVENTS, true);
         capabilities.insert(Capability::MULTIFD, lanes > 0);
         if options.throttle {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
+        }
+        if options.live {
+            let off = MUST_BE_OFF_LIVE.into_iter().filter(|name| known.contains_key(name));
+            capabilities.extend(off.map(|name| (name, false)));
+            capabilities.insert(Capability::BACKGROUND_SNAPSHOT, true);
         }
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),

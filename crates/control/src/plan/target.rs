@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use towline_channel::Address;
-use towline_image::{Existing, ImageWriter, Origin};
+use towline_image::{ImageWriter, Origin};
 use towline_migration::incoming::Connections;
 use towline_migration::synthetic::Checked;
 use towline_migration::{Relay, Session, Sink};
@@ -41,10 +41,7 @@ impl Target {
         run: &Run<'_>,
     ) -> Result<Self, Error> {
         Ok(match destination {
-            Destination::Image(path) => {
-                let existing = if run.options.overwrite { Existing::Replace } else { Existing::Refuse };
-                Self::Image(Box::new(ImageWriter::create(path, existing, origin)?))
-            }
+            Destination::Image(path) => Self::Image(Box::new(run.image_writer(path, origin)?)),
             Destination::Qmp(path) => {
                 let destination = Box::new(QmpDestination::prepare(path)?);
                 if let Some(guest) = guest {
@@ -155,7 +152,10 @@ impl Target {
             run.set_lane_sends(relay.statistics().lane_sends());
         }
         match self {
-            Self::Image(_) => Ok(DestinationState::Stored),
+            Self::Image(writer) => {
+                run.set_increment(writer);
+                Ok(DestinationState::Stored)
+            }
             Self::Stream { .. } => Ok(DestinationState::Loaded),
             Self::Memory(memory) => {
                 run.set_memory(memory.outcome());

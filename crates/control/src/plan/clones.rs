@@ -1,0 +1,152 @@
+//! One image, several destinations: clones of one guest.
+//!
+//! ```text
+//!   check all ─► open the image once ─► look at the QEMUs beside each other ─► a copy for each, at the same time
+//!                                            └─ those that share a disk are refused     each succeeds or fails by itself
+//! ```
+//!
+//! Every copy is the one that [`copy`](super::copy) makes, out of one mapping, so the page cache holds the image once and a
+//! chunk is verified once. What goes wrong at a destination is that destination's: the others do not hear of it.
+//!
+//! What it is not: it gives clones no identity of their own. They wake up as the same guest; `docs/clones.md` says what that
+//! means. Limits: [`CLONES_AT_ONCE`]; the others wait for their turn.
+
+mod neighbours;
+
+use std::collections::HashSet;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use towline_channel::{Address, Cancel};
+use towline_image::Image;
+
+use super::copy::{Run, checked};
+use super::{Destination, Error, Failure, Observer, Options, Phase, Report, Source, restore};
+
+/// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
+pub const CLONES_AT_ONCE: usize = 32;
+/// Destinations of one call.
+pub const CLONES_MAX: usize = 1024;
+
+/// One of several destinations, and who hears how the copy to it goes.
+#[derive(Clone, Copy)]
+pub struct Recipient<'a> {
+    /// Where the guest goes.
+    pub destination: &'a Destination,
+    /// Hears of this copy alone.
+    pub observer: &'a dyn Observer,
+}
+
+/// What came of one copy.
+pub type Outcome = Result<Report, Failure>;
+
+/// Copies one image to all `recipients` at once. `observer` hears what concerns all of them, `ended` of each copy as soon as it
+/// ends (from several threads). Returns what came of each, in their order.
+///
+/// # Errors
+/// Nothing was touched: the source is no image or cannot be opened, or one of the copies is no possible one.
+pub fn copy_to_all(
+    source: &Source,
+    recipients: &[Recipient<'_>],
+    options: &Options,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+    ended: &(dyn Fn(usize, &Outcome) + Sync),
+) -> Result<Vec<Outcome>, Failure> {
+    let Source::Image(path) = source else {
+        return Err(Failure::untouched(Error::Usage(
+            "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
+                .into(),
+        )));
+    };
+    let plans = plans(source, recipients, options).map_err(Failure::untouched)?;
+    let image = restore::open(path, options, observer).map_err(Failure::untouched)?;
+    let destinations: Vec<_> = recipients.iter().map(|recipient| recipient.destination).collect();
+    let found = neighbours::look(&destinations);
+    found.notes.iter().for_each(|note| observer.notice(note));
+    let outcomes: Vec<OnceLock<Outcome>> = recipients.iter().map(|_| OnceLock::new()).collect();
+    let end = |index: usize, outcome: Outcome| {
+        ended(index, &outcome);
+        outcomes[index].get_or_init(|| outcome);
+    };
+    for (index, error) in found.refused {
+        end(index, Err(Failure::untouched(error)));
+    }
+    let queue: Vec<_> = (0..recipients.len()).filter(|&index| outcomes[index].get().is_none()).collect();
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let ((options, lanes), recipient) = (&plans[index], &recipients[index]);
+            let run = Run::new(options, *lanes, cancel, recipient.observer);
+            end(index, one(&image, recipient, &run));
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 0..queue.len().min(CLONES_AT_ONCE) {
+            scope.spawn(worker);
+        }
+    });
+    Ok(outcomes
+        .into_iter()
+        .map(|outcome| outcome.into_inner().expect("each was refused or copied"))
+        .collect())
+}
+
+fn one(image: &Image, recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
+    // One that had to wait for its turn.
+    run.check_cancelled().map_err(Failure::untouched)?;
+    recipient.observer.phase(Phase::Prepare);
+    restore::restore_from(image, recipient.destination, run)
+}
+
+/// Refuses what can be refused before anything is touched: all of it, as it is one command.
+fn plans(
+    source: &Source,
+    recipients: &[Recipient<'_>],
+    options: &Options,
+) -> Result<Vec<(Options, usize)>, Error> {
+    if recipients.len() > CLONES_MAX {
+        let found = recipients.len();
+        return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
+    }
+    let mut seen = HashSet::new();
+    let again = recipients.iter().find(|recipient| !seen.insert(Place::of(recipient.destination)));
+    if let Some(Recipient { destination, .. }) = again {
+        return Err(Error::Usage(format!("{} is named twice, and takes one guest", shown(destination))));
+    }
+    recipients.iter().map(|recipient| checked(source, recipient.destination, options)).collect()
+}
+
+/// What takes one guest only.
+#[derive(PartialEq, Eq, Hash)]
+enum Place {
+    Path(std::path::PathBuf),
+    Address(String),
+    /// Any number of them.
+    Many(usize),
+}
+
+impl Place {
+    fn of(destination: &Destination) -> Self {
+        match destination {
+            Destination::Qmp(path) | Destination::Image(path) => {
+                Self::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
+            }
+            Destination::Stream(address) if !matches!(address, Address::Exec(_)) => {
+                Self::Address(address.to_string())
+            }
+            other => Self::Many(std::ptr::from_ref(other).addr()),
+        }
+    }
+}
+
+fn shown(destination: &Destination) -> String {
+    match destination {
+        Destination::Qmp(path) => format!("qmp:{}", path.display()),
+        Destination::Image(path) => format!("file:{}", path.display()),
+        Destination::Stream(address) => address.to_string(),
+        Destination::Memory(_) => "mem:".into(),
+        Destination::Null => "null:".into(),
+    }
+}

@@ -1,0 +1,278 @@
+//! The waiting QEMUs of several clones beside each other: what must not be common to them, and what will be.
+//!
+//! Only QMP is asked, each QEMU for a short time: one that does not answer is not compared, and its own copy says why it
+//! cannot be had. [`compare`] is pure.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::Metadata;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use serde_json::{Map, Value, json};
+
+use super::super::{Destination, Error};
+use crate::qmp::commands::{BlockDevice, QomGet};
+use crate::qmp::{self, Client, Options};
+
+/// How long a QEMU may take for each answer here.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+/// Devices of one QEMU that are looked at.
+const DEVICES_MAX: usize = 256;
+/// Where QEMU keeps the devices of its command line.
+const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// What was found.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Destinations that must not have a clone, by their place in the list.
+    pub(super) refused: Vec<(usize, Error)>,
+    /// What somebody who makes clones should know.
+    pub(super) notes: Vec<String>,
+}
+
+/// What is known of one waiting QEMU.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Neighbour {
+    /// Its place in the list of destinations.
+    index: usize,
+    socket: String,
+    drives: Vec<Drive>,
+    /// MAC addresses of its network cards, as its command line has them.
+    macs: Vec<String>,
+    generation_id: Option<String>,
+}
+
+/// A drive that can be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Drive {
+    name: String,
+    file: String,
+    medium: Medium,
+}
+
+/// What makes two drives one.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Medium {
+    /// Device and inode of a file, whatever it is called.
+    File(u64, u64),
+    /// A block device's number.
+    Device(u64),
+    /// What QEMU calls it.
+    Name(String),
+}
+
+/// Asks all `qmp:` destinations at once, and compares them.
+pub(super) fn look(destinations: &[&Destination]) -> Found {
+    let asked: Vec<Neighbour> = thread::scope(|scope| {
+        let ask = |(index, destination): (usize, &&Destination)| match destination {
+            Destination::Qmp(path) => {
+                let path = path.clone();
+                Some(scope.spawn(move || ask(index, &path)))
+            }
+            _ => None,
+        };
+        let asking: Vec<_> = destinations.iter().enumerate().filter_map(ask).collect();
+        asking.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
+    });
+    compare(&asked)
+}
+
+fn compare(neighbours: &[Neighbour]) -> Found {
+    let mut found = Found { refused: shared_drives(neighbours), notes: Vec::new() };
+    if neighbours.len() < 2 {
+        return found;
+    }
+    let with_cards = neighbours.iter().filter(|neighbour| !neighbour.macs.is_empty()).count();
+    if with_cards > 1 {
+        let given: usize = neighbours.iter().map(|neighbour| neighbour.macs.len()).sum();
+        let different = neighbours
+            .iter()
+            .flat_map(|neighbour| &neighbour.macs)
+            .collect::<std::collections::HashSet<_>>()
+            .len();
+        let whatever = if different == given { ", whatever `mac=` says here" } else { "" };
+        found.notes.push(format!(
+            "{with_cards} of the clones have network cards: each sends with the stored guest's MAC addresses{whatever}; keep them in networks of their own, or change them in each guest"
+        ));
+    }
+    let without = neighbours.iter().filter(|neighbour| neighbour.generation_id.is_none()).count();
+    if without > 0 {
+        found.notes.push(format!(
+            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers go on alike until something else is mixed in"
+        ));
+    }
+    let mut ids: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for neighbour in neighbours {
+        ids.entry(neighbour.generation_id.as_deref().unwrap_or_default())
+            .or_default()
+            .push(&neighbour.socket);
+    }
+    for (id, sockets) in ids.iter().filter(|(id, sockets)| !id.is_empty() && sockets.len() > 1) {
+        found.notes.push(format!(
+            "QEMUs on {} have the same generation id {id}, so their guests do not see that they are clones: give each its own (`guid=auto`)",
+            sockets.join(", ")
+        ));
+    }
+    found
+}
+
+/// Each destination that can write what another one can write too.
+fn shared_drives(neighbours: &[Neighbour]) -> Vec<(usize, Error)> {
+    let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
+    for (at, neighbour) in neighbours.iter().enumerate() {
+        neighbour.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
+    }
+    let refusal = |(at, neighbour): (usize, &Neighbour)| {
+        neighbour.drives.iter().find_map(|drive| {
+            let other = users[&drive.medium].iter().find(|&&other| other != at)?;
+            let error = Error::SharedDrive {
+                socket: neighbour.socket.clone(),
+                drive: drive.name.clone(),
+                file: drive.file.clone(),
+                other: neighbours[*other].socket.clone(),
+            };
+            Some((neighbour.index, error))
+        })
+    };
+    neighbours.iter().enumerate().filter_map(refusal).collect()
+}
+
+fn ask(index: usize, path: &Path) -> Result<Neighbour, qmp::Error> {
+    let options = Options { deadline: ANSWER_WITHIN, greeting_deadline: ANSWER_WITHIN, ..Options::default() };
+    let mut client = Client::connect(path, &options)?;
+    let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
+    let drives = client.execute(&crate::qmp::commands::QueryBlock)?;
+    let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
+    let macs = macs(&mut client)?;
+    let generation_id = match client.execute_raw("query-vm-generation-id", None) {
+        Ok(answer) => answer["guid"].as_str().map(str::to_owned),
+        // It has no such device.
+        Err(qmp::Error::Refusal { .. }) => None,
+        Err(error) => return Err(error),
+    };
+    Ok(Neighbour { index, socket: client.socket().to_owned(), drives, macs, generation_id })
+}
+
+fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
+    let medium = device.inserted.as_ref().filter(|medium| !medium.ro)?;
+    let of = [Some(&device.device), device.qdev.as_ref(), medium.node_name.as_ref()];
+    let name = of.into_iter().flatten().find(|name| !name.is_empty());
+    Some(Drive {
+        name: name.cloned().unwrap_or_default(),
+        file: medium.file.clone(),
+        medium: medium_of(&medium.file, pid),
+    })
+}
+
+/// A file's identity where it can be seen from here as QEMU sees it, else its name.
+fn medium_of(file: &str, pid: Option<i32>) -> Medium {
+    let seen = |path: String| std::fs::metadata(path).ok();
+    let through = |pid: i32| match file.starts_with('/') {
+        true => seen(format!("/proc/{pid}/root{file}")),
+        false => seen(format!("/proc/{pid}/cwd/{file}")),
+    };
+    let found = pid.and_then(through).or_else(|| file.starts_with('/').then(|| seen(file.to_owned()))?);
+    found.as_ref().map_or_else(|| Medium::Name(file.to_owned()), identity)
+}
+
+fn identity(metadata: &Metadata) -> Medium {
+    match metadata.file_type().is_block_device() {
+        true => Medium::Device(metadata.rdev()),
+        false => Medium::File(metadata.dev(), metadata.ino()),
+    }
+}
+
+/// The MAC addresses of the devices of QEMU's command line.
+fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
+    let mut macs = Vec::new();
+    for container in CONTAINERS {
+        let arguments = Map::from_iter([("path".to_owned(), json!(container))]);
+        let listed = match client.execute_raw("qom-list", Some(arguments)) {
+            Ok(listed) => listed,
+            Err(qmp::Error::Refusal { .. }) => continue,
+            Err(error) => return Err(error),
+        };
+        let children = listed.as_array().into_iter().flatten().filter_map(child).take(DEVICES_MAX);
+        for name in children {
+            let get = QomGet { path: format!("{container}/{name}"), property: "mac".into() };
+            match client.execute(&get) {
+                Ok(Value::String(mac)) => macs.push(mac),
+                // Not a network card.
+                Ok(_) | Err(qmp::Error::Refusal { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(macs)
+}
+
+fn child(property: &Value) -> Option<&str> {
+    let is_child = property["type"].as_str()?.starts_with("child<");
+    property["name"].as_str().filter(|_| is_child)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn neighbour(index: usize, files: &[&str]) -> Neighbour {
+        let drive = |file: &&str| Drive {
+            name: "disk0".into(),
+            file: (*file).into(),
+            medium: Medium::Name((*file).into()),
+        };
+        let drives = files.iter().map(drive).collect();
+        Neighbour { index, socket: format!("{index}.qmp"), drives, ..Neighbour::default() }
+    }
+
+    #[test]
+    fn those_who_share_a_disk_are_refused_and_nobody_else() {
+        let all =
+            [neighbour(0, &["a"]), neighbour(2, &["b", "c"]), neighbour(3, &["d"]), neighbour(5, &["c"])];
+        let found = compare(&all);
+        let refused: Vec<_> =
+            found.refused.iter().map(|(index, error)| (*index, error.to_string())).collect();
+        let [(2, first), (5, second)] = &refused[..] else { panic!("{refused:?}") };
+        for (text, socket, other) in [(first, "2.qmp", "5.qmp"), (second, "5.qmp", "2.qmp")] {
+            let begins =
+                format!("QEMU on {socket} has the writable drive \"disk0\" (c), and so has QEMU on {other}");
+            assert!(text.starts_with(&begins), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_clones_have_in_common_is_told() {
+        let with = |index, mac: &str, id: Option<&str>| Neighbour {
+            macs: vec![mac.into()],
+            generation_id: id.map(Into::into),
+            ..neighbour(index, &[])
+        };
+        let found =
+            compare(&[with(0, "52:54:00:12:34:56", Some("x")), with(1, "52:54:00:12:34:56", Some("x"))]);
+        let [cards, ids] = &found.notes[..] else { panic!("{:?}", found.notes) };
+        assert!(cards.starts_with("2 of the clones have network cards: each sends with"), "{cards}");
+        assert!(!cards.contains("whatever"), "{cards}");
+        assert!(ids.starts_with("QEMUs on 0.qmp, 1.qmp have the same generation id x"), "{ids}");
+        let found = compare(&[with(0, "52:54:00:00:00:01", Some("x")), with(1, "52:54:00:00:00:02", None)]);
+        let [cards, without] = &found.notes[..] else { panic!("{:?}", found.notes) };
+        assert!(cards.contains("whatever `mac=` says here"), "{cards}");
+        assert!(without.starts_with("1 of the clones have no vmgenid device"), "{without}");
+        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single one is no clone");
+    }
+
+    #[test]
+    fn a_file_is_one_whatever_its_name() {
+        let directory = std::env::temp_dir();
+        let own = i32::try_from(std::process::id()).unwrap();
+        let path = directory.join(format!("towline-neighbours-{own}"));
+        std::fs::write(&path, "").unwrap();
+        let twisted = format!("{}/../{}", directory.display(), path.strip_prefix("/").unwrap().display());
+        let (plain, other) = (medium_of(path.to_str().unwrap(), None), medium_of(&twisted, Some(own)));
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(plain, other);
+        assert!(matches!(plain, Medium::File(..)));
+        assert_eq!(medium_of("nbd://host/disk", Some(own)), Medium::Name("nbd://host/disk".into()));
+    }
+}
