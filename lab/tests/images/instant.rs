@@ -142,8 +142,9 @@ fn a_snapshot_that_fails_leaves_the_guest_and_no_file() {
         let finished = towline.wait(WITHIN).unwrap();
         assert_runs(&source);
         if finished.status.success() {
-            ["", ".manifest.json"]
-                .map(|end| std::fs::remove_file(place.name(&format!("guest.img{end}"))).unwrap());
+            for end in ["", ".manifest.json"] {
+                std::fs::remove_file(place.name(&format!("guest.img{end}"))).unwrap();
+            }
             return None;
         }
         Some(finished)
