@@ -7,4 +7,7 @@ pub mod harness;
 #[path = "../../crates/vhost-user/tests/rings/harness.rs"]
 pub mod vhost_user;
 
+#[path = "../../crates/vsock/tests/simulation/packets.rs"]
+pub mod vsock;
+
 pub mod command;

@@ -17,7 +17,9 @@
 mod accelerator;
 mod boot_sector;
 pub mod certificates;
+pub mod cpio;
 pub mod demo;
+mod guest_programs;
 mod linux;
 mod memory;
 mod network;

@@ -15,7 +15,7 @@ use crate::boot_sector::BootSector;
 use crate::network::Network;
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
-use crate::{accelerator, paths, process};
+use crate::{accelerator, guest_programs, paths, process};
 
 /// How long a QEMU may take until its monitor answers.
 const START_WITHIN: Duration = Duration::from_secs(60);
@@ -93,6 +93,7 @@ pub struct Builder {
     accelerator: Accelerator,
     incoming: Incoming,
     guest: Guest,
+    guest_programs: Vec<PathBuf>,
     paused: bool,
     kernel_arguments: String,
     arguments: Vec<String>,
@@ -195,6 +196,12 @@ impl Builder {
     pub fn linux(mut self) -> Self {
         self.memory_mib = self.memory_mib.max(256);
         self.guest(Guest::Linux)
+    }
+
+    /// Programs of this machine that the Linux guest has too, at the same places, with the libraries that they need.
+    pub fn guest_programs<I: IntoIterator<Item: Into<PathBuf>>>(mut self, programs: I) -> Self {
+        self.guest_programs.extend(programs.into_iter().map(Into::into));
+        self
     }
 
     /// The small guest that fills memory and counts.
@@ -304,7 +311,11 @@ impl Builder {
             Guest::Linux => {
                 let lab = paths::lab_directory();
                 let kernel = paths::kernel(&lab).context("no kernel; run `cargo xtask setup`")?;
-                command.arg("-kernel").arg(kernel).arg("-initrd").arg(paths::initramfs(&lab));
+                let mut archive = paths::initramfs(&lab);
+                if !self.guest_programs.is_empty() {
+                    archive = guest_programs::archive(&archive, &self.guest_programs, directory)?;
+                }
+                command.arg("-kernel").arg(kernel).arg("-initrd").arg(archive);
                 command.args(["-append", &format!("{KERNEL_COMMAND_LINE} {}", self.kernel_arguments)]);
             }
             Guest::BootSector(boot_sector) => {
@@ -330,6 +341,7 @@ impl Qemu {
             accelerator: Accelerator::Tcg,
             incoming: Incoming::No,
             guest: Guest::None,
+            guest_programs: Vec::new(),
             paused: false,
             kernel_arguments: String::new(),
             arguments: Vec::new(),

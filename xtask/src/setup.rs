@@ -12,7 +12,6 @@
 //! everything there the task looks at the parts and returns; nothing is fetched.
 
 mod apt;
-mod cpio;
 mod initramfs;
 mod modules;
 mod python;

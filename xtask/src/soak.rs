@@ -26,6 +26,16 @@ const SOAKS: &[Soak] = &[
         run: simulation,
     },
     Soak {
+        name: "vsock",
+        about: "100,000 schedules of vsock connections in virtual time, others with TOWLINE_SEEDS",
+        run: vsock,
+    },
+    Soak {
+        name: "vsock-bytes",
+        about: "100 MiB each way through a Linux guest's vsock (TOWLINE_SOAK_VSOCK_MIB)",
+        run: || lab_test("vsock", "streams::bytes_go_both_ways", &[("TOWLINE_SOAK_VSOCK_MIB", "100")]),
+    },
+    Soak {
         name: "kills",
         about: "200 moves in which a QEMU, towline or a connection is killed (TOWLINE_SOAK_KILLS, TOWLINE_SOAK_SEED)",
         run: || lab_test("live", "kills::no_guest_is_lost_or_runs_twice", &[("TOWLINE_SOAK_KILLS", "200")]),
@@ -130,6 +140,17 @@ fn simulation() -> Result<()> {
         command.env("TOWLINE_SEEDS", "100000");
     }
     run_command(command.env("TOWLINE_CUT_STEP", "1"))
+}
+
+/// Schedules of vsock connections: `TOWLINE_SEEDS` says how many.
+fn vsock() -> Result<()> {
+    let mut command =
+        cargo(["test", "--release", "--package", "towline-vsock", "--test", "simulation", "--"]);
+    command.arg("--nocapture");
+    if std::env::var_os("TOWLINE_SEEDS").is_none() {
+        command.env("TOWLINE_SEEDS", "100000");
+    }
+    run_command(&mut command)
 }
 
 fn listing() -> String {

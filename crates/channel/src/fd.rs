@@ -23,6 +23,15 @@ use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 use std::os::fd::{OwnedFd, RawFd};
 
+/// Takes over an open descriptor that a parent process left for us under its number, whatever it is; it is closed with what
+/// is returned, and no child of ours has it.
+///
+/// # Errors
+/// [`Error::Io`] if it is not open.
+pub fn inherit(number: RawFd) -> Result<OwnedFd> {
+    sys::fd::take_over(number).map_err(|source| Error::io("take over", &format!("fd:{number}"), source))
+}
+
 /// Takes over a descriptor and finds out what it is. One that is of no use is closed.
 pub(crate) fn open(number: RawFd) -> Result<Box<dyn Channel>> {
     let address = Address::Fd(number);

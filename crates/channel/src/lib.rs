@@ -73,6 +73,7 @@ pub use channel::{Capabilities, Channel, ChannelExt, FDS_MAX, Flushed, RecvFlags
 pub use connect::{ConnectOptions, connect, connect_with};
 pub use error::{Error, Result};
 pub use exec::ExecChannel;
+pub use fd::inherit;
 pub use file::FileChannel;
 pub use listen::{ListenOptions, Listener};
 pub use pair::{PairChannel, pair};

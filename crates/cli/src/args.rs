@@ -10,6 +10,7 @@ use crate::ctl::CtlArgs;
 use crate::endpoint::Endpoint;
 use crate::net::NetArgs;
 use crate::units::{bytes, seconds};
+use crate::vsock::VsockArgs;
 
 /// Moves running QEMU guests: their memory and devices, between hosts and into images.
 #[derive(Debug, Parser)]
@@ -26,6 +27,7 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
+    Vsock(VsockArgs),
     Bench(BenchArgs),
 }
 

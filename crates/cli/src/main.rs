@@ -16,6 +16,7 @@ mod progress;
 mod sends;
 mod signals;
 mod units;
+mod vsock;
 
 use std::process::ExitCode;
 
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Inspect(options) => inspect::run(options),
         Command::Net(options) => net::run(options),
         Command::Ctl(options) => ctl::run(options),
+        Command::Vsock(options) => vsock::run(options),
         Command::Bench(options) => bench::run(options),
     };
     exit.unwrap_or_else(|error| {

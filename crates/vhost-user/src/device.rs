@@ -140,6 +140,12 @@ pub trait Worker: Send {
     /// something of [`Worker::poll`] is ready, and when the frontend changed something.
     fn run(&mut self, queues: &mut Queues<'_>) -> Next;
 
+    /// A queue has been started, before the next [`Worker::run`]. `fresh`: by a driver that has not used it before; else
+    /// it goes on where it stood, here or in another process.
+    fn started(&mut self, queue: usize, fresh: bool) {
+        let _ = (queue, fresh);
+    }
+
     /// What else than its queues it waits for.
     fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
         let _ = fds;

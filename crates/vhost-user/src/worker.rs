@@ -410,6 +410,7 @@ impl Thread {
             Ok(ring) => {
                 // The process before this one may have died between a batch and its notification.
                 ring.call();
+                self.worker.started(queue, ring.is_new());
                 slot.ring = Some(ring);
                 Answer::Done
             }

@@ -4,9 +4,9 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use towline_lab::cpio::Archive;
 use towline_lab::paths;
 
-use super::cpio::Archive;
 use super::modules;
 use crate::command::{cargo, root, run};
 

@@ -89,6 +89,16 @@ impl<'a> IoBufMut<'a> {
         IoBufMut { iov: libc::iovec { iov_len: len.min(self.len()), ..self.iov }, memory: PhantomData }
     }
 
+    /// Room for the first `len` bytes of it, or all if it has fewer.
+    pub fn into_prefix(self, len: usize) -> Self {
+        Self { iov: libc::iovec { iov_len: len.min(self.len()), ..self.iov }, ..self }
+    }
+
+    /// All but the first `len` bytes of it; nothing if it has fewer.
+    pub fn skip(self, len: usize) -> Self {
+        Self { iov: skip(self.iov, len), ..self }
+    }
+
     /// The same memory as bytes to send.
     pub fn as_io_buf(&self) -> IoBuf<'_> {
         IoBuf { iov: self.iov, memory: PhantomData }

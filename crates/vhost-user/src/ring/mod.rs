@@ -407,6 +407,16 @@ impl Ring {
         (self.next, left.len())
     }
 
+    /// How many entries it has.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Whether it was empty when it began: its driver had just been started.
+    pub(crate) fn is_new(&self) -> bool {
+        self.next == 0 && self.used == 0
+    }
+
     /// What ended it, if something did.
     pub fn fault(&self) -> Option<&RingFault> {
         self.fault.as_ref()

@@ -5,7 +5,7 @@
 
 /// An archive being written.
 #[derive(Default)]
-pub(crate) struct Archive {
+pub struct Archive {
     bytes: Vec<u8>,
     entries: u32,
 }
@@ -19,27 +19,27 @@ const REGULAR_FILE: u32 = 0o100_000;
 
 impl Archive {
     /// A directory; its parent must have been added before.
-    pub(crate) fn directory(&mut self, path: &str) {
+    pub fn directory(&mut self, path: &str) {
         self.entry(path, DIRECTORY, (0, 0), &[]);
     }
 
     /// A file with its permission bits.
-    pub(crate) fn file(&mut self, path: &str, permissions: u32, content: &[u8]) {
+    pub fn file(&mut self, path: &str, permissions: u32, content: &[u8]) {
         self.entry(path, REGULAR_FILE | permissions, (0, 0), content);
     }
 
     /// A symbolic link at `path` to `target`.
-    pub(crate) fn link(&mut self, path: &str, target: &str) {
+    pub fn link(&mut self, path: &str, target: &str) {
         self.entry(path, SYMBOLIC_LINK, (0, 0), target.as_bytes());
     }
 
     /// A character device.
-    pub(crate) fn character_device(&mut self, path: &str, number: (u32, u32)) {
+    pub fn character_device(&mut self, path: &str, number: (u32, u32)) {
         self.entry(path, CHARACTER_DEVICE, number, &[]);
     }
 
     /// The archive with its trailer.
-    pub(crate) fn finish(mut self) -> Vec<u8> {
+    pub fn finish(mut self) -> Vec<u8> {
         self.entry(TRAILER, 0, (0, 0), &[]);
         self.bytes
     }

@@ -1,0 +1,317 @@
+//! The engine's side of a connection: its socket, and what is on the way to it.
+
+use std::collections::VecDeque;
+
+use towline_channel::IoBuf;
+use towline_vhost_user::{Batch, Head};
+
+use super::SKIP;
+use crate::packet::Kind;
+use crate::table::Id;
+
+/// Packets shorter than this are copied when the host side is behind: a chain of the ring is worth more.
+pub(super) const HOLD_BYTES_MIN: u32 = 4096;
+/// Chains that one connection may hold while its host side is behind.
+pub(super) const HELD_PER_LINE_MAX: usize = 8;
+/// What is copied is gathered in pieces of about this size.
+const CHUNK_BYTES: usize = 64 << 10;
+
+/// A connection's socket, and what is on the way to it.
+pub(super) struct Line<S> {
+    pub(super) id: Id,
+    pub(super) kind: Kind,
+    /// None as long as it is being connected.
+    pub(super) socket: Option<S>,
+    pub(super) out: VecDeque<Out>,
+    /// How many entries of `out`, from the front, are held or kept: not of the batch that is looked at.
+    pub(super) settled: usize,
+    /// Chains that it holds.
+    pub(super) held: usize,
+    /// Bytes that it keeps.
+    pub(super) kept: usize,
+    /// The socket took less than there was; it says when it takes more.
+    pub(super) blocked: bool,
+    /// Something of the guest's came since it was last flushed.
+    pub(super) touched: bool,
+    /// It may have something for the guest.
+    pub(super) readable: bool,
+    /// It waits for its turn to be read.
+    pub(super) in_line: bool,
+    /// The guest has no room.
+    pub(super) stalled: bool,
+    /// The guest will be asked for credit if that lasts.
+    pub(super) stall_noted: bool,
+    /// The other end of the socket sends no more: what is left ends with its end.
+    pub(super) ending: bool,
+    /// And it receives no more either.
+    pub(super) hung_up: bool,
+    /// All that it had for the guest was sent.
+    pub(super) ended: bool,
+    /// It takes nothing any more.
+    pub(super) deaf: bool,
+    pub(super) write_shut: bool,
+    pub(super) read_shut: bool,
+    /// Buffers of the guest's that the next read may fill.
+    pub(super) appetite: usize,
+    /// A message that did not fit into the guest's buffers at once, and how much of it has left.
+    pub(super) message: Option<(Vec<u8>, usize)>,
+    pub(super) statistics: LineStatistics,
+}
+
+/// What a connection has moved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LineStatistics {
+    /// Bytes to the host side.
+    pub bytes_to_host: u64,
+    /// Bytes to the guest.
+    pub bytes_to_guest: u64,
+    /// Packets from the guest.
+    pub packets_from_guest: u64,
+    /// Packets to the guest.
+    pub packets_to_guest: u64,
+    /// Bytes that were copied because a side was behind.
+    pub bytes_copied: u64,
+}
+
+/// Something on the way to the socket.
+pub(super) enum Out {
+    /// In the guest's memory.
+    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: bool },
+    /// Copied. `ends`: where messages end, as offsets.
+    Kept { bytes: Vec<u8>, offset: usize, ends: VecDeque<usize> },
+}
+
+impl<S> Line<S> {
+    pub(super) fn new(id: Id, kind: Kind, socket: Option<S>) -> Self {
+        Self {
+            id,
+            kind,
+            socket,
+            out: VecDeque::new(),
+            settled: 0,
+            held: 0,
+            kept: 0,
+            blocked: false,
+            touched: false,
+            readable: false,
+            in_line: false,
+            stalled: false,
+            stall_noted: false,
+            ending: false,
+            hung_up: false,
+            ended: false,
+            deaf: false,
+            write_shut: false,
+            read_shut: false,
+            appetite: 2,
+            message: None,
+            statistics: LineStatistics::default(),
+        }
+    }
+
+    /// The buffers of the next call and their bytes: as many as a call takes, or, `whole`, those of one message;
+    /// nothing as long as it is not complete. `None` if a message has more pieces than a call takes.
+    pub(super) fn gather<'s>(
+        &'s self,
+        shelf: &'s Shelf,
+        whole: bool,
+        bufs: &mut Vec<IoBuf<'s>>,
+    ) -> Option<usize> {
+        let mut bytes = 0;
+        for out in &self.out {
+            let end = match out {
+                Out::Chain { slot, chain, offset, len, end } => {
+                    let (mut skip, mut left) = (SKIP + *offset as usize, *len as usize);
+                    for buf in shelf.batch(*slot).chain(*chain).readable() {
+                        let here = skip.min(buf.len());
+                        skip -= here;
+                        let buf = buf.skip(here).prefix(left);
+                        if !buf.is_empty() {
+                            left -= buf.len();
+                            bytes += buf.len();
+                            bufs.push(buf);
+                        }
+                    }
+                    *end
+                }
+                Out::Kept { bytes: kept, offset, ends } => {
+                    let until = if whole { ends.front().copied() } else { None };
+                    let part = &kept[*offset..until.unwrap_or(kept.len())];
+                    bytes += part.len();
+                    bufs.push(IoBuf::from(part));
+                    until.is_some()
+                }
+            };
+            if bufs.len() > towline_channel::IOV_MAX {
+                if whole {
+                    return None;
+                }
+                break;
+            }
+            if whole && end {
+                return Some(bytes);
+            }
+        }
+        Some(if whole { 0 } else { bytes })
+    }
+
+    /// So many bytes of what waits have left.
+    pub(super) fn advance(&mut self, bytes: usize, shelf: &mut Shelf) {
+        let mut left = bytes;
+        while let Some(out) = self.out.front_mut() {
+            let gone = match out {
+                Out::Chain { slot, chain, offset, len, .. } => {
+                    let here = left.min(*len as usize);
+                    let step = u32::try_from(here).expect("at most `len`");
+                    (*offset, *len) = (*offset + step, *len - step);
+                    left -= here;
+                    (*len == 0).then_some(Some((*slot, *chain)))
+                }
+                Out::Kept { bytes, offset, ends } => {
+                    let here = left.min(bytes.len() - *offset);
+                    *offset += here;
+                    left -= here;
+                    self.kept -= here;
+                    while ends.front().is_some_and(|end| *end <= *offset) {
+                        ends.pop_front();
+                    }
+                    (*offset == bytes.len()).then_some(None)
+                }
+            };
+            let Some(gone) = gone else { return };
+            self.out.pop_front();
+            let held = self.settled > 0;
+            self.settled = self.settled.saturating_sub(1);
+            if let Some((slot, chain)) = gone {
+                self.held -= usize::from(held);
+                shelf.finish(slot, chain, held);
+            }
+            if left == 0 {
+                return;
+            }
+        }
+    }
+
+    /// What came with this batch and did not leave stays where it is, if that is worth a chain of the ring, else it is
+    /// copied. Returns the bytes copied.
+    pub(super) fn settle(&mut self, shelf: &mut Shelf, held_max: usize) -> usize {
+        let mut copied = 0;
+        for out in self.out.split_off(self.settled) {
+            let Out::Chain { slot, chain, offset, len, end } = out else {
+                self.out.push_back(out);
+                continue;
+            };
+            if len >= HOLD_BYTES_MIN && self.held < HELD_PER_LINE_MAX && shelf.held < held_max {
+                self.held += 1;
+                shelf.held += 1;
+                self.out.push_back(out);
+                continue;
+            }
+            copied += self.keep(shelf, (slot, chain), offset, len, end);
+            shelf.finish(slot, chain, false);
+        }
+        self.settled = self.out.len();
+        copied
+    }
+
+    /// Everything that is held is copied, because the ring goes.
+    pub(super) fn let_go(&mut self, shelf: &mut Shelf) -> usize {
+        let mut copied = 0;
+        let (settled, all) = (self.settled, std::mem::take(&mut self.out));
+        for (index, out) in all.into_iter().enumerate() {
+            if let Out::Chain { slot, chain, offset, len, end } = out {
+                copied += self.keep(shelf, (slot, chain), offset, len, end);
+                self.held -= usize::from(index < settled);
+                shelf.finish(slot, chain, index < settled);
+            } else {
+                self.out.push_back(out);
+            }
+        }
+        self.settled = self.out.len();
+        copied
+    }
+
+    fn keep(
+        &mut self,
+        shelf: &Shelf,
+        (slot, chain): (usize, usize),
+        offset: u32,
+        len: u32,
+        end: bool,
+    ) -> usize {
+        let len = len as usize;
+        let room = match self.out.back() {
+            Some(Out::Kept { bytes, .. }) => bytes.len() + len <= CHUNK_BYTES,
+            _ => false,
+        };
+        if !room {
+            self.out.push_back(Out::Kept { bytes: Vec::new(), offset: 0, ends: VecDeque::new() });
+        }
+        let Some(Out::Kept { bytes, ends, .. }) = self.out.back_mut() else { return 0 };
+        let start = bytes.len();
+        bytes.resize(start + len, 0);
+        shelf.batch(slot).chain(chain).read_at(SKIP + offset as usize, &mut bytes[start..]);
+        if end {
+            ends.push_back(bytes.len());
+        }
+        self.kept += len;
+        len
+    }
+
+    /// All that waits is dropped.
+    pub(super) fn discard(&mut self, shelf: &mut Shelf) {
+        for (index, out) in std::mem::take(&mut self.out).into_iter().enumerate() {
+            if let Out::Chain { slot, chain, .. } = out {
+                shelf.finish(slot, chain, index < self.settled);
+            }
+        }
+        (self.settled, self.held, self.kept) = (0, 0, 0);
+    }
+}
+
+/// Batches of the guest's packets, as long as somebody still needs one of their chains.
+#[derive(Default)]
+pub(super) struct Shelf {
+    places: Vec<Place>,
+    /// Chains that lines hold beyond their batch.
+    pub(super) held: usize,
+    /// Chains that nobody needs any more.
+    pub(super) done: Vec<Head>,
+}
+
+#[derive(Default)]
+struct Place {
+    batch: Batch,
+    users: usize,
+}
+
+impl Shelf {
+    /// A place whose batch nobody needs.
+    pub(super) fn free(&mut self) -> usize {
+        self.places.iter().position(|place| place.users == 0).unwrap_or_else(|| {
+            self.places.push(Place::default());
+            self.places.len() - 1
+        })
+    }
+
+    pub(super) fn batch(&self, slot: usize) -> &Batch {
+        &self.places[slot].batch
+    }
+
+    pub(super) fn batch_mut(&mut self, slot: usize) -> &mut Batch {
+        debug_assert_eq!(self.places[slot].users, 0);
+        &mut self.places[slot].batch
+    }
+
+    /// A chain is needed.
+    pub(super) fn take(&mut self, slot: usize) {
+        self.places[slot].users += 1;
+    }
+
+    /// It is not needed any more.
+    pub(super) fn finish(&mut self, slot: usize, chain: usize, held: bool) {
+        self.done.push(self.places[slot].batch.chain(chain).head());
+        self.places[slot].users -= 1;
+        self.held -= usize::from(held);
+    }
+}

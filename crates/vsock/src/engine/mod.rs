@@ -1,0 +1,353 @@
+//! Binds the table of connections to the rings and to the host's sockets.
+//!
+//! ```text
+//!   transmit ring ─► take: headers to the table, payload to lines ─► one send for each connection and batch ─► socket
+//!   receive ring  ◄─ fill: what is owed, then turn by turn ◄───────── one receive into many buffers ◄───────── socket
+//! ```
+//! No payload is copied, but for what must be kept: a packet that the host side does not take is held in the guest's ring
+//! as long as that has room for it, and copied otherwise; small packets that are copied are merged. How much a guest can
+//! have us keep is what it was promised in credit.
+//!
+//! It waits for nothing, and knows the time only by what [`Engine::tick`] is told, so that it can be run in virtual time
+//! with sockets of a model.
+
+mod line;
+mod to_guest;
+mod to_host;
+
+use std::collections::VecDeque;
+
+pub use line::LineStatistics;
+use line::{Line, Shelf};
+use towline_vhost_user::{Batch, Ring};
+
+use crate::packet::{HEADER_BYTES, Kind, Shut};
+use crate::sockets::{Connect, Sockets};
+use crate::table::{Id, Key, Limits, Phase, Table, TableStatistics};
+
+/// Where payload begins in a chain.
+const SKIP: usize = HEADER_BYTES;
+/// How long a connection may take to come about, or its end to be confirmed.
+pub const PATIENCE_MS: u64 = 10_000;
+/// How long a guest may be without credit before it is asked.
+const STALL_MS: u64 = 1_000;
+
+/// What an engine has counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Of the table.
+    pub table: TableStatistics,
+    /// Of all connections, also those that are gone.
+    pub lines: LineStatistics,
+    /// Calls that sent to sockets.
+    pub sends: u64,
+    /// Calls that received from sockets.
+    pub receives: u64,
+    /// Times that a socket took less than there was.
+    pub blocked: u64,
+    /// Times that the guest had no credit for what there was.
+    pub stalled: u64,
+    /// Times that the guest's ring had no buffer for what there was.
+    pub starved: u64,
+    /// Connections now.
+    pub connections: u64,
+    /// The most connections at a time.
+    pub connections_peak: u64,
+}
+
+/// What is new of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// There is something to receive.
+    Data,
+    /// Its other end sends no more.
+    Ending,
+    /// Its other end neither sends nor receives any more.
+    HungUp,
+}
+
+/// All connections of one guest. See the module's head.
+pub struct Engine<S: Sockets> {
+    table: Table,
+    sockets: S,
+    lines: Vec<Option<Line<S::Socket>>>,
+    /// Who has something for the guest, by turns.
+    ready: VecDeque<Id>,
+    /// Who got something of the guest's with this batch.
+    touched: Vec<Id>,
+    shelf: Shelf,
+    buffers: Batch,
+    now_ms: u64,
+    deadlines: VecDeque<(u64, Id)>,
+    stalls: VecDeque<(u64, Id)>,
+    statistics: Statistics,
+}
+
+impl<S: Sockets> Engine<S> {
+    /// An engine without connections.
+    pub fn new(cid: u64, limits: Limits, seed: u32, sockets: S) -> Self {
+        Self {
+            table: Table::new(cid, limits, seed),
+            sockets,
+            lines: Vec::new(),
+            ready: VecDeque::new(),
+            touched: Vec::new(),
+            shelf: Shelf::default(),
+            buffers: Batch::new(),
+            now_ms: 0,
+            deadlines: VecDeque::new(),
+            stalls: VecDeque::new(),
+            statistics: Statistics::default(),
+        }
+    }
+
+    /// The host's side.
+    pub fn sockets(&self) -> &S {
+        &self.sockets
+    }
+
+    /// The host's side, to be changed.
+    pub fn sockets_mut(&mut self) -> &mut S {
+        &mut self.sockets
+    }
+
+    /// The connections by name.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// What was counted so far.
+    pub fn statistics(&self) -> Statistics {
+        let connections = self.table.len() as u64;
+        Statistics { table: self.table.statistics(), connections, ..self.statistics }
+    }
+
+    /// Each connection and what it has moved.
+    pub fn connections(&self) -> impl Iterator<Item = (Key, Kind, Phase, LineStatistics)> + '_ {
+        self.lines.iter().flatten().filter_map(|line| {
+            let connection = self.table.get(line.id)?;
+            Some((connection.key, connection.kind, connection.phase, line.statistics))
+        })
+    }
+
+    /// Bytes that are kept for sockets that do not take them.
+    pub fn kept(&self) -> usize {
+        self.lines.iter().flatten().map(|line| line.kept).sum()
+    }
+
+    /// A socket of the host's asks for a port of the guest's. It comes back if there are too many already.
+    ///
+    /// # Errors
+    /// The socket.
+    pub fn open(
+        &mut self,
+        guest_port: u32,
+        kind: Kind,
+        peer_cid: u64,
+        socket: S::Socket,
+    ) -> Result<Id, S::Socket> {
+        let Some(id) = self.table.open(guest_port, kind, peer_cid) else { return Err(socket) };
+        self.sockets.opened(id, &socket);
+        self.put(Line::new(id, kind, Some(socket)));
+        self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+        Ok(id)
+    }
+
+    /// A connection that was to come later is there, or will not be.
+    pub fn connected(&mut self, id: Id, socket: Option<S::Socket>) {
+        let asked = self.table.get(id).is_some_and(|connection| connection.phase == Phase::Connecting);
+        match (socket, self.line(id)) {
+            (Some(socket), Some(line)) if asked => {
+                line.socket = Some(socket);
+                self.table.established(id);
+                self.line_up(id);
+                self.settle(id);
+            }
+            (Some(socket), _) => self.sockets.close(socket, false),
+            (None, _) => self.end(id, true),
+        }
+    }
+
+    /// A socket has something new for the guest, or has ended.
+    pub fn readable(&mut self, id: Id, news: News) {
+        let Some(line) = self.line(id) else { return };
+        line.readable = true;
+        line.ending |= news != News::Data;
+        line.hung_up |= news == News::HungUp;
+        self.line_up(id);
+    }
+
+    /// A socket that was full takes more.
+    pub fn writable(&mut self, id: Id) {
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+        if std::mem::take(&mut line.blocked)
+            && let Some(socket) = &line.socket
+        {
+            self.sockets.watch_writable(id, socket, false);
+        }
+        self.flush(id);
+    }
+
+    /// What the time is, on any clock that only goes forward. Ends what takes too long.
+    pub fn tick(&mut self, now_ms: u64) {
+        self.now_ms = now_ms;
+        while self.deadlines.front().is_some_and(|(at, _)| *at <= now_ms) {
+            let Some((_, id)) = self.deadlines.pop_front() else { return };
+            let late = [Phase::Asked, Phase::Connecting, Phase::Over];
+            if self.table.get(id).is_some_and(|connection| late.contains(&connection.phase)) {
+                self.end(id, true);
+            }
+        }
+        while self.stalls.front().is_some_and(|(at, _)| *at <= now_ms) {
+            let Some((_, id)) = self.stalls.pop_front() else { return };
+            let Some(line) = self.line(id) else { continue };
+            line.stall_noted = false;
+            if line.stalled {
+                self.table.ask_credit(id);
+            }
+        }
+        if !self.table.takes() {
+            let forgotten = self.table.forget_strays();
+            tracing::debug!(forgotten, "resets that the guest did not take");
+        }
+    }
+
+    /// Whether [`Engine::tick`] is waited for.
+    pub fn needs_time(&self) -> bool {
+        !self.deadlines.is_empty() || !self.stalls.is_empty() || !self.table.takes()
+    }
+
+    /// The transmit ring stops: nothing of it is held any more.
+    pub fn let_go(&mut self, ring: Option<&mut Ring>) {
+        for line in self.lines.iter_mut().flatten() {
+            let copied = line.let_go(&mut self.shelf) as u64;
+            line.statistics.bytes_copied += copied;
+            self.statistics.lines.bytes_copied += copied;
+        }
+        if let Some(ring) = ring {
+            self.give_back(ring);
+        }
+    }
+
+    /// There is another driver, or another guest: no connection of before exists.
+    pub fn restart(&mut self) {
+        for index in 0..self.lines.len() {
+            if let Some(line) = self.lines[index].take() {
+                self.drop_line(line, true);
+            }
+        }
+        self.table.clear();
+        (self.ready, self.deadlines, self.stalls) = Default::default();
+    }
+
+    fn line(&mut self, id: Id) -> Option<&mut Line<S::Socket>> {
+        Self::line_of(&mut self.lines, id)
+    }
+
+    fn line_of(lines: &mut [Option<Line<S::Socket>>], id: Id) -> Option<&mut Line<S::Socket>> {
+        lines.get_mut(id.index as usize)?.as_mut().filter(|line| line.id == id)
+    }
+
+    fn put(&mut self, line: Line<S::Socket>) {
+        let index = line.id.index as usize;
+        if self.lines.len() <= index {
+            self.lines.resize_with(index + 1, || None);
+        }
+        debug_assert!(self.lines[index].is_none(), "a line whose connection is gone");
+        self.lines[index] = Some(line);
+        self.statistics.connections_peak = self.statistics.connections_peak.max(self.table.len() as u64);
+    }
+
+    fn drop_line(&mut self, mut line: Line<S::Socket>, reset: bool) {
+        line.discard(&mut self.shelf);
+        match line.socket {
+            Some(socket) => self.sockets.close(socket, reset),
+            None => self.sockets.forget(line.id),
+        }
+    }
+
+    /// The host side goes, and nothing is said of it.
+    fn hang_up(&mut self, id: Id, reset: bool) {
+        if self.line(id).is_some()
+            && let Some(line) = self.lines[id.index as usize].take()
+        {
+            self.drop_line(line, reset);
+        }
+    }
+
+    /// The connection ends now, for both.
+    fn end(&mut self, id: Id, reset: bool) {
+        self.hang_up(id, reset);
+        self.table.reset(id);
+    }
+
+    /// Puts a connection in line to be read, if there is reason to.
+    fn line_up(&mut self, id: Id) {
+        let Some(connection) = self.table.get(id) else { return };
+        let open = connection.phase == Phase::Open && !connection.guest_shut.contains(Shut::RECEIVE);
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+        let something = line.readable || line.message.is_some();
+        if open && something && !line.stalled && !line.ended && !line.in_line {
+            line.in_line = true;
+            self.ready.push_back(id);
+        }
+    }
+
+    /// After anything that may have been the last: ends what has ended.
+    fn settle(&mut self, id: Id) {
+        let Some(connection) = self.table.get(id) else { return };
+        let (phase, guest) = (connection.phase, connection.guest_shut);
+        let Some(line) = Self::line_of(&mut self.lines, id) else {
+            if phase == Phase::Over && guest.is_all() {
+                self.table.reset(id);
+            }
+            return;
+        };
+        let Some(socket) = &line.socket else {
+            // Nobody is there yet, and the guest does not want it any more.
+            if guest.is_all() {
+                self.end(id, false);
+            }
+            return;
+        };
+        if guest.contains(Shut::RECEIVE) && !line.read_shut {
+            line.read_shut = true;
+            self.sockets.shutdown(socket, Shut::RECEIVE);
+        }
+        let through = guest.contains(Shut::SEND) && line.out.is_empty();
+        if through && !line.write_shut {
+            line.write_shut = true;
+            self.sockets.shutdown(socket, Shut::SEND);
+        }
+        if through && guest.contains(Shut::RECEIVE) {
+            self.end(id, false);
+        } else if line.ended && (through || line.deaf) {
+            self.hang_up(id, false);
+            self.table.over(id);
+            self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+        }
+    }
+
+    /// Chains that nobody needs go back.
+    fn give_back(&mut self, ring: &mut Ring) {
+        for head in self.shelf.done.drain(..) {
+            ring.complete_head(head);
+        }
+    }
+
+    fn connect(&mut self, id: Id) {
+        let Some(connection) = self.table.get(id) else { return };
+        let (key, kind) = (connection.key, connection.kind);
+        match self.sockets.connect(id, key, kind) {
+            Connect::Now(socket) => {
+                self.put(Line::new(id, kind, Some(socket)));
+                self.table.established(id);
+            }
+            Connect::Later => {
+                self.put(Line::new(id, kind, None));
+                self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+            }
+            Connect::Refused => self.table.reset(id),
+        }
+    }
+}

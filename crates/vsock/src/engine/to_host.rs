@@ -1,0 +1,252 @@
+//! From the guest's transmit ring to sockets.
+
+use std::io;
+
+use towline_channel::IoBuf;
+use towline_vhost_user::Ring;
+
+use super::line::{Line, Out};
+use super::{Engine, SKIP};
+use crate::packet::{Ends, HEADER_BYTES, Header, Kind, Shut};
+use crate::sockets::Sockets;
+use crate::table::{Id, Inbound};
+
+/// Packets that are looked at together.
+const BATCH: usize = 128;
+/// Batches before others have a turn.
+const ROUNDS: usize = 8;
+/// The share of the ring that may be held for sockets which do not take their bytes.
+const HELD_SHARE: u16 = 4;
+
+impl<S: Sockets> Engine<S> {
+    /// Takes what the guest has to say. True if there is more, and only others should have a turn.
+    pub fn take(&mut self, ring: &mut Ring) -> bool {
+        for _ in 0..ROUNDS {
+            self.give_back(ring);
+            // What is not looked at shall not keep us awake either.
+            let takes = self.table.takes();
+            ring.listen(takes);
+            if !takes {
+                return false;
+            }
+            let slot = self.shelf.free();
+            let count = ring.pop(self.shelf.batch_mut(slot), BATCH);
+            for chain in 0..count {
+                self.packet(slot, chain, ring);
+            }
+            let held_max = usize::from(ring.size() / HELD_SHARE);
+            let mut touched = std::mem::take(&mut self.touched);
+            for id in touched.drain(..) {
+                if let Some(line) = self.line(id) {
+                    line.touched = false;
+                }
+                self.flush(id);
+                self.hold(id, held_max);
+            }
+            self.touched = touched;
+            self.give_back(ring);
+            if count < BATCH {
+                return false;
+            }
+            ring.publish();
+        }
+        true
+    }
+
+    fn packet(&mut self, slot: usize, index: usize, ring: &mut Ring) {
+        let chain = self.shelf.batch(slot).chain(index);
+        let mut bytes = [0; HEADER_BYTES];
+        if chain.read_at(0, &mut bytes) < HEADER_BYTES {
+            self.table.drop_packet();
+            ring.complete(chain, 0);
+            return;
+        }
+        let header = Header::parse(&bytes);
+        let payload = chain.readable_bytes() - HEADER_BYTES as u32;
+        let inbound = self.table.from_guest(&header, payload);
+        if let Inbound::Payload(id, ends) = inbound {
+            self.statistics.lines.packets_from_guest += 1;
+            if self.payload(id, (slot, index), header.len.get(), ends) {
+                return;
+            }
+        }
+        ring.complete(self.shelf.batch(slot).chain(index), 0);
+        match inbound {
+            Inbound::Nothing | Inbound::Payload(..) => {}
+            Inbound::Connect(id) => self.connect(id),
+            Inbound::Accepted(id) => self.accepted(id),
+            Inbound::Credit(_) => {}
+            Inbound::Shut(id) => self.touch(id),
+            Inbound::Gone(id, by_guest) => self.gone(id, by_guest),
+        }
+        if let Inbound::Credit(id) | Inbound::Shut(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
+            inbound
+        {
+            self.resume(id);
+        }
+    }
+
+    /// Puts a packet's payload in line for its socket. False if its chain is not needed.
+    fn payload(&mut self, id: Id, (slot, chain): (usize, usize), len: u32, ends: Ends) -> bool {
+        let taken = match Self::line_of(&mut self.lines, id) {
+            Some(line) if !line.deaf => {
+                line.statistics.packets_from_guest += 1;
+                let end = line.kind == Kind::Seqpacket && ends.contains(Ends::MESSAGE);
+                if len == 0 {
+                    end && line.end_message()
+                } else {
+                    line.out.push_back(Out::Chain { slot, chain, offset: 0, len, end });
+                    self.shelf.take(slot);
+                    true
+                }
+            }
+            // Nobody receives it; the guest was told, or will be.
+            _ => {
+                self.table.forwarded(id, len);
+                false
+            }
+        };
+        if taken {
+            self.touch(id);
+            self.resume(id);
+        }
+        taken && len > 0
+    }
+
+    /// A guest that had no room may have some.
+    fn resume(&mut self, id: Id) {
+        let room = self.table.room(id);
+        if let Some(line) = self.line(id)
+            && line.stalled
+            && room > 0
+        {
+            line.stalled = false;
+            self.line_up(id);
+        }
+    }
+
+    fn touch(&mut self, id: Id) {
+        match self.line(id) {
+            Some(line) if line.touched => {}
+            Some(line) => {
+                line.touched = true;
+                self.touched.push(id);
+            }
+            None => self.settle(id),
+        }
+    }
+
+    fn accepted(&mut self, id: Id) {
+        let port = self.table.get(id).map_or(0, |connection| connection.key.peer_port);
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+        let Some(socket) = &line.socket else { return };
+        if let Err(error) = self.sockets.accepted(id, socket, port) {
+            tracing::debug!(%error, port, "who asked for this connection has gone");
+            self.end(id, true);
+            return;
+        }
+        self.line_up(id);
+    }
+
+    /// The guest has reset it, or has done what none may. What it sent before is still for the host side, if that takes it.
+    fn gone(&mut self, id: Id, by_guest: bool) {
+        if by_guest && self.line(id).is_some_and(|line| !line.blocked) {
+            self.flush(id);
+        }
+        self.hang_up(id, true);
+    }
+
+    /// Sends what waits for a socket, as far as it takes it.
+    pub(super) fn flush(&mut self, id: Id) {
+        loop {
+            let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+            let whole = line.kind == Kind::Seqpacket;
+            let Some(socket) = line.socket.as_ref().filter(|_| !line.blocked && !line.out.is_empty()) else {
+                break;
+            };
+            let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(line.out.len());
+            let Some(bytes) = line.gather(&self.shelf, whole, &mut bufs) else {
+                drop(bufs);
+                line.settle(&mut self.shelf, 0);
+                continue;
+            };
+            if bytes == 0 {
+                break;
+            }
+            self.statistics.sends += 1;
+            let sent = self.sockets.send(socket, &bufs);
+            drop(bufs);
+            match sent {
+                Ok(sent) => self.sent(id, sent, sent < bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.sent(id, 0, true),
+                Err(error) => {
+                    self.refused(id, &error);
+                    return;
+                }
+            }
+        }
+        self.settle(id);
+    }
+
+    fn sent(&mut self, id: Id, bytes: usize, blocked: bool) {
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+        line.advance(bytes, &mut self.shelf);
+        line.statistics.bytes_to_host += bytes as u64;
+        self.statistics.lines.bytes_to_host += bytes as u64;
+        if blocked {
+            line.blocked = true;
+            self.statistics.blocked += 1;
+            if let Some(socket) = &line.socket {
+                self.sockets.watch_writable(id, socket, true);
+            }
+            self.table.fell_behind(id);
+        }
+        self.table.forwarded(id, u32::try_from(bytes).expect("a window is shorter"));
+    }
+
+    /// The socket takes nothing any more. It may still have something for the guest, unless it was reset.
+    fn refused(&mut self, id: Id, error: &io::Error) {
+        tracing::debug!(%error, ?id, "a socket of the host takes nothing any more");
+        if error.kind() != io::ErrorKind::BrokenPipe {
+            self.end(id, true);
+            return;
+        }
+        let kept = self.table.kept(id);
+        if let Some(line) = Self::line_of(&mut self.lines, id) {
+            line.discard(&mut self.shelf);
+            line.deaf = true;
+        }
+        self.table.forwarded(id, kept);
+        self.table.shut(id, Shut::RECEIVE);
+        self.settle(id);
+    }
+
+    /// What did not leave with this batch is held or copied.
+    fn hold(&mut self, id: Id, held_max: usize) {
+        if let Some(line) = Self::line_of(&mut self.lines, id)
+            && line.settled < line.out.len()
+        {
+            let copied = line.settle(&mut self.shelf, held_max) as u64;
+            line.statistics.bytes_copied += copied;
+            self.statistics.lines.bytes_copied += copied;
+        }
+    }
+}
+
+impl<S> Line<S> {
+    /// The message that began ends, without another byte. False if none began: nobody could tell an empty message from
+    /// the end.
+    fn end_message(&mut self) -> bool {
+        match self.out.back_mut() {
+            Some(Out::Chain { end, .. }) => !std::mem::replace(end, true),
+            Some(Out::Kept { bytes, ends, .. }) if ends.back() != Some(&bytes.len()) => {
+                ends.push_back(bytes.len());
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+/// Payload lies behind the header, wherever descriptors end.
+const _: () = assert!(SKIP == HEADER_BYTES);

@@ -1,0 +1,534 @@
+//! The host's side over epoll: listeners, those who have connected and not yet said where to, connections under way, and
+//! the guests of the same process.
+//!
+//! Sockets are watched by edges: each tells once that there is something new, and the engine remembers that it may read
+//! on. A socket is watched for room only while it had none.
+
+mod convention;
+mod socket;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::event::{Timespec, epoll};
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
+use towline_channel::{IoBuf, IoBufMut};
+
+use self::convention::{LINE_BYTES_MAX, Line};
+use self::socket::Begun;
+pub(crate) use self::socket::HostSocket;
+pub(crate) use self::socket::Listening;
+use crate::engine::News;
+use crate::packet::{HOST_CID, Kind, Shut};
+use crate::rules::{Place, Rule};
+use crate::siblings::{Incoming, Mailbox, Siblings};
+use crate::sockets::{Connect, Received, Sockets};
+use crate::sys;
+use crate::table::{Id, Key};
+
+/// The most that have connected and not yet said where to.
+pub(crate) const GREETINGS_MAX: usize = 1024;
+/// How long they may take.
+const GREETING_MS: u64 = 10_000;
+/// Connections that are accepted before others have a turn.
+const ACCEPTS: usize = 64;
+/// What one look tells at most.
+const EVENTS: usize = 64;
+/// Ticks of the clock, when somebody waits for time.
+const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// An [`Id`] never has this bit; what is not a connection has.
+const OTHER: u64 = 1 << 63;
+/// What it is then, above the index.
+const TIMER: u64 = OTHER | 1 << 32;
+const MAIL: u64 = OTHER | 2 << 32;
+const LISTENER: u64 = OTHER | 3 << 32;
+const GREETING: u64 = OTHER | 4 << 32;
+const INDEX: u64 = u32::MAX as u64;
+
+/// All that listens for one guest, as long as its device is there.
+#[derive(Debug)]
+pub(crate) struct Ears {
+    /// What each leads to: a port of the guest's, or none if whoever connects says it.
+    pub(crate) listening: Vec<(Listening, Option<u32>)>,
+    /// Where the guest's own connections go: this path and `_PORT`.
+    pub(crate) uds: Option<PathBuf>,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) cid: u64,
+    pub(crate) siblings: Arc<Siblings>,
+    pub(crate) mailbox: Arc<Mailbox>,
+}
+
+/// What happened, for the engine.
+pub(crate) enum Event {
+    Readable(Id, News),
+    Writable(Id),
+    Connected(Id, Option<HostSocket>),
+    /// Somebody wants a port of the guest's.
+    Open {
+        port: u32,
+        kind: Kind,
+        cid: u64,
+        socket: HostSocket,
+    },
+    Tick,
+}
+
+/// Someone who has connected and not yet said where to.
+struct Greeting {
+    socket: HostSocket,
+    since_ms: u64,
+}
+
+/// A connection that the guest has asked for, under way.
+enum Pending {
+    /// To a place.
+    Begun(HostSocket),
+    /// A place had no room; it is tried again.
+    Again(Place, Kind),
+    /// To another guest: to its device, which will want to hear where to.
+    Device(HostSocket, u32),
+    /// And which will say that the other guest has accepted.
+    Ok(HostSocket),
+}
+
+/// The sockets of one guest.
+pub(crate) struct Host {
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    ticking: bool,
+    ears: Arc<Ears>,
+    deaf: bool,
+    greetings: Vec<Option<Greeting>>,
+    greeting_count: usize,
+    pending: HashMap<Id, Pending>,
+    events: VecDeque<Event>,
+    now_ms: u64,
+}
+
+fn id_of(data: u64) -> Id {
+    Id { index: data as u32, generation: (data >> 32) as u32 }
+}
+
+fn data_of(id: Id) -> u64 {
+    u64::from(id.index) | u64::from(id.generation) << 32
+}
+
+const READ: epoll::EventFlags =
+    epoll::EventFlags::IN.union(epoll::EventFlags::RDHUP).union(epoll::EventFlags::ET);
+const WRITE: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
+
+impl Host {
+    pub(crate) fn new(ears: Arc<Ears>) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let data = epoll::EventData::new_u64;
+        epoll::add(&epoll, &timer, data(TIMER), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, ears.mailbox.as_fd(), data(MAIL), epoll::EventFlags::IN)?;
+        for (index, (listening, _)) in ears.listening.iter().enumerate() {
+            epoll::add(&epoll, listening, data(LISTENER | index as u64), epoll::EventFlags::IN)?;
+        }
+        Ok(Self {
+            epoll,
+            timer,
+            ticking: false,
+            ears,
+            deaf: false,
+            greetings: Vec::new(),
+            greeting_count: 0,
+            pending: HashMap::new(),
+            events: VecDeque::new(),
+            now_ms: 0,
+        })
+    }
+
+    /// Looks at what happened, without waiting. Ask [`Host::next_event`] for it.
+    pub(crate) fn look(&mut self) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut space = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS];
+        let found = match epoll::wait(&self.epoll, &mut space, Some(&now)) {
+            Ok((found, _)) => found,
+            Err(rustix::io::Errno::INTR) => return,
+            Err(errno) => {
+                tracing::error!(%errno, "epoll_wait");
+                return;
+            }
+        };
+        for event in found {
+            let (data, flags) = (event.data.u64(), event.flags);
+            let index = (data & INDEX) as usize;
+            match data & !INDEX {
+                TIMER => self.time(),
+                MAIL => self.mail(),
+                LISTENER => self.accept(index),
+                GREETING => self.greet(index),
+                _ => self.connection(id_of(data), flags),
+            }
+        }
+    }
+
+    pub(crate) fn next_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// The clock ticks while somebody waits for time.
+    pub(crate) fn keep_time(&mut self, wanted: bool) {
+        let again = self.pending.values().any(|pending| matches!(pending, Pending::Again(..)));
+        if self.ticking || !(wanted || again || self.deaf || self.greeting_count > 0) {
+            return;
+        }
+        let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: TICK };
+        match rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once) {
+            Ok(_) => self.ticking = true,
+            Err(errno) => tracing::error!(%errno, "timerfd_settime"),
+        }
+    }
+
+    fn time(&mut self) {
+        let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
+        self.ticking = false;
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        self.now_ms = u64::try_from(now.tv_sec).unwrap_or(0) * 1000
+            + u64::try_from(now.tv_nsec).unwrap_or(0) / 1_000_000;
+        self.events.push_back(Event::Tick);
+        let late = |greeting: &Greeting| self.now_ms.saturating_sub(greeting.since_ms) > GREETING_MS;
+        for place in &mut self.greetings {
+            if place.as_ref().is_some_and(late) {
+                *place = None;
+                self.greeting_count -= 1;
+            }
+        }
+        self.listen(true);
+        let again: Vec<Id> =
+            self.pending.iter().filter(|(_, p)| matches!(p, Pending::Again(..))).map(|(id, _)| *id).collect();
+        for id in again {
+            if let Some(Pending::Again(place, kind)) = self.pending.remove(&id) {
+                let connect = self.begin(id, &place, kind);
+                self.tell(id, connect);
+            }
+        }
+    }
+
+    pub(crate) fn now_ms(&self) -> u64 {
+        self.now_ms
+    }
+
+    fn tell(&mut self, id: Id, connect: Connect<HostSocket>) {
+        match connect {
+            Connect::Now(socket) => self.events.push_back(Event::Connected(id, Some(socket))),
+            Connect::Refused => self.events.push_back(Event::Connected(id, None)),
+            Connect::Later => {}
+        }
+    }
+
+    /// Whether more connections are taken; while there is no room they wait in the kernel.
+    fn listen(&mut self, wanted: bool) {
+        if self.deaf != wanted {
+            return;
+        }
+        self.deaf = !wanted;
+        let flags = if wanted { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        for (index, (listening, _)) in self.ears.listening.iter().enumerate() {
+            let data = epoll::EventData::new_u64(LISTENER | index as u64);
+            if let Err(errno) = epoll::modify(&self.epoll, listening, data, flags) {
+                tracing::error!(%errno, "epoll_ctl");
+            }
+        }
+    }
+
+    fn accept(&mut self, index: usize) {
+        for _ in 0..ACCEPTS {
+            if self.greeting_count >= GREETINGS_MAX {
+                self.listen(false);
+                return;
+            }
+            let (listening, port) = &self.ears.listening[index];
+            match (listening.accept(port.is_none()), *port) {
+                (Ok(socket), Some(port)) => {
+                    let kind = socket.kind();
+                    self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
+                }
+                (Ok(socket), None) => {
+                    let index = self.greetings.iter().position(Option::is_none).unwrap_or_else(|| {
+                        self.greetings.push(None);
+                        self.greetings.len() - 1
+                    });
+                    self.greetings[index] = Some(Greeting { socket, since_ms: self.now_ms });
+                    self.greeting_count += 1;
+                    self.greet(index);
+                }
+                (Err(error), _) if error.kind() == io::ErrorKind::WouldBlock => return,
+                (Err(error), _) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                (Err(error), _) => {
+                    tracing::warn!(%error, "no connection can be accepted for a second");
+                    self.listen(false);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Someone may have said where to.
+    fn greet(&mut self, index: usize) {
+        let Some(greeting) = self.greetings.get_mut(index).and_then(Option::take) else { return };
+        self.greeting_count -= 1;
+        let socket = &greeting.socket;
+        match said(socket, convention::connect) {
+            Ok(Line::Whole(port, length)) => {
+                // Only the line is taken; what is behind it is the guest's.
+                let Greeting { socket, .. } = greeting;
+                if socket.take(length).is_ok() {
+                    let kind = socket.kind();
+                    self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
+                }
+            }
+            Ok(Line::More) => {
+                let data = epoll::EventData::new_u64(GREETING | index as u64);
+                // Known already, if this is not its first part.
+                match epoll::add(&self.epoll, socket, data, READ) {
+                    Ok(()) | Err(rustix::io::Errno::EXIST) => {
+                        self.greetings[index] = Some(greeting);
+                        self.greeting_count += 1;
+                    }
+                    Err(errno) => tracing::warn!(%errno, "epoll_ctl"),
+                }
+            }
+            Ok(Line::Wrong) => tracing::debug!("someone connected and did not say CONNECT and a port"),
+            Err(error) => tracing::debug!(%error, "someone connected and went"),
+        }
+    }
+
+    fn mail(&mut self) {
+        for Incoming { port, kind, cid, socket } in self.ears.mailbox.take() {
+            self.events.push_back(Event::Open { port, kind, cid, socket });
+        }
+    }
+
+    fn connection(&mut self, id: Id, flags: epoll::EventFlags) {
+        if self.pending.contains_key(&id) {
+            self.advance(id);
+            return;
+        }
+        if flags.contains(epoll::EventFlags::OUT) {
+            self.events.push_back(Event::Writable(id));
+        }
+        let news = if flags.intersects(epoll::EventFlags::HUP | epoll::EventFlags::ERR) {
+            News::HungUp
+        } else if flags.contains(epoll::EventFlags::RDHUP) {
+            News::Ending
+        } else if flags.contains(epoll::EventFlags::IN) {
+            News::Data
+        } else {
+            return;
+        };
+        self.events.push_back(Event::Readable(id, news));
+    }
+
+    /// Takes a connection that is under way a step further.
+    fn advance(&mut self, id: Id) {
+        let outcome = match self.pending.remove(&id) {
+            Some(Pending::Begun(socket)) => socket.outcome().map(|()| Step::Done(socket)),
+            Some(Pending::Device(socket, port)) => socket
+                .outcome()
+                .and_then(|()| socket.say(&format!("CONNECT {port}\n")))
+                .map(|()| Step::Goes(Pending::Ok(socket))),
+            Some(Pending::Ok(socket)) => match said(&socket, convention::ok) {
+                Ok(Line::Whole(_, length)) => socket.take(length).map(|()| Step::Done(socket)),
+                Ok(Line::More) => Ok(Step::Goes(Pending::Ok(socket))),
+                Ok(Line::Wrong) => Err(io::ErrorKind::InvalidData.into()),
+                Err(error) => Err(error),
+            },
+            Some(pending) => Ok(Step::Goes(pending)),
+            None => return,
+        };
+        match outcome {
+            Ok(Step::Done(socket)) => match self.watch(id, &socket, false, true) {
+                Ok(()) => self.events.push_back(Event::Connected(id, Some(socket))),
+                Err(_) => self.events.push_back(Event::Connected(id, None)),
+            },
+            Ok(Step::Goes(pending)) => {
+                if let Pending::Ok(socket) = &pending {
+                    let _ = self.watch(id, socket, false, true);
+                }
+                self.pending.insert(id, pending);
+            }
+            Err(error) => {
+                tracing::debug!(%error, "what the guest wanted to be connected with is not there");
+                self.events.push_back(Event::Connected(id, None));
+            }
+        }
+    }
+
+    fn watch(&self, id: Id, socket: &HostSocket, write: bool, known: bool) -> io::Result<()> {
+        let flags = if write { READ | WRITE } else { READ };
+        let data = epoll::EventData::new_u64(data_of(id));
+        let done = match known {
+            true => epoll::modify(&self.epoll, socket, data, flags),
+            false => epoll::add(&self.epoll, socket, data, flags),
+        };
+        done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
+        Ok(())
+    }
+
+    /// Where the guest wants to go, if it may.
+    fn begin_for(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+        if key.peer_cid != HOST_CID {
+            return self.begin_sibling(id, key, kind);
+        }
+        let ears = Arc::clone(&self.ears);
+        let out = ears.rules.iter().find_map(|rule| match rule {
+            Rule::Out { port, to } if *port == key.peer_port => Some(to),
+            _ => None,
+        });
+        match (out, &ears.uds) {
+            (Some(place), _) => self.begin(id, place, kind),
+            (None, Some(uds)) => {
+                let mut path = uds.clone().into_os_string();
+                path.push(format!("_{}", key.peer_port));
+                self.begin(id, &Place::Unix(path.into()), kind)
+            }
+            (None, None) => Connect::Refused,
+        }
+    }
+
+    fn begin(&mut self, id: Id, place: &Place, kind: Kind) -> Connect<HostSocket> {
+        match HostSocket::begin(place, kind) {
+            Ok(Begun::Connected(socket)) => match self.watch(id, &socket, false, false) {
+                Ok(()) => Connect::Now(socket),
+                Err(_) => Connect::Refused,
+            },
+            Ok(Begun::Waits(socket)) => self.wait_for(id, socket, Pending::Begun, true),
+            Ok(Begun::Full) => {
+                self.pending.insert(id, Pending::Again(place.clone(), kind));
+                Connect::Later
+            }
+            Err(error) => {
+                tracing::debug!(%error, ?place, "the guest wants to be connected with this");
+                Connect::Refused
+            }
+        }
+    }
+
+    fn wait_for(
+        &mut self,
+        id: Id,
+        socket: HostSocket,
+        pending: impl FnOnce(HostSocket) -> Pending,
+        write: bool,
+    ) -> Connect<HostSocket> {
+        if self.watch(id, &socket, write, false).is_err() {
+            return Connect::Refused;
+        }
+        self.pending.insert(id, pending(socket));
+        Connect::Later
+    }
+
+    fn begin_sibling(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+        let ears = Arc::clone(&self.ears);
+        if let Some(mailbox) = ears.siblings.find(ears.cid, key.peer_cid) {
+            let Ok((ours, theirs)) = HostSocket::pair(kind) else { return Connect::Refused };
+            mailbox.put(Incoming { port: key.peer_port, kind, cid: ears.cid, socket: theirs });
+            return self.wait_for(id, ours, Pending::Ok, false);
+        }
+        let uds = ears.rules.iter().find_map(|rule| match rule {
+            Rule::Sibling { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
+            _ => None,
+        });
+        let Some(uds) = uds else { return Connect::Refused };
+        match HostSocket::begin(&Place::Unix(uds), kind) {
+            Ok(Begun::Connected(socket) | Begun::Waits(socket)) => {
+                self.wait_for(id, socket, |socket| Pending::Device(socket, key.peer_port), true)
+            }
+            Ok(Begun::Full) | Err(_) => Connect::Refused,
+        }
+    }
+}
+
+enum Step {
+    Done(HostSocket),
+    Goes(Pending),
+}
+
+/// What somebody has said so far; an error if it has gone.
+fn said(socket: &HostSocket, line: fn(&[u8], bool) -> Line<u32>) -> io::Result<Line<u32>> {
+    let mut bytes = [0; LINE_BYTES_MAX];
+    match socket.peek(&mut bytes) {
+        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Ok(count) => Ok(line(&bytes[..count], socket.kind() == Kind::Seqpacket)),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Line::More),
+        Err(error) => Err(error),
+    }
+}
+
+impl AsFd for Host {
+    /// Readable when [`Host::look`] has something to find.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+impl Host {
+    /// A socket that was opened with this connection is watched from now on. What it has already is told at once.
+    pub(crate) fn opened(&mut self, id: Id, socket_fd: BorrowedFd<'_>) {
+        let data = epoll::EventData::new_u64(data_of(id));
+        let added = match epoll::add(&self.epoll, socket_fd, data, READ) {
+            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket_fd, data, READ),
+            other => other,
+        };
+        if let Err(errno) = added {
+            tracing::error!(%errno, "epoll_ctl");
+            self.events.push_back(Event::Connected(id, None));
+        }
+    }
+}
+
+impl Sockets for Host {
+    type Socket = HostSocket;
+
+    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+        self.begin_for(id, key, kind)
+    }
+
+    fn opened(&mut self, id: Id, socket: &HostSocket) {
+        Host::opened(self, id, socket.as_fd());
+    }
+
+    fn accepted(&mut self, _: Id, socket: &HostSocket, port: u32) -> io::Result<()> {
+        if socket.convention { socket.say(&format!("OK {port}\n")) } else { Ok(()) }
+    }
+
+    fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+        sys::receive(socket.as_fd(), bufs)
+    }
+
+    fn next_message(&mut self, socket: &HostSocket) -> io::Result<usize> {
+        socket.next_message()
+    }
+
+    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
+        sys::send(socket.as_fd(), bufs)
+    }
+
+    fn shutdown(&mut self, socket: &HostSocket, what: Shut) {
+        socket.shutdown(what);
+    }
+
+    fn watch_writable(&mut self, id: Id, socket: &HostSocket, wanted: bool) {
+        let _ = self.watch(id, socket, wanted, true);
+    }
+
+    fn close(&mut self, socket: HostSocket, reset: bool) {
+        if reset {
+            socket.make_reset();
+        }
+        drop(socket);
+    }
+
+    fn forget(&mut self, id: Id) {
+        self.pending.remove(&id);
+    }
+}

@@ -1,0 +1,34 @@
+//! A vsock device behind vhost-user: connections between a guest and sockets of its host.
+//!
+//! ```text
+//!   guest ── rings ── Server (a thread for each guest) ── epoll ── sockets of the host
+//!                       └ Engine: Table (names, credit, what is owed) + lines (what is on the way)
+//! ```
+//! What it is: stream and seqpacket, both directions ended each on its own, Firecracker's convention over Unix sockets,
+//! rules for TCP and others, several guests in one process. [`Table`] is free of I/O, [`Engine`] of time and of sockets
+//! ([`Sockets`] are what it needs of them), so both can be run in virtual time.
+//!
+//! What it is not: datagrams. The kernel's own vhost-vsock.
+//!
+//! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
+//! bytes; [`STRAYS_MAX`](table::STRAYS_MAX) answers to packets of no connection. For users: `docs/vsock.md`.
+
+pub mod credit;
+mod device;
+mod engine;
+mod host;
+pub mod packet;
+mod report;
+mod rules;
+mod siblings;
+mod sockets;
+mod sys;
+mod table;
+
+pub use device::{DeviceError, Settings, Vsock, allow_descriptors};
+pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
+pub use report::Report;
+pub use rules::{Place, Rule, RuleError, guest_cid};
+pub use siblings::Siblings;
+pub use sockets::{Connect, Received, Sockets};
+pub use table::{Connection, Id, Inbound, Key, Limits, Phase, STRAYS_MAX, Table, TableStatistics};

@@ -1,0 +1,113 @@
+//! What a device has done, for whoever asks: its thread writes it down when it is asked, and when it ends.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::engine::{LineStatistics, Statistics};
+use crate::packet::Kind;
+use crate::table::{Key, Phase};
+
+/// How long a thread may take to write it down; then what it last wrote is taken.
+const ANSWER_WITHIN: Duration = Duration::from_secs(1);
+
+/// What a device has done since its guest was last connected.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// All together.
+    pub statistics: Statistics,
+    /// Bytes that are kept for sockets which do not take them.
+    pub kept: usize,
+    /// Each connection that there is.
+    pub connections: Vec<(Key, Kind, Phase, LineStatistics)>,
+}
+
+impl fmt::Display for Report {
+    /// One line, and one for each connection.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Statistics {
+            table,
+            lines,
+            sends,
+            receives,
+            blocked,
+            stalled,
+            starved,
+            connections,
+            connections_peak,
+        } = self.statistics;
+        write!(
+            f,
+            "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
+             bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} kept={} \
+             sends={sends} receives={receives} blocked={blocked} stalled={stalled} starved={starved} resets_sent={} \
+             resets_received={} violations={} dropped={} credit_updates_sent={} credit_updates_received={}",
+            table.requests_from_guest,
+            table.requests_to_guest,
+            table.refused_by_limit,
+            lines.bytes_to_host,
+            lines.bytes_to_guest,
+            lines.packets_from_guest,
+            lines.packets_to_guest,
+            lines.bytes_copied,
+            self.kept,
+            table.resets_sent,
+            table.resets_received,
+            table.violations,
+            table.dropped,
+            table.credit_updates_sent,
+            table.credit_updates_received,
+        )?;
+        for (key, kind, phase, line) in &self.connections {
+            let kind = match kind {
+                Kind::Stream => "stream",
+                Kind::Seqpacket => "seqpacket",
+            };
+            write!(
+                f,
+                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={}",
+                key.guest_port,
+                key.peer_cid,
+                key.peer_port,
+                format!("{phase:?}").to_lowercase(),
+                line.bytes_to_host,
+                line.bytes_to_guest,
+                line.bytes_copied
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Where it is written down.
+#[derive(Debug, Default)]
+pub(crate) struct Desk {
+    wanted: AtomicBool,
+    /// And how often it was.
+    written: Mutex<(Report, u64)>,
+    news: Condvar,
+}
+
+impl Desk {
+    /// Whether somebody asks; only the first call says so.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Acquire)
+    }
+
+    pub(crate) fn write(&self, report: Report) {
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        *written = (report, written.1 + 1);
+        self.news.notify_all();
+    }
+
+    /// Asks, by waking the thread, and gives what was written last.
+    pub(crate) fn ask(&self, wake: impl FnOnce()) -> Report {
+        let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = written.1;
+        self.wanted.store(true, Ordering::Release);
+        wake();
+        let waited = self.news.wait_timeout_while(written, ANSWER_WITHIN, |written| written.1 == before);
+        waited.unwrap_or_else(PoisonError::into_inner).0.0.clone()
+    }
+}

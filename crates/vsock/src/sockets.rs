@@ -1,0 +1,79 @@
+//! What the engine needs of the host's side: sockets that never wait.
+
+use std::io;
+
+use towline_channel::{IoBuf, IoBufMut};
+
+use crate::packet::{Kind, Shut};
+use crate::table::{Id, Key};
+
+/// The host's side of connections. Who implements it tells the engine what became ready: with
+/// [`Engine::readable`](crate::Engine::readable) once each time that there is something new, with
+/// [`Engine::writable`](crate::Engine::writable) when that was asked for.
+pub trait Sockets {
+    /// One connected socket.
+    type Socket;
+
+    /// The guest wants to be connected with what this key names.
+    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<Self::Socket>;
+
+    /// A socket of the host's own that asked for a port is this connection now; news of it are told from now on, and what
+    /// it has already.
+    fn opened(&mut self, id: Id, socket: &Self::Socket);
+
+    /// The guest has accepted what this socket asked for; `port` is the host side's.
+    ///
+    /// # Errors
+    /// That the socket is gone.
+    fn accepted(&mut self, id: Id, socket: &Self::Socket, port: u32) -> io::Result<()>;
+
+    /// Receives into these buffers, a message at most where messages are kept.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::WouldBlock`] if there is nothing, all others for good.
+    fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received>;
+
+    /// How long the next message is, without taking it; 0 is the end. Empty ones are left out: vsock does not carry them.
+    ///
+    /// # Errors
+    /// As [`Sockets::receive`].
+    fn next_message(&mut self, socket: &Self::Socket) -> io::Result<usize>;
+
+    /// Sends these bytes, or some of them; all of them as one message where messages are kept.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::WouldBlock`] if there is no room, all others for good.
+    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<usize>;
+
+    /// Ends one way or both.
+    fn shutdown(&mut self, socket: &Self::Socket, what: Shut);
+
+    /// Whether to tell when there is room.
+    fn watch_writable(&mut self, id: Id, socket: &Self::Socket, wanted: bool);
+
+    /// It is not needed any more; `reset`: and its end is not an orderly one.
+    fn close(&mut self, socket: Self::Socket, reset: bool);
+
+    /// A connection that was to come [`Connect::Later`] is not wanted any more.
+    fn forget(&mut self, id: Id);
+}
+
+/// What became of a wish to connect.
+#[derive(Debug)]
+pub enum Connect<S> {
+    /// Connected.
+    Now(S),
+    /// [`Engine::connected`](crate::Engine::connected) will be told.
+    Later,
+    /// There is nobody, or nobody whom the guest may have.
+    Refused,
+}
+
+/// What was received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Received {
+    /// How many bytes; 0 is the end.
+    pub bytes: usize,
+    /// Whether the socket may have more, though there was room in the buffers.
+    pub more: bool,
+}

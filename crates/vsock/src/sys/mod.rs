@@ -1,0 +1,53 @@
+//! All that is unsafe: the vectored calls on sockets over buffers that Rust never looks into.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use towline_channel::{IOV_MAX, IoBuf, IoBufMut};
+
+use crate::sockets::Received;
+
+/// `recvmsg(2)` that does not wait.
+pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+    let room: usize = bufs.iter().map(IoBufMut::len).sum();
+    let count = bufs.len().min(IOV_MAX);
+    // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = bufs.as_mut_ptr().cast();
+    message.msg_iovlen = count as _;
+    loop {
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
+        // memory that is writable by its maker's promise. There is no room for ancillary data.
+        let done = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        if let Ok(bytes) = usize::try_from(done) {
+            // A socket stops where somebody has sent descriptors, which are dropped here.
+            let stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
+            return Ok(Received { bytes, more: stopped || bytes == room });
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// `sendmsg(2)` that does not wait and raises no signal.
+pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
+    // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = bufs.as_ptr().cast_mut().cast();
+    message.msg_iovlen = bufs.len().min(IOV_MAX) as _;
+    loop {
+        // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each over
+        // memory that is readable by its maker's promise; the kernel only reads both.
+        let done =
+            unsafe { libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        if let Ok(bytes) = usize::try_from(done) {
+            return Ok(bytes);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}

@@ -1,0 +1,634 @@
+//! The connections of one guest: what a packet of its means, and what is to be said to it. No I/O and no payload, only
+//! lengths.
+//!
+//! ```text
+//!   header from the guest ─► from_guest ─► Inbound: what its engine shall do
+//!   what happened on the host ─► open, established, forwarded, shut, reset ─► owed ─► next_control ─► header for the guest
+//! ```
+//! What is owed to the guest is kept as flags of its connection, which is in line at most once, so whatever a guest or
+//! the host does, what waits is bounded by the table. Answers to packets of no connection wait in a short queue of their
+//! own ([`STRAYS_MAX`]); while it is full, no more is taken from the guest.
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::credit::{FromGuest, ToGuest, WINDOW_FIRST_MAX, WINDOW_MIN};
+use crate::packet::{Ends, Header, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
+
+/// The most resets for unknown connections that wait for room in the guest's ring.
+pub const STRAYS_MAX: usize = 1024;
+/// Connections that are given the full first window before windows get smaller, by this share of what is left.
+const SHARE: u64 = 4096;
+/// Ports of the host side: above those that programs are given by name.
+const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
+
+/// An [`Id`] leaves the highest bit of 64 to whoever mixes it with other things.
+const GENERATION_MAX: u32 = u32::MAX >> 1;
+
+/// What a guest may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at a time.
+    pub connections: usize,
+    /// Bytes that one connection may have us keep.
+    pub buf_alloc: u32,
+    /// Bytes that all connections together may have us keep.
+    pub memory: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { connections: 16384, buf_alloc: 1 << 20, memory: 512 << 20 }
+    }
+}
+
+/// A connection's name between us and the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// The guest's port.
+    pub guest_port: u32,
+    /// Whom it is connected with: the host or another guest.
+    pub peer_cid: u64,
+    /// Port there.
+    pub peer_port: u32,
+}
+
+/// A place in the table, and which of its connections. Never means another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Id {
+    /// The place.
+    pub index: u32,
+    /// How often it was used before.
+    pub generation: u32,
+}
+
+/// How far a connection is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// The host side has asked, the guest has not answered.
+    Asked,
+    /// The guest has asked, the host side is not there yet.
+    Connecting,
+    /// Both are there.
+    Open,
+    /// Both ways are over; the guest has not confirmed it.
+    Over,
+    /// The guest is through with it, but not all that it sent has reached the host side.
+    Lingering,
+    /// It goes with the reset that is owed.
+    Resetting,
+}
+
+bitflags::bitflags! {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    struct Owed: u8 {
+        const REQUEST = 1;
+        const RESPONSE = 2;
+        const CREDIT = 4;
+        const ASK_CREDIT = 8;
+        const SHUTDOWN = 16;
+        const RESET = 32;
+    }
+}
+
+/// One connection.
+#[derive(Debug)]
+pub struct Connection {
+    /// Its name.
+    pub key: Key,
+    /// Bytes or messages.
+    pub kind: Kind,
+    /// How far it is.
+    pub phase: Phase,
+    /// What the guest said that it will not do any more.
+    pub guest_shut: Shut,
+    /// What the guest was told, or will be, that the host will not do any more.
+    pub host_shut: Shut,
+    to_guest: ToGuest,
+    from_guest: FromGuest,
+    owed: Owed,
+    in_line: bool,
+}
+
+/// What a packet of the guest's asks of the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Inbound {
+    /// Nothing, or nothing but an answer that is owed now.
+    Nothing,
+    /// To be connected with the host side that its key names.
+    Connect(Id),
+    /// The guest has accepted.
+    Accepted(Id),
+    /// Payload for the host side.
+    Payload(Id, Ends),
+    /// There may be credit where there was none.
+    Credit(Id),
+    /// The guest said that it will not send or receive any more.
+    Shut(Id),
+    /// The connection is gone from the table; so is its host side to be. `true` if the guest wished so.
+    Gone(Id, bool),
+}
+
+/// What the table has counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TableStatistics {
+    /// Connections that the guest asked for.
+    pub requests_from_guest: u64,
+    /// Connections that the host side asked for.
+    pub requests_to_guest: u64,
+    /// Connections refused because of a limit.
+    pub refused_by_limit: u64,
+    /// Resets that were told to the guest.
+    pub resets_sent: u64,
+    /// Resets that the guest sent.
+    pub resets_received: u64,
+    /// Packets that no driver may send; their connections are reset.
+    pub violations: u64,
+    /// Packets without a sender or a known form, dropped.
+    pub dropped: u64,
+    /// Packets that told nothing but credit.
+    pub credit_updates_sent: u64,
+    /// Such of the guest.
+    pub credit_updates_received: u64,
+}
+
+/// The connections of one guest.
+#[derive(Debug)]
+pub struct Table {
+    cid: u64,
+    limits: Limits,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    names: HashMap<Key, Id>,
+    line: VecDeque<Id>,
+    strays: VecDeque<Header>,
+    next_port: u32,
+    /// The sum of all windows.
+    promised: u64,
+    statistics: TableStatistics,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    generation: u32,
+    connection: Option<Connection>,
+}
+
+impl Table {
+    /// A table for the guest with this context. Ports of the host side begin at `seed` modulo their number.
+    pub fn new(cid: u64, limits: Limits, seed: u32) -> Self {
+        let span = HOST_PORTS.end() - HOST_PORTS.start() + 1;
+        Self {
+            cid,
+            limits,
+            slots: Vec::new(),
+            free: Vec::new(),
+            names: HashMap::new(),
+            line: VecDeque::new(),
+            strays: VecDeque::new(),
+            next_port: HOST_PORTS.start() + seed % span,
+            promised: 0,
+            statistics: TableStatistics::default(),
+        }
+    }
+
+    /// The guest's context.
+    pub fn cid(&self) -> u64 {
+        self.cid
+    }
+
+    /// How many connections there are.
+    pub fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// A connection, if it is still there.
+    pub fn get(&self, id: Id) -> Option<&Connection> {
+        self.slots.get(id.index as usize).filter(|slot| slot.generation == id.generation)?.connection.as_ref()
+    }
+
+    fn get_mut(&mut self, id: Id) -> Option<&mut Connection> {
+        self.slots
+            .get_mut(id.index as usize)
+            .filter(|slot| slot.generation == id.generation)?
+            .connection
+            .as_mut()
+    }
+
+    /// All of them.
+    pub fn ids(&self) -> impl Iterator<Item = Id> + '_ {
+        self.names.values().copied()
+    }
+
+    /// What was counted.
+    pub fn statistics(&self) -> TableStatistics {
+        self.statistics
+    }
+
+    /// Whether the table can take what any packet of the guest's may lead to.
+    pub fn takes(&self) -> bool {
+        self.strays.len() < STRAYS_MAX
+    }
+
+    /// The port that comes next on the host side.
+    pub fn next_port(&self) -> u32 {
+        self.next_port
+    }
+
+    /// Resets that wait are forgotten: the guest takes none, and waits itself for us to go on.
+    pub fn forget_strays(&mut self) -> usize {
+        std::mem::take(&mut self.strays).len()
+    }
+
+    /// A packet of the guest's, with so many bytes behind its header.
+    pub fn from_guest(&mut self, header: &Header, payload: u32) -> Inbound {
+        let operation = Operation::from_number(header.operation.get());
+        if header.source_cid.get() != self.cid {
+            self.statistics.dropped += 1;
+            return Inbound::Nothing;
+        }
+        let key = Key {
+            guest_port: header.source_port.get(),
+            peer_cid: header.destination_cid.get(),
+            peer_port: header.destination_port.get(),
+        };
+        let known = self.names.get(&key).copied();
+        let kind = Kind::from_number(header.kind.get());
+        match (known, operation, kind) {
+            (Some(id), Some(operation), Some(kind)) => self.known(id, operation, kind, header, payload),
+            (Some(id), ..) => self.violation(id),
+            (None, Some(Operation::Reset), _) => Inbound::Nothing,
+            (None, Some(Operation::Request), Some(kind)) => self.request(key, kind, header),
+            (None, ..) => self.stray(header),
+        }
+    }
+
+    fn stray(&mut self, header: &Header) -> Inbound {
+        if self.takes() {
+            self.strays.push_back(header.reset());
+        }
+        Inbound::Nothing
+    }
+
+    fn request(&mut self, key: Key, kind: Kind, header: &Header) -> Inbound {
+        self.statistics.requests_from_guest += 1;
+        let Some(id) = self.add(key, kind, Phase::Connecting) else {
+            self.statistics.refused_by_limit += 1;
+            return self.stray(header);
+        };
+        // A request's credit is where all begins: nothing was sent, so nothing can have been taken.
+        let connection = self.get_mut(id).expect("it was added just now");
+        match connection.to_guest.hear(header.buf_alloc.get(), header.fwd_cnt.get()) {
+            Ok(()) => Inbound::Connect(id),
+            Err(_) => self.violation(id),
+        }
+    }
+
+    fn known(&mut self, id: Id, operation: Operation, kind: Kind, header: &Header, payload: u32) -> Inbound {
+        if operation == Operation::Reset {
+            return self.reset_by_guest(id);
+        }
+        let connection = self.get_mut(id).expect("names lead to connections");
+        match connection.phase {
+            Phase::Resetting => return Inbound::Nothing,
+            Phase::Lingering => return self.stray(header),
+            _ => {}
+        }
+        let heard = connection.to_guest.hear(header.buf_alloc.get(), header.fwd_cnt.get());
+        if heard.is_err() || connection.kind != kind {
+            return self.violation(id);
+        }
+        let connected = matches!(connection.phase, Phase::Open | Phase::Over);
+        match operation {
+            Operation::Response if connection.phase == Phase::Asked => {
+                connection.phase = Phase::Open;
+                Inbound::Accepted(id)
+            }
+            Operation::ReadWrite if connected => self.payload(id, header, payload),
+            Operation::CreditUpdate if connection.phase != Phase::Asked => {
+                self.statistics.credit_updates_received += 1;
+                Inbound::Credit(id)
+            }
+            Operation::CreditRequest if connected => {
+                self.owe(id, Owed::CREDIT);
+                Inbound::Credit(id)
+            }
+            Operation::Shutdown if connection.phase != Phase::Asked => {
+                connection.guest_shut |= Shut::from_bits_truncate(header.flags.get());
+                Inbound::Shut(id)
+            }
+            _ => self.violation(id),
+        }
+    }
+
+    /// A guest that has closed a connection waits some seconds for us and then resets it; what it sent before it closed is
+    /// for the host side all the same.
+    fn reset_by_guest(&mut self, id: Id) -> Inbound {
+        self.statistics.resets_received += 1;
+        let connection = self.get_mut(id).expect("names lead to connections");
+        if connection.guest_shut.contains(Shut::SEND) && connection.from_guest.kept() > 0 {
+            connection.phase = Phase::Lingering;
+            connection.guest_shut = Shut::all();
+            connection.owed = Owed::empty();
+            return Inbound::Shut(id);
+        }
+        self.remove(id);
+        Inbound::Gone(id, true)
+    }
+
+    fn payload(&mut self, id: Id, header: &Header, payload: u32) -> Inbound {
+        let connection = self.get_mut(id).expect("the caller has looked");
+        let len = header.len.get();
+        let told = len <= payload && len <= PAYLOAD_BYTES_MAX && !connection.guest_shut.contains(Shut::SEND);
+        if !told || connection.from_guest.receive(len).is_err() {
+            return self.violation(id);
+        }
+        Inbound::Payload(id, Ends::from_bits_truncate(header.flags.get()))
+    }
+
+    fn violation(&mut self, id: Id) -> Inbound {
+        self.statistics.violations += 1;
+        self.reset(id);
+        Inbound::Gone(id, false)
+    }
+
+    /// The host side asks for a port of the guest's, in the name of `peer_cid`. `None` beyond the limits.
+    pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<Id> {
+        self.statistics.requests_to_guest += 1;
+        let mut key = Key { guest_port, peer_cid, peer_port: self.take_port() };
+        // There are more ports than connections, so one is free.
+        while self.names.contains_key(&key) {
+            key.peer_port = self.take_port();
+        }
+        let id = self.add(key, kind, Phase::Asked);
+        match id {
+            Some(id) => self.owe(id, Owed::REQUEST),
+            None => self.statistics.refused_by_limit += 1,
+        }
+        id
+    }
+
+    fn take_port(&mut self) -> u32 {
+        let port = self.next_port;
+        self.next_port = if port == *HOST_PORTS.end() { *HOST_PORTS.start() } else { port + 1 };
+        port
+    }
+
+    fn add(&mut self, key: Key, kind: Kind, phase: Phase) -> Option<Id> {
+        let left = self.limits.memory.saturating_sub(self.promised);
+        let least = WINDOW_MIN.min(self.limits.buf_alloc);
+        if self.names.len() >= self.limits.connections || left < u64::from(least) {
+            return None;
+        }
+        let fair = u32::try_from(left / SHARE).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
+        let window = fair.min(self.limits.buf_alloc);
+        self.promised += u64::from(window);
+        let index = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::default());
+            u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
+        });
+        let slot = &mut self.slots[index as usize];
+        slot.connection = Some(Connection {
+            key,
+            kind,
+            phase,
+            guest_shut: Shut::empty(),
+            host_shut: Shut::empty(),
+            to_guest: ToGuest::default(),
+            from_guest: FromGuest::new(window),
+            owed: Owed::empty(),
+            in_line: false,
+        });
+        let id = Id { index, generation: slot.generation };
+        self.names.insert(key, id);
+        Some(id)
+    }
+
+    fn remove(&mut self, id: Id) {
+        let slot = &mut self.slots[id.index as usize];
+        let connection = slot.connection.take().expect("the caller has looked");
+        slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
+        self.promised -= u64::from(connection.from_guest.window());
+        self.names.remove(&connection.key);
+        self.free.push(id.index);
+    }
+
+    fn owe(&mut self, id: Id, owed: Owed) {
+        let Some(connection) = self.get_mut(id) else { return };
+        connection.owed |= owed;
+        if std::mem::replace(&mut connection.in_line, true) {
+            return;
+        }
+        // A guest that takes nothing can have connections come and go, whose places in the line are left.
+        if self.line.len() > 2 * self.names.len() {
+            let mut line = std::mem::take(&mut self.line);
+            line.retain(|id| self.get(*id).is_some());
+            self.line = line;
+        }
+        self.line.push_back(id);
+    }
+
+    /// The host side is there: the guest will be told so.
+    pub fn established(&mut self, id: Id) {
+        if let Some(connection) = self.get_mut(id)
+            && connection.phase == Phase::Connecting
+        {
+            connection.phase = Phase::Open;
+            self.owe(id, Owed::RESPONSE);
+        }
+    }
+
+    /// So many bytes have reached the host side.
+    pub fn forwarded(&mut self, id: Id, bytes: u32) {
+        let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.promised));
+        let Some(connection) = self.get_mut(id) else { return };
+        connection.from_guest.forward(bytes);
+        if !connection.from_guest.is_due(connection.to_guest.alloc())
+            || connection.guest_shut.contains(Shut::SEND)
+        {
+            return;
+        }
+        // A message has to fit into what a socket of the host takes at once, so there the window stays.
+        if connection.kind == Kind::Stream {
+            let (window, wanted) = (connection.from_guest.window(), connection.from_guest.wanted().min(most));
+            let more = wanted.saturating_sub(window);
+            if u64::from(more) <= left / 2 {
+                connection.from_guest.widen(wanted);
+                self.promised += u64::from(more);
+            }
+        }
+        self.owe(id, Owed::CREDIT);
+    }
+
+    /// The host side takes no more for now.
+    pub fn fell_behind(&mut self, id: Id) {
+        if let Some(connection) = self.get_mut(id) {
+            connection.from_guest.fall_behind();
+        }
+    }
+
+    /// How many bytes may go to the guest.
+    pub fn room(&self, id: Id) -> u32 {
+        self.get(id).map_or(0, |connection| connection.to_guest.room())
+    }
+
+    /// The most that the guest ever takes at once; a longer message will never fit.
+    pub fn room_at_most(&self, id: Id) -> u32 {
+        self.get(id).map_or(0, |connection| connection.to_guest.alloc())
+    }
+
+    /// The guest has no credit left and has not said so for a while: asks it.
+    pub fn ask_credit(&mut self, id: Id) {
+        self.owe(id, Owed::ASK_CREDIT);
+    }
+
+    /// The host will not send, or not receive, any more. Said behind all that was sent before.
+    pub fn shut(&mut self, id: Id, what: Shut) {
+        let Some(connection) = self.get_mut(id) else { return };
+        if connection.phase == Phase::Open && !connection.host_shut.contains(what) {
+            connection.host_shut |= what;
+            self.owe(id, Owed::SHUTDOWN);
+        }
+    }
+
+    /// Both ways are over and the host side is closed. The guest is told, and confirms with a reset.
+    pub fn over(&mut self, id: Id) {
+        let Some(connection) = self.get_mut(id) else { return };
+        connection.phase = Phase::Over;
+        if !connection.host_shut.is_all() {
+            connection.host_shut = Shut::all();
+            self.owe(id, Owed::SHUTDOWN);
+        }
+    }
+
+    /// The connection ends: the guest is told, and then it is gone.
+    pub fn reset(&mut self, id: Id) {
+        let Some(connection) = self.get_mut(id) else { return };
+        let lingers = std::mem::replace(&mut connection.phase, Phase::Resetting) == Phase::Lingering;
+        if lingers || connection.owed.contains(Owed::REQUEST) {
+            // The guest knows, or has never heard of it. Its place in the line is skipped.
+            self.remove(id);
+            return;
+        }
+        connection.owed = Owed::empty();
+        self.owe(id, Owed::RESET);
+    }
+
+    /// All connections end, and the guest is not told: it is another one.
+    pub fn clear(&mut self) {
+        let ids: Vec<Id> = self.ids().collect();
+        for id in ids {
+            self.remove(id);
+        }
+        self.line.clear();
+        self.strays.clear();
+    }
+
+    /// A reset for a connection that somebody else had and that the guest may still believe in.
+    pub fn reset_pair(&mut self, key: Key, kind: Kind) {
+        if self.names.contains_key(&key) {
+            return;
+        }
+        let header = Header {
+            source_cid: self.cid.into(),
+            destination_cid: key.peer_cid.into(),
+            source_port: key.guest_port.into(),
+            destination_port: key.peer_port.into(),
+            kind: kind.number().into(),
+            ..Header::default()
+        };
+        self.strays.push_back(header.reset());
+    }
+
+    /// How many headers without payload wait for the guest, at least.
+    pub fn control_len(&self) -> usize {
+        self.line.len() + self.strays.len()
+    }
+
+    /// How many bytes of the guest's have not reached the host side.
+    pub fn kept(&self, id: Id) -> u32 {
+        self.get(id).map_or(0, |connection| connection.from_guest.kept())
+    }
+
+    /// A packet too short to have a sender.
+    pub fn drop_packet(&mut self) {
+        self.statistics.dropped += 1;
+    }
+
+    /// The next header without payload for the guest. Whoever takes it, sends it.
+    pub fn next_control(&mut self) -> Option<Header> {
+        while let Some(id) = self.line.pop_front() {
+            let Some(connection) = self.get_mut(id) else { continue };
+            connection.in_line = false;
+            let mut each = connection.owed.iter();
+            let Some(owed) = each.next() else { continue };
+            let more = each.next().is_some();
+            connection.owed.remove(owed);
+            let operation = match owed {
+                Owed::REQUEST => Operation::Request,
+                Owed::RESPONSE => Operation::Response,
+                Owed::CREDIT => Operation::CreditUpdate,
+                Owed::ASK_CREDIT => Operation::CreditRequest,
+                Owed::SHUTDOWN => Operation::Shutdown,
+                _ => Operation::Reset,
+            };
+            if more {
+                connection.in_line = true;
+                self.line.push_front(id);
+            }
+            let mut header = self.header(id, operation)?;
+            match operation {
+                Operation::Shutdown => {
+                    let shut = self.get(id).map_or(0, |connection| connection.host_shut.bits());
+                    header.flags = shut.into();
+                }
+                Operation::CreditUpdate => self.statistics.credit_updates_sent += 1,
+                Operation::Reset => {
+                    self.statistics.resets_sent += 1;
+                    self.remove(id);
+                }
+                _ => {}
+            }
+            return Some(header);
+        }
+        let reset = self.strays.pop_front();
+        self.statistics.resets_sent += u64::from(reset.is_some());
+        reset
+    }
+
+    /// The header of a packet with payload, which counts from now on. Tells the credit too, so that is no longer owed.
+    ///
+    /// # Panics
+    /// If the connection is not there.
+    pub fn data(&mut self, id: Id, len: u32, ends: Ends) -> Header {
+        let connection = self.get_mut(id).expect("who sends has looked");
+        debug_assert!(len <= connection.to_guest.room(), "more than the guest has room for");
+        connection.to_guest.send(len);
+        connection.owed.remove(Owed::CREDIT);
+        let mut header = self.header(id, Operation::ReadWrite).expect("it is there");
+        (header.len, header.flags) = (len.into(), ends.bits().into());
+        header
+    }
+
+    fn header(&mut self, id: Id, operation: Operation) -> Option<Header> {
+        let cid = self.cid;
+        let connection = self.get_mut(id)?;
+        let (window, forwarded) = connection.from_guest.say();
+        Some(Header {
+            source_cid: connection.key.peer_cid.into(),
+            destination_cid: cid.into(),
+            source_port: connection.key.peer_port.into(),
+            destination_port: connection.key.guest_port.into(),
+            len: 0.into(),
+            kind: connection.kind.number().into(),
+            operation: operation.number().into(),
+            flags: 0.into(),
+            buf_alloc: window.into(),
+            fwd_cnt: forwarded.into(),
+        })
+    }
+}

@@ -1,0 +1,162 @@
+//! Guests that do what none may, against the table: bounded memory, and a reset where one is due.
+
+use towline_vsock::packet::{Ends, HOST_CID, Header, Kind, Operation, Shut};
+use towline_vsock::{Inbound, Limits, Phase, STRAYS_MAX, Table};
+
+const CID: u64 = 9;
+
+fn header(operation: Operation, port: u32) -> Header {
+    Header {
+        source_cid: CID.into(),
+        destination_cid: HOST_CID.into(),
+        source_port: port.into(),
+        destination_port: 80.into(),
+        kind: Kind::Stream.number().into(),
+        operation: operation.number().into(),
+        buf_alloc: 1000.into(),
+        ..Header::default()
+    }
+}
+
+fn limits(connections: usize) -> Limits {
+    Limits { connections, ..Limits::default() }
+}
+
+fn open(table: &mut Table, port: u32) -> towline_vsock::Id {
+    let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
+        panic!("no connection")
+    };
+    table.established(id);
+    let response = table.next_control().unwrap();
+    assert_eq!(response.operation.get(), Operation::Response.number());
+    id
+}
+
+fn expect_reset(table: &mut Table, port: u32) {
+    let reset = table.next_control().unwrap();
+    assert_eq!((reset.operation.get(), reset.destination_port.get()), (Operation::Reset.number(), port));
+    assert_eq!(table.next_control(), None);
+}
+
+#[test]
+fn a_million_half_open_connections_are_a_few() {
+    let mut table = Table::new(CID, limits(1000), 0);
+    for port in 0..1_000_000 {
+        if !table.takes() {
+            // The guest hears of it before more is taken.
+            while table.next_control().is_some() {}
+        }
+        table.from_guest(&header(Operation::Request, port), 0);
+        assert!(table.len() <= 1000 && table.control_len() <= STRAYS_MAX);
+    }
+    assert_eq!(table.len(), 1000);
+    assert_eq!(table.statistics().refused_by_limit, 999_000);
+}
+
+#[test]
+fn connections_that_come_and_go_leave_nothing_in_line() {
+    let mut table = Table::new(CID, limits(1000), 0);
+    for port in 0..1_000_000 {
+        let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
+            panic!("{port}")
+        };
+        table.established(id);
+        assert_eq!(table.from_guest(&header(Operation::Reset, port), 0), Inbound::Gone(id, true));
+        assert!(table.is_empty() && table.control_len() <= 16, "{}", table.control_len());
+    }
+    assert_eq!(table.next_control(), None);
+}
+
+#[test]
+fn windows_are_promised_within_the_memory() {
+    let memory = 1 << 20;
+    let mut table = Table::new(CID, Limits { memory, ..limits(100_000) }, 0);
+    for port in 0..100_000 {
+        table.from_guest(&header(Operation::Request, port), 0);
+        while table.len() > 64 {
+            panic!("{} connections of 16 KiB in 1 MiB", table.len());
+        }
+        while !table.takes() {
+            table.next_control();
+        }
+    }
+    assert_eq!(table.len(), 64);
+}
+
+#[test]
+fn what_nobody_knows_is_reset_but_resets() {
+    let mut table = Table::new(CID, limits(10), 0);
+    for operation in [
+        Operation::Response,
+        Operation::Shutdown,
+        Operation::ReadWrite,
+        Operation::CreditUpdate,
+        Operation::CreditRequest,
+    ] {
+        assert_eq!(table.from_guest(&header(operation, 5), 0), Inbound::Nothing);
+        expect_reset(&mut table, 5);
+    }
+    table.from_guest(&header(Operation::Reset, 5), 0);
+    assert_eq!(table.next_control(), None);
+    // A kind and an operation that there is none of.
+    for odd in [
+        Header { kind: 3.into(), ..header(Operation::Request, 6) },
+        Header { operation: 0.into(), ..header(Operation::Request, 6) },
+    ] {
+        table.from_guest(&odd, 0);
+        expect_reset(&mut table, 6);
+    }
+    // In another's name.
+    let forged = Header { source_cid: 77.into(), ..header(Operation::Request, 7) };
+    assert_eq!(table.from_guest(&forged, 0), Inbound::Nothing);
+    assert_eq!((table.next_control(), table.statistics().dropped), (None, 1));
+}
+
+#[test]
+fn what_none_may_do_ends_the_connection() {
+    let data = |len: u32| Header { len: len.into(), ..header(Operation::ReadWrite, 5) };
+    let cases: [(&str, Vec<(Header, u32)>); 8] = [
+        ("more than its window", (0..9).map(|_| (data(60_000), 60_000)).collect()),
+        ("more than it says", vec![(data(100), 99)]),
+        ("more than a packet has", vec![(data(70_000), 70_000)]),
+        (
+            "more taken than sent",
+            vec![(Header { fwd_cnt: 1.into(), ..header(Operation::CreditUpdate, 5) }, 0)],
+        ),
+        (
+            "bytes behind its end",
+            vec![
+                (Header { flags: Shut::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
+                (data(1), 1),
+            ],
+        ),
+        ("another kind", vec![(Header { kind: 2.into(), ..data(1) }, 1)]),
+        ("an answer to nothing", vec![(header(Operation::Response, 5), 0)]),
+        ("a request again", vec![(header(Operation::Request, 5), 0)]),
+    ];
+    for (what, packets) in cases {
+        let mut table = Table::new(CID, limits(10), 0);
+        let id = open(&mut table, 5);
+        let last = packets
+            .iter()
+            .map(|(header, payload)| table.from_guest(header, *payload))
+            .find(|inbound| matches!(inbound, Inbound::Gone(..)));
+        assert_eq!(last, Some(Inbound::Gone(id, false)), "{what}");
+        assert_eq!(table.get(id).unwrap().phase, Phase::Resetting, "{what}");
+        expect_reset(&mut table, 5);
+        assert!(table.is_empty(), "{what}");
+    }
+}
+
+#[test]
+fn credit_that_shrinks_or_is_nothing_sends_nothing() {
+    let mut table = Table::new(CID, limits(10), 0);
+    let id = open(&mut table, 5);
+    assert_eq!(table.room(id), 1000);
+    table.data(id, 600, Ends::empty());
+    for (alloc, room) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
+        let update = Header { buf_alloc: alloc.into(), ..header(Operation::CreditUpdate, 5) };
+        assert_eq!(table.from_guest(&update, 0), Inbound::Credit(id));
+        assert_eq!(table.room(id), room, "{alloc}");
+    }
+}

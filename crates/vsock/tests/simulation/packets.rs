@@ -1,0 +1,122 @@
+//! The body of the fuzz target `vsock_packet`: any packets and any events of the host's side against the table.
+#![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
+
+use towline_vsock::packet::{Ends, Header, Operation, Shut};
+use towline_vsock::{Id, Inbound, Limits, STRAYS_MAX, Table};
+
+const CID: u64 = 3;
+const CONNECTIONS: usize = 8;
+const MEMORY: u64 = 256 << 10;
+
+/// Bytes of one step.
+const STEP: usize = 16;
+
+/// Each step is 16 bytes: what happens, a port, operation, kind, flags, a length, credit.
+pub fn packets(data: &[u8]) {
+    let limits = Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY };
+    let mut table = Table::new(CID, limits, 0);
+    let mut ids: Vec<Id> = Vec::new();
+    for step in data.chunks_exact(STEP) {
+        let word = |at: usize| u32::from_le_bytes(step[at..at + 4].try_into().expect("four bytes"));
+        let id = ids.get(usize::from(step[1]) % ids.len().max(1)).copied();
+        match (step[0] % 8, id) {
+            (0..=3, _) => {
+                if let Some(id) = packet(&mut table, step, word) {
+                    ids.push(id);
+                }
+            }
+            (4, _) => ids.extend(table.open(u32::from(step[1] % 4), kind(step[3]), 2)),
+            (5, Some(id)) => {
+                table.established(id);
+                table.forwarded(id, word(8).min(table.kept(id)));
+            }
+            (6, Some(id)) => host(&mut table, id, step[2], word(8)),
+            _ => control(&mut table, usize::from(step[1])),
+        }
+        assert!(table.len() <= CONNECTIONS && table.control_len() <= STRAYS_MAX + 2 * CONNECTIONS + 2);
+        let kept: u64 = ids.iter().map(|id| u64::from(table.kept(*id))).sum();
+        assert!(kept <= MEMORY, "{kept} bytes are kept");
+        ids.retain(|id| table.get(*id).is_some());
+    }
+    control(&mut table, usize::MAX);
+    assert_eq!(table.control_len(), 0);
+}
+
+fn kind(byte: u8) -> towline_vsock::packet::Kind {
+    use towline_vsock::packet::Kind;
+    if byte & 1 == 0 { Kind::Stream } else { Kind::Seqpacket }
+}
+
+fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<Id> {
+    let header = Header {
+        source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) }.into(),
+        destination_cid: 2.into(),
+        source_port: u32::from(step[1] % 4).into(),
+        destination_port: u32::from(step[1] >> 6).into(),
+        len: u32::from(u16::from_le_bytes([step[6], step[7]])).into(),
+        kind: u16::from(step[3] % 4).into(),
+        operation: u16::from(step[2] % 10).into(),
+        flags: u32::from(step[4]).into(),
+        buf_alloc: word(8).into(),
+        fwd_cnt: word(12).into(),
+    };
+    let before = table.takes();
+    let inbound = table.from_guest(&header, header.len.get().saturating_sub(u32::from(step[5] & 1)));
+    assert!(before || !table.takes());
+    match inbound {
+        Inbound::Connect(id) => {
+            assert_eq!(Operation::from_number(header.operation.get()), Some(Operation::Request));
+            Some(id)
+        }
+        Inbound::Payload(id, _) => {
+            assert!(table.kept(id) >= header.len.get());
+            None
+        }
+        _ => None,
+    }
+}
+
+fn host(table: &mut Table, id: Id, what: u8, amount: u32) {
+    match what % 5 {
+        0 => table.shut(id, Shut::SEND),
+        1 => table.shut(id, Shut::RECEIVE),
+        2 => table.over(id),
+        3 => table.reset(id),
+        _ => {
+            let room = table.room(id).min(amount).min(65536);
+            if table.get(id).is_some() && room > 0 {
+                let header = table.data(id, room, Ends::empty());
+                assert_eq!(header.len.get(), room);
+            }
+        }
+    }
+}
+
+fn control(table: &mut Table, most: usize) {
+    for _ in 0..most {
+        let Some(header) = table.next_control() else { return };
+        assert!(Operation::from_number(header.operation.get()).is_some());
+        assert_eq!(
+            (header.len.get(), header.destination_cid.get() == CID || header.source_cid.get() == 2),
+            (0, true)
+        );
+    }
+}
+
+#[test]
+fn any_packets_do_no_harm() {
+    let mut rng = fastrand::Rng::with_seed(3);
+    for _ in 0..20_000 {
+        let mut data = vec![0; STEP * rng.usize(1..100)];
+        rng.fill(&mut data);
+        // Small numbers are those that matter.
+        for step in data.chunks_exact_mut(STEP) {
+            if rng.bool() {
+                step[9..12].fill(0);
+                step[13..16].fill(0);
+                step[0] &= 0x7f;
+            }
+        }
+        packets(&data);
+    }
+}

@@ -1,0 +1,55 @@
+//! What the two ends of a connection will send.
+
+use towline_vsock::packet::Kind;
+
+/// A connection's content: its bytes follow from a seed, its messages are lengths.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) kind: Kind,
+    pub(crate) seed: u32,
+    pub(crate) guest: Vec<u32>,
+    pub(crate) host: Vec<u32>,
+    /// Whether somebody dies on the way.
+    pub(crate) dies: bool,
+}
+
+/// A byte of a stream: from the guest by its seed, to the guest by the seed's complement.
+pub(crate) fn byte(seed: u32, at: u32) -> u8 {
+    let mixed = (at ^ seed).wrapping_mul(0x9e37_79b1);
+    (mixed >> 24) as u8
+}
+
+impl Plan {
+    /// `longest`: of messages to the guest; a stream through such a window is not much longer.
+    pub(crate) fn new(rng: &mut fastrand::Rng, longest: u32) -> Self {
+        let kind = if rng.u32(..4) == 0 { Kind::Seqpacket } else { Kind::Stream };
+        let mut lens = |longest: u32| {
+            let count = rng.usize(..6);
+            let scale = [10, 1000, 20_000][rng.usize(..3)].min(longest);
+            (0..count).map(|_| rng.u32(1..=scale)).collect()
+        };
+        let (guest, host) =
+            (lens(20_000), lens(if kind == Kind::Seqpacket { longest } else { 100 * longest }));
+        Self { kind, seed: rng.u32(..), guest, host, dies: rng.u32(..8) == 0 }
+    }
+
+    pub(crate) fn from_guest(&self) -> u32 {
+        self.guest.iter().sum()
+    }
+
+    pub(crate) fn to_guest(&self) -> u32 {
+        self.host.iter().sum()
+    }
+
+    /// How much of the message at `sent` is left, and whether that matters.
+    pub(crate) fn guest_message_at(&self, sent: u32) -> (u32, bool) {
+        let mut end = 0;
+        for len in &self.guest {
+            end += len;
+            if sent < end {
+                return (end - sent, self.kind == Kind::Seqpacket);
+            }
+        }
+        (0, false)
+    }
+}

@@ -1,0 +1,89 @@
+//! Messages: each arrives whole, and as itself.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect,
+    listen, recv, send, socket_with,
+};
+use towline_lab::{require_lab, skip};
+
+use crate::support::{Scene, VERSIONS, WITHIN};
+
+fn socket() -> OwnedFd {
+    let fd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    patient(fd)
+}
+
+fn patient(fd: OwnedFd) -> OwnedFd {
+    set_socket_timeout(&fd, Timeout::Recv, Some(WITHIN)).unwrap();
+    set_socket_timeout(&fd, Timeout::Send, Some(Duration::from_secs(60))).unwrap();
+    fd
+}
+
+fn hear(fd: &OwnedFd) -> Vec<u8> {
+    let mut bytes = vec![0; 1 << 20];
+    let (count, _) = recv(fd, &mut bytes[..], RecvFlags::empty()).unwrap();
+    bytes.truncate(count);
+    bytes
+}
+
+fn say(fd: &OwnedFd, bytes: &[u8]) {
+    assert_eq!(send(fd, bytes, SendFlags::NOSIGNAL).unwrap(), bytes.len());
+}
+
+fn text(fd: &OwnedFd) -> String {
+    String::from_utf8(hear(fd)).unwrap()
+}
+
+#[test]
+fn messages_stay_apart() {
+    if !require_lab("messages_stay_apart") {
+        return;
+    }
+    for version in VERSIONS {
+        let directory = tempfile::TempDir::with_prefix("towline-lab-").unwrap();
+        let path = directory.path().join("m");
+        let mut scene = Scene::new(version, &["--uds-seqpacket", path.to_str().unwrap()]);
+        let listener = socket();
+        let address = SocketAddrUnix::new(scene.scratch.path().join("v_6010")).unwrap();
+        bind(&listener, &address).unwrap();
+        listen(&listener, 8).unwrap();
+        scene.perl("ask", "connect seqpacket 6010 ask one two-and-a-half three");
+        if scene.shell("sleep 1; cat /tmp/ask").contains("refused") {
+            let reason = "the guest is not offered VIRTIO_VSOCK_F_SEQPACKET by this QEMU";
+            skip(&format!("messages_stay_apart ({version:?})"), reason);
+            continue;
+        }
+        let fd = patient(accept(&listener).unwrap());
+        assert_eq!([text(&fd), text(&fd), text(&fd)], ["one", "two-and-a-half", "three"]);
+        assert!(hear(&fd).is_empty(), "the guest has ended");
+        say(&fd, b"an answer");
+        drop(fd);
+        scene.wait_said("ask", "answered an answer");
+        lengths(&mut scene, &path);
+    }
+}
+
+/// Of every size, from one that fits into a buffer to more than the ring has room for at once.
+fn lengths(scene: &mut Scene, path: &Path) {
+    scene.perl("messages", "listen seqpacket 5010 messages");
+    let fd = socket();
+    connect(&fd, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    say(&fd, b"CONNECT 5010\n");
+    assert!(text(&fd).starts_with("OK "));
+    for length in [1, 2, 3700, 4096, 65_536, 65_537, 150_000, 1] {
+        say(&fd, &vec![7; length]);
+        assert_eq!(text(&fd), length.to_string());
+    }
+    // Many at a time are many.
+    for length in 1..100 {
+        say(&fd, &vec![7; length * 10]);
+    }
+    for length in 1..100 {
+        assert_eq!(text(&fd), (length * 10).to_string());
+    }
+}

@@ -1,0 +1,189 @@
+//! A guest with vsock, and programs at both ends: `socat` and Perl in the guest, sockets here.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline, Version, towline, wait_until};
+
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+pub(crate) const VERSIONS: [Version; 2] = [Version::V10_0, Version::V7_2];
+pub(crate) const CID: u64 = 33;
+
+/// Sockets in Perl, which needs no module for them: `perl v.pl listen|connect stream|seqpacket PORT MODE`.
+///
+/// echo: says what it hears. answer: says how much it has heard when that has ended. silent: accepts and never reads.
+/// messages: says the length of each message. ask: says what its arguments are, ends, and prints the answer.
+const PERL: &str = r#"
+$| = 1; $SIG{CHLD} = 'IGNORE'; $SIG{PIPE} = 'IGNORE';
+my ($way, $kind, $port, $mode, @rest) = @ARGV;
+my $type = $kind eq 'stream' ? 1 : 5;
+sub address { pack('SSLLx4', 40, 0, $_[1], $_[0]) }
+sub say_all { my ($s, $b) = @_; while (length $b) { my $n = syswrite($s, $b); return 0 unless defined $n; $b = substr($b, $n) } 1 }
+sub serve {
+  my ($s) = @_; my $b; my $total = 0;
+  if ($mode eq 'silent') { sleep 1000 }
+  while (1) {
+    my $n = sysread($s, $b, 262144);
+    if (!defined $n) { print "failed $!\n"; return }
+    last if $n == 0;
+    $total += $n;
+    if ($mode eq 'echo') { say_all($s, $b) or do { print "failed $!\n"; return } }
+    if ($mode eq 'messages') { my $m = "$n"; syswrite($s, $m) }
+  }
+  say_all($s, "heard $total") if $mode eq 'answer';
+  print "ended $total\n";
+}
+socket(my $s, 40, $type, 0) or die "socket $!";
+if ($way eq 'listen') {
+  bind($s, address(0xffffffff, $port)) or die "bind $!";
+  listen($s, 128) or die "listen $!";
+  print "listening\n";
+  while (accept(my $c, $s)) { if (!fork) { close $s; serve($c); exit } close $c }
+  die "accept $!";
+}
+connect($s, address($ENV{CID} || 2, $port)) or do { print "refused $!\n"; exit };
+if ($mode eq 'ask') {
+  syswrite($s, $_) for @rest; shutdown($s, 1);
+  my ($b, $all) = ('', ''); while (my $n = sysread($s, $b, 65536)) { $all .= $b } print "answered $all\n";
+} elsif ($mode eq 'write') {
+  my $b = 'x' x 65536; while (syswrite($s, $b)) {} print "failed $!\n";
+} else { serve($s) }
+"#;
+
+/// A guest, its device, and a directory for their sockets.
+pub(crate) struct Scene {
+    pub(crate) guest: LinuxGuest,
+    _qemu: Qemu,
+    pub(crate) device: Towline,
+    pub(crate) scratch: TempDir,
+}
+
+/// QEMU's arguments for a device whose process listens at `socket`.
+pub(crate) fn device_arguments(socket: &Path) -> [String; 4] {
+    [
+        "-chardev".to_owned(),
+        format!("socket,id=vsock,path={}", socket.display()),
+        "-device".to_owned(),
+        "vhost-user-vsock-pci,id=vsock0,chardev=vsock".to_owned(),
+    ]
+}
+
+pub(crate) fn linux(version: Version) -> towline_lab::Builder {
+    let builder = Qemu::builder(version).memory_backend(MemoryBackend::Memfd { prealloc: false });
+    builder.linux().guest_programs(["/usr/bin/socat", "/usr/bin/perl"])
+}
+
+/// Starts `towline vsock` and waits until it listens.
+pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
+    let device = towline([&["vsock"], arguments].concat()).unwrap();
+    wait_until("the device's socket", WITHIN, || Ok(socket.exists().then_some(()))).unwrap();
+    device
+}
+
+impl Scene {
+    pub(crate) fn new(version: Version, more: &[&str]) -> Self {
+        let scratch = TempDir::with_prefix("towline-lab-").unwrap();
+        let socket = scratch.path().join("device");
+        let (device_path, uds) =
+            (socket.display().to_string(), scratch.path().join("v").display().to_string());
+        let cid = CID.to_string();
+        let own = ["--socket", &device_path, "--cid", &cid, "--uds", &uds];
+        let device = start_device(&[&own[..], more].concat(), &socket);
+        let qemu = linux(version).args(device_arguments(&socket)).start().unwrap();
+        let mut guest = qemu.linux(WITHIN).unwrap();
+        install_perl(&mut guest);
+        Self { guest, _qemu: qemu, device, scratch }
+    }
+
+    pub(crate) fn uds(&self) -> PathBuf {
+        self.scratch.path().join("v")
+    }
+
+    pub(crate) fn shell(&mut self, line: &str) -> String {
+        shell(&mut self.guest, line)
+    }
+
+    /// Runs the Perl program in the guest's background; what it says goes to a file.
+    pub(crate) fn perl(&mut self, name: &str, arguments: &str) {
+        perl(&mut self.guest, name, arguments);
+    }
+
+    /// Waits until a program of the guest's has said so.
+    pub(crate) fn wait_said(&mut self, name: &str, what: &str) -> String {
+        wait_said(&mut self.guest, name, what)
+    }
+
+    /// Listens where the guest's connections to `port` go.
+    pub(crate) fn listen(&self, port: u32) -> UnixListener {
+        UnixListener::bind(self.scratch.path().join(format!("v_{port}"))).unwrap()
+    }
+
+    /// Connects with a port of the guest's.
+    pub(crate) fn connect(&self, port: u32) -> UnixStream {
+        connect(&self.uds(), port)
+    }
+}
+
+pub(crate) fn shell(guest: &mut LinuxGuest, line: &str) -> String {
+    guest.shell(line, WITHIN).unwrap().trim().to_owned()
+}
+
+pub(crate) fn install_perl(guest: &mut LinuxGuest) {
+    let escaped = PERL.replace('\\', "\\\\").replace('\'', "'\\''").replace('\n', "\\n").replace('%', "%%");
+    shell(guest, &format!("printf '{escaped}' > /tmp/v.pl; /usr/bin/perl -c /tmp/v.pl"));
+}
+
+pub(crate) fn perl(guest: &mut LinuxGuest, name: &str, arguments: &str) {
+    shell(guest, &format!("/usr/bin/perl /tmp/v.pl {arguments} > /tmp/{name} 2>&1 & echo"));
+    if arguments.starts_with("listen") {
+        wait_said(guest, name, "listening");
+    }
+}
+
+pub(crate) fn wait_said(guest: &mut LinuxGuest, name: &str, what: &str) -> String {
+    let said = wait_until(&format!("`{what}` of {name}"), WITHIN, || {
+        let said = guest.shell(&format!("touch /tmp/{name}; cat /tmp/{name}"), WITHIN)?;
+        Ok(said.contains(what).then_some(said))
+    });
+    match said {
+        Ok(said) => said,
+        Err(error) => {
+            let said = shell(guest, &format!("cat /tmp/{name}; dmesg | tail -5"));
+            panic!("{error:#}: it said {said}");
+        }
+    }
+}
+
+pub(crate) fn patient(stream: UnixStream) -> UnixStream {
+    stream.set_read_timeout(Some(WITHIN)).unwrap();
+    stream.set_write_timeout(Some(WITHIN)).unwrap();
+    stream
+}
+
+/// Says CONNECT and hears OK, byte by byte.
+pub(crate) fn connect(uds: &Path, port: u32) -> UnixStream {
+    let mut stream = patient(UnixStream::connect(uds).unwrap());
+    stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+    hear_ok(&mut stream);
+    stream
+}
+
+/// The answer, and not one byte more.
+pub(crate) fn hear_ok(stream: &mut UnixStream) -> u32 {
+    let mut line = Vec::new();
+    BufReader::with_capacity(1, stream).read_until(b'\n', &mut line).unwrap();
+    let line = String::from_utf8(line).unwrap();
+    let port = line.strip_prefix("OK ").and_then(|rest| rest.strip_suffix('\n'));
+    port.and_then(|port| port.parse().ok())
+        .unwrap_or_else(|| panic!("expected OK and a port, heard {line:?}"))
+}
+
+/// All until the end.
+pub(crate) fn hear_all(stream: &mut UnixStream) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    stream.read_to_end(&mut bytes).unwrap();
+    bytes
+}
