@@ -120,11 +120,15 @@ impl FromGuest {
     ///
     /// `own`: the window that the guest gives us. Linux uses no more of ours than that (since 2026, and in its stable
     /// kernels), and would wait for ever with the rest of a larger one.
-    pub fn is_due(&self, own: u32) -> bool {
+    ///
+    /// `whole`: messages leave only when they are complete, so the guest may need any little room to end the one that it
+    /// has begun.
+    pub fn is_due(&self, own: u32, whole: bool) -> bool {
         let window = self.window.min(own.max(OWN_MIN));
         // A guest that sends more than it was told of, and no more than is free, does no harm.
         let free_as_told = window.saturating_sub(self.received.wrapping_sub(self.told));
-        free_as_told <= window / 2 && self.forwarded.wrapping_sub(self.told) >= window / 4
+        let news = self.forwarded.wrapping_sub(self.told);
+        free_as_told <= window / 2 && news >= if whole { 1 } else { window / 4 }
     }
 
     /// The window that would suit: twice as large, if the host side kept up.
@@ -174,17 +178,17 @@ mod tests {
     fn credit_is_told_when_it_is_needed_and_not_more_often() {
         let mut credit = FromGuest::new(1000);
         credit.receive(500).unwrap();
-        assert!(!credit.is_due(u32::MAX));
+        assert!(!credit.is_due(u32::MAX, false));
         credit.forward(249);
-        assert!(!credit.is_due(u32::MAX));
+        assert!(!credit.is_due(u32::MAX, false));
         credit.forward(1);
-        assert!(credit.is_due(u32::MAX));
+        assert!(credit.is_due(u32::MAX, false));
         assert_eq!(credit.say(), (1000, 250));
-        assert!(!credit.is_due(u32::MAX));
+        assert!(!credit.is_due(u32::MAX, false));
         assert_eq!(credit.receive(751), Err(Lie));
         credit.receive(750).unwrap();
         credit.forward(1000);
-        assert!(credit.is_due(u32::MAX));
+        assert!(credit.is_due(u32::MAX, false));
     }
 
     #[test]
@@ -193,7 +197,7 @@ mod tests {
             let mut credit = FromGuest::new(window);
             credit.receive(window).unwrap();
             credit.forward(window);
-            assert!(credit.is_due(u32::MAX), "{window}");
+            assert!(credit.is_due(u32::MAX, false), "{window}");
         }
     }
 
@@ -202,9 +206,19 @@ mod tests {
         let mut credit = FromGuest::new(1 << 20);
         credit.receive(256 << 10).unwrap();
         credit.forward(256 << 10);
-        assert!(!credit.is_due(u32::MAX));
-        assert!(credit.is_due(256 << 10));
-        assert!(credit.is_due(0));
+        assert!(!credit.is_due(u32::MAX, false));
+        assert!(credit.is_due(256 << 10, false));
+        assert!(credit.is_due(0, false));
+    }
+
+    #[test]
+    fn a_message_that_began_can_be_ended() {
+        let mut credit = FromGuest::new(1000);
+        credit.receive(100).unwrap();
+        credit.forward(100);
+        credit.receive(900).unwrap();
+        assert!(credit.is_due(u32::MAX, true));
+        assert!(!credit.is_due(u32::MAX, false));
     }
 
     #[test]

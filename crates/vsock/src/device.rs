@@ -1,27 +1,36 @@
 //! The device of one guest: its queues, its context, and the thread that serves them.
 
+use std::collections::VecDeque;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags};
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Queues, Refusal, Worker};
 
 use crate::engine::Engine;
-use crate::host::{Ears, Event, Host, Listening};
+use crate::gate::Gate;
+use crate::host::{Ears, Event, Host, HostSocket, Listening};
 use crate::packet::Kind;
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Mailbox, Siblings};
 use crate::sockets::Sockets as _;
+use crate::state::State;
 use crate::table::Limits;
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;
+const EVENT: usize = 2;
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const F_SEQPACKET: u64 = 1 << 1;
 /// With the event queue, which QEMU keeps to itself and others leave to the device.
 const QUEUES: usize = 3;
+/// Before the context in [`Device::migration_version`]: what a state of this form is called.
+const VERSION: &str = "vsock 1 seqpacket cid ";
+/// Connections of the host's that wait until the guest knows that it has none.
+const WAITING_MAX: usize = 1024;
 
 /// What a device is made of.
 #[derive(Debug, Clone)]
@@ -69,6 +78,15 @@ pub struct Vsock {
     limits: Limits,
     ears: Arc<Ears>,
     desk: Arc<Desk>,
+    passage: Arc<Passage>,
+}
+
+/// What the thread that answers the frontend tells the one that serves the queues.
+#[derive(Debug, Default)]
+struct Passage {
+    /// A state that has come and was not taken over yet.
+    arrived: Mutex<Option<State>>,
+    config_read: AtomicBool,
 }
 
 impl Vsock {
@@ -108,7 +126,7 @@ impl Vsock {
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
         let ears = Arc::new(Ears { listening, uds, rules, cid, siblings, mailbox });
-        Ok(Self { cid, limits, ears, desk: Arc::default() })
+        Ok(Self { cid, limits, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
     /// What it has done so far.
@@ -135,17 +153,48 @@ impl Device for Vsock {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::CONFIG
+        ProtocolFeatures::CONFIG | ProtocolFeatures::DEVICE_STATE
     }
 
     fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
         let host = Host::new(Arc::clone(&self.ears))?;
         let engine = Engine::new(self.cid, self.limits, seed(), host);
-        Ok(Box::new(Server { engine, desk: Arc::clone(&self.desk) }))
+        let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
+        let (gate, waiting) = (Gate::default(), VecDeque::new());
+        Ok(Box::new(Server { engine, desk, passage, gate, waiting }))
     }
 
     fn config(&self) -> Vec<u8> {
+        self.passage.config_read.store(true, Ordering::Relaxed);
         self.cid.to_le_bytes().to_vec()
+    }
+
+    fn save(&self) -> Result<Vec<u8>, Refusal> {
+        let Report { names, next_port, .. } = self.report();
+        Ok(State { cid: self.cid, next_port, connections: names }.encode())
+    }
+
+    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+        let state = State::decode(state, self.cid)?;
+        *self.passage.arrived.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        Ok(())
+    }
+
+    fn migration_version(&self) -> Result<String, Refusal> {
+        Ok(format!("{VERSION}{}", self.cid))
+    }
+
+    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+        let cid = source.strip_prefix(VERSION);
+        let cid =
+            cid.ok_or_else(|| Refusal::new(format!("`{source}`: expected `{VERSION}` and a context")))?;
+        if cid.parse() == Ok(self.cid) {
+            return Ok(());
+        }
+        let own = self.cid;
+        Err(Refusal::new(format!(
+            "the guest has the context {cid}, and this is for {own}; give both the same --cid"
+        )))
     }
 }
 
@@ -168,6 +217,9 @@ fn seed() -> u32 {
 struct Server {
     engine: Engine<Host>,
     desk: Arc<Desk>,
+    passage: Arc<Passage>,
+    gate: Gate,
+    waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
 }
 
 impl Drop for Server {
@@ -182,11 +234,35 @@ impl Server {
         self.desk.write(Report {
             statistics: self.engine.statistics(),
             kept: self.engine.kept(),
+            names: self.engine.names(),
+            next_port: self.engine.table().next_port(),
             connections,
         });
     }
 
+    fn open(&mut self, port: u32, kind: Kind, cid: u64, socket: HostSocket) {
+        if let Err(socket) = self.engine.open(port, kind, cid, socket) {
+            self.engine.sockets_mut().close(socket, true);
+        }
+    }
+
+    /// Lets those in who waited, when the guest knows that it came from elsewhere.
+    fn pass(&mut self, queues: &mut Queues<'_>) {
+        if self.gate == Gate::Open {
+            return;
+        }
+        let now = self.engine.sockets().now_ms();
+        self.gate.pass(queues.ring(EVENT), &self.passage.config_read, now);
+        if self.gate == Gate::Open {
+            for (port, kind, cid, socket) in std::mem::take(&mut self.waiting) {
+                self.open(port, kind, cid, socket);
+            }
+        }
+    }
+
     fn hear(&mut self) {
+        let now = self.engine.sockets_mut().look_at_clock();
+        self.engine.tick(now);
         self.engine.sockets_mut().look();
         while let Some(event) = self.engine.sockets_mut().next_event() {
             match event {
@@ -194,14 +270,14 @@ impl Server {
                 Event::Writable(id) => self.engine.writable(id),
                 Event::Connected(id, socket) => self.engine.connected(id, socket),
                 Event::Open { port, kind, cid, socket } => {
-                    if let Err(socket) = self.engine.open(port, kind, cid, socket) {
-                        self.engine.sockets_mut().close(socket, true);
+                    if self.gate == Gate::Open {
+                        self.open(port, kind, cid, socket);
+                    } else if self.waiting.len() < WAITING_MAX {
+                        self.waiting.push_back((port, kind, cid, socket));
                     }
                 }
-                Event::Tick => {
-                    let now = self.engine.sockets().now_ms();
-                    self.engine.tick(now);
-                }
+                // The time is looked at with every turn.
+                Event::Tick => {}
             }
         }
     }
@@ -210,6 +286,7 @@ impl Server {
 impl Worker for Server {
     fn run(&mut self, queues: &mut Queues<'_>) -> Next {
         self.hear();
+        self.pass(queues);
         let mut again = false;
         if let Some(ring) = queues.ring(TRANSMIT) {
             again |= self.engine.take(ring);
@@ -220,12 +297,19 @@ impl Worker for Server {
         if self.desk.is_wanted() {
             self.write_down();
         }
-        let wanted = self.engine.needs_time();
+        let wanted = self.engine.needs_time() || self.gate != Gate::Open;
         self.engine.sockets_mut().keep_time(wanted);
         if again { Next::Again } else { Next::Wait }
     }
 
     fn started(&mut self, queue: usize, fresh: bool) {
+        let arrived = self.passage.arrived.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(State { next_port, connections, .. }) = arrived {
+            tracing::info!(connections = connections.len(), "the guest has come from elsewhere");
+            self.engine.arrive(next_port, &connections);
+            self.gate = Gate::Tell(self.engine.sockets_mut().look_at_clock());
+            return;
+        }
         if fresh && (queue == RECEIVE || queue == TRANSMIT) && !self.engine.table().is_empty() {
             tracing::info!("the guest's driver begins anew; its connections are gone");
             self.engine.restart();

@@ -16,12 +16,14 @@
 pub mod credit;
 mod device;
 mod engine;
+mod gate;
 mod host;
 pub mod packet;
 mod report;
 mod rules;
 mod siblings;
 mod sockets;
+mod state;
 mod sys;
 mod table;
 

@@ -19,6 +19,9 @@ pub struct Report {
     pub statistics: Statistics,
     /// Bytes that are kept for sockets which do not take them.
     pub kept: usize,
+    /// The names of all connections, and the port of the host side that comes next.
+    pub(crate) names: Vec<(Key, Kind)>,
+    pub(crate) next_port: u32,
     /// Each connection that there is.
     pub connections: Vec<(Key, Kind, Phase, LineStatistics)>,
 }

@@ -239,6 +239,11 @@ impl Table {
         self.next_port
     }
 
+    /// Which port comes next, where another process has used those before.
+    pub fn set_next_port(&mut self, port: u32) {
+        self.next_port = if HOST_PORTS.contains(&port) { port } else { *HOST_PORTS.start() };
+    }
+
     /// Resets that wait are forgotten: the guest takes none, and waits itself for us to go on.
     pub fn forget_strays(&mut self) -> usize {
         std::mem::take(&mut self.strays).len()
@@ -347,6 +352,7 @@ impl Table {
         if !told || connection.from_guest.receive(len).is_err() {
             return self.violation(id);
         }
+        self.tell_credit(id);
         Inbound::Payload(id, Ends::from_bits_truncate(header.flags.get()))
     }
 
@@ -444,12 +450,19 @@ impl Table {
 
     /// So many bytes have reached the host side.
     pub fn forwarded(&mut self, id: Id, bytes: u32) {
+        if let Some(connection) = self.get_mut(id) {
+            connection.from_guest.forward(bytes);
+            self.tell_credit(id);
+        }
+    }
+
+    /// Tells the guest of its credit, if that is due.
+    fn tell_credit(&mut self, id: Id) {
         let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.promised));
         let Some(connection) = self.get_mut(id) else { return };
-        connection.from_guest.forward(bytes);
-        if !connection.from_guest.is_due(connection.to_guest.alloc())
-            || connection.guest_shut.contains(Shut::SEND)
-        {
+        let own = connection.to_guest.alloc();
+        let is_due = connection.from_guest.is_due(own, connection.kind == Kind::Seqpacket);
+        if !is_due || connection.guest_shut.contains(Shut::SEND) {
             return;
         }
         // A message has to fit into what a socket of the host takes at once, so there the window stays.

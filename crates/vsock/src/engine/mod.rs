@@ -80,6 +80,8 @@ pub struct Engine<S: Sockets> {
     now_ms: u64,
     deadlines: VecDeque<(u64, Id)>,
     stalls: VecDeque<(u64, Id)>,
+    /// Since when the guest has left no room for answers.
+    full_since: Option<u64>,
     statistics: Statistics,
 }
 
@@ -97,6 +99,7 @@ impl<S: Sockets> Engine<S> {
             now_ms: 0,
             deadlines: VecDeque::new(),
             stalls: VecDeque::new(),
+            full_since: None,
             statistics: Statistics::default(),
         }
     }
@@ -128,6 +131,21 @@ impl<S: Sockets> Engine<S> {
             let connection = self.table.get(line.id)?;
             Some((connection.key, connection.kind, connection.phase, line.statistics))
         })
+    }
+
+    /// The names of all connections, also of those whose host side has gone already.
+    pub fn names(&self) -> Vec<(Key, Kind)> {
+        let connections = self.table.ids().filter_map(|id| self.table.get(id));
+        connections.map(|connection| (connection.key, connection.kind)).collect()
+    }
+
+    /// The guest has come from elsewhere, with connections that are not here: it will hear so of each.
+    pub fn arrive(&mut self, next_port: u32, connections: &[(Key, Kind)]) {
+        self.restart();
+        self.table.set_next_port(next_port);
+        for (key, kind) in connections {
+            self.table.reset_pair(*key, *kind);
+        }
     }
 
     /// Bytes that are kept for sockets that do not take them.
@@ -206,7 +224,9 @@ impl<S: Sockets> Engine<S> {
                 self.table.ask_credit(id);
             }
         }
-        if !self.table.takes() {
+        if self.table.takes() {
+            self.full_since = None;
+        } else if now_ms - *self.full_since.get_or_insert(now_ms) >= STALL_MS {
             let forgotten = self.table.forget_strays();
             tracing::debug!(forgotten, "resets that the guest did not take");
         }

@@ -191,9 +191,7 @@ impl Host {
     fn time(&mut self) {
         let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
         self.ticking = false;
-        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        self.now_ms = u64::try_from(now.tv_sec).unwrap_or(0) * 1000
-            + u64::try_from(now.tv_nsec).unwrap_or(0) / 1_000_000;
+        self.look_at_clock();
         self.events.push_back(Event::Tick);
         let late = |greeting: &Greeting| self.now_ms.saturating_sub(greeting.since_ms) > GREETING_MS;
         for place in &mut self.greetings {
@@ -211,6 +209,14 @@ impl Host {
                 self.tell(id, connect);
             }
         }
+    }
+
+    /// What time it is, in milliseconds.
+    pub(crate) fn look_at_clock(&mut self) -> u64 {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let part = |number: i64| u64::try_from(number).unwrap_or(0);
+        self.now_ms = part(now.tv_sec) * 1000 + part(now.tv_nsec) / 1_000_000;
+        self.now_ms
     }
 
     pub(crate) fn now_ms(&self) -> u64 {
@@ -241,6 +247,7 @@ impl Host {
     }
 
     fn accept(&mut self, index: usize) {
+        let since_ms = self.now_ms;
         for _ in 0..ACCEPTS {
             if self.greeting_count >= GREETINGS_MAX {
                 self.listen(false);
@@ -257,7 +264,7 @@ impl Host {
                         self.greetings.push(None);
                         self.greetings.len() - 1
                     });
-                    self.greetings[index] = Some(Greeting { socket, since_ms: self.now_ms });
+                    self.greetings[index] = Some(Greeting { socket, since_ms });
                     self.greeting_count += 1;
                     self.greet(index);
                 }
