@@ -8,6 +8,8 @@
 pub const WINDOW_MIN: u32 = 16 << 10;
 /// The largest window that a connection begins with; it grows while its host side keeps up.
 pub const WINDOW_FIRST_MAX: u32 = 128 << 10;
+/// The largest window that one grows to whose host side does not keep up.
+pub const WINDOW_BEHIND_MAX: u32 = 256 << 10;
 /// The largest window at all: differences of counts stay far below half of 2^32.
 pub const WINDOW_MAX: u32 = 256 << 20;
 
@@ -131,9 +133,11 @@ impl FromGuest {
         free_as_told <= window / 2 && news >= if whole { 1 } else { window / 4 }
     }
 
-    /// The window that would suit: twice as large, if the host side kept up.
+    /// The window that would suit: twice as large, if the host side kept up; and a few packets anyway, so that one is on
+    /// its way while another is taken.
     pub fn wanted(&self) -> u32 {
-        if self.behind { self.window } else { self.window.saturating_mul(2).min(WINDOW_MAX) }
+        let twice = self.window.saturating_mul(2).min(WINDOW_MAX);
+        if self.behind { twice.min(WINDOW_BEHIND_MAX).max(self.window) } else { twice }
     }
 
     /// Makes the window larger.
@@ -223,12 +227,13 @@ mod tests {
 
     #[test]
     fn a_window_grows_while_the_host_keeps_up() {
-        let mut credit = FromGuest::new(1000);
-        assert_eq!(credit.wanted(), 2000);
+        let mut credit = FromGuest::new(200_000);
+        assert_eq!(credit.wanted(), 400_000);
         credit.fall_behind();
-        assert_eq!(credit.wanted(), 1000);
+        assert_eq!(credit.wanted(), WINDOW_BEHIND_MAX);
         credit.say();
         credit.widen(credit.wanted());
-        assert_eq!(credit.window(), 2000);
+        credit.fall_behind();
+        assert_eq!((credit.window(), credit.wanted()), (400_000, 400_000));
     }
 }

@@ -161,7 +161,7 @@ impl Device for Vsock {
         let engine = Engine::new(self.cid, self.limits, seed(), host);
         let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
         let (gate, waiting) = (Gate::default(), VecDeque::new());
-        Ok(Box::new(Server { engine, desk, passage, gate, waiting }))
+        Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting }))
     }
 
     fn config(&self) -> Vec<u8> {
@@ -219,6 +219,8 @@ struct Server {
     desk: Arc<Desk>,
     passage: Arc<Passage>,
     gate: Gate,
+    /// Whether this queue began anew, and the other one did not yet.
+    fresh: [bool; 2],
     waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
 }
 
@@ -310,7 +312,13 @@ impl Worker for Server {
             self.gate = Gate::Tell(self.engine.sockets_mut().look_at_clock());
             return;
         }
-        if fresh && (queue == RECEIVE || queue == TRANSMIT) && !self.engine.table().is_empty() {
+        if queue != RECEIVE && queue != TRANSMIT {
+            return;
+        }
+        // Both queues of a new driver begin anew, one after the other; what is made between the two is its own.
+        let other = std::mem::take(&mut self.fresh[TRANSMIT - queue]);
+        self.fresh[queue] = fresh && !other;
+        if fresh && !other && !self.engine.table().is_empty() {
             tracing::info!("the guest's driver begins anew; its connections are gone");
             self.engine.restart();
         }

@@ -141,9 +141,9 @@ impl<S: Sockets> Engine<S> {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         let Some(socket) = &line.socket else { return };
         if let Err(error) = self.sockets.accepted(id, socket, port) {
+            // What it has said before is for the guest all the same.
             tracing::debug!(%error, port, "who asked for this connection has gone");
-            self.end(id, true);
-            return;
+            self.refused(id, &error);
         }
         self.line_up(id);
     }
