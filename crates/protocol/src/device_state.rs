@@ -72,6 +72,11 @@ impl DeviceState {
         &self.bytes
     }
 
+    /// The sections alone, as a postcopy package has them.
+    pub fn sections(&self) -> &[u8] {
+        &self.bytes[..self.sections_end]
+    }
+
     /// The devices, in the stream's order.
     pub fn devices(&self) -> &[Device] {
         &self.devices

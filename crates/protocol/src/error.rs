@@ -92,6 +92,12 @@ pub enum InvalidMessage {
         "the description lists device {name:?} instance {instance}, whose section is not in the device state"
     )]
     DeviceMissing { name: String, instance: u32 },
+    #[error(
+        "pages are asked for at {start:#x}, {length:#x} bytes, of block {block:?}, which has {total:#x} bytes"
+    )]
+    Request { block: String, start: u64, length: u64, total: u64 },
+    #[error("bitmap of received pages of block {block:?}: {what} {found:#x}, expected {expected:#x}")]
+    Bitmap { block: String, what: &'static str, found: u64, expected: u64 },
     #[error("the stream ends inside {what}")]
     Truncated { what: &'static str },
 }

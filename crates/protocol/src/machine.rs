@@ -52,6 +52,12 @@ pub fn lanes_are_closed(machine_type: &str) -> bool {
     MachineVersion::of(machine_type).is_none_or(|version| version.major >= 10)
 }
 
+/// True where the machine type's source connects its preempt channel right behind the main one, and its destination loads
+/// nothing before both are there (`x-preempt-pre-7-2`, machine types ≤ 7.2). Above that it follows the first PONG.
+pub fn preempt_connects_at_once(machine_type: &str) -> bool {
+    MachineVersion::of(machine_type).is_some_and(|version| version <= MachineVersion { major: 7, minor: 2 })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -70,7 +70,7 @@ impl Setup {
                 mapped.encode(out);
             }
         }
-        let mut writer = RamWriter { options, blocks: blocks.into(), records: RecordWriter::default() };
+        let mut writer = RamWriter::new(options, blocks.into());
         writer.barrier(out);
         writer.close(out);
         Iterating(writer)
@@ -138,6 +138,19 @@ pub struct RamWriter {
 }
 
 impl RamWriter {
+    pub(crate) fn new(options: RamOptions, blocks: Vec<RamBlock>) -> Self {
+        Self { options, blocks, records: RecordWriter::default() }
+    }
+
+    /// The same, which has written no record yet.
+    pub(crate) fn renewed(self) -> Self {
+        Self { records: RecordWriter::default(), ..self }
+    }
+
+    pub(crate) fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
     /// Appends the record of a page, whose bytes the caller sends next.
     pub fn page(&mut self, page: PageRef, out: &mut Vec<u8>) {
         self.records.page(page, &self.blocks, out);
@@ -160,12 +173,12 @@ impl RamWriter {
         }
     }
 
-    fn open(&self, kind: SectionType, out: &mut Vec<u8>) {
+    pub(crate) fn open(&self, kind: SectionType, out: &mut Vec<u8>) {
         out.push(kind as u8);
         put32(out, self.options.section_id);
     }
 
-    fn close(&mut self, out: &mut Vec<u8>) {
+    pub(crate) fn close(&mut self, out: &mut Vec<u8>) {
         ram::put_flag(RamFlags::EOS, out);
         put_footer(out, self.options.section_id);
     }
@@ -180,6 +193,10 @@ pub struct AwaitShut(());
 pub struct Finished(());
 
 impl AwaitShut {
+    pub(crate) fn new() -> Self {
+        Self(())
+    }
+
     /// Takes a message of the return path; `Err(self)` inside while more are needed.
     pub fn handle(self, message: &Message) -> Result<core::result::Result<Finished, Self>> {
         match message {

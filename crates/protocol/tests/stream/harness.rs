@@ -6,6 +6,7 @@ use towline_protocol::destination::{Destination, Event};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
+use towline_protocol::postcopy::{Answers, Block, Said, decode_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
@@ -170,6 +171,33 @@ pub fn return_path(data: &[u8]) {
         if !name.contains('\u{fffd}') {
             message.encode(&mut out);
             assert_eq!(out, used);
+        }
+    }
+    postcopy_answers(data);
+}
+
+/// The same as a postcopy source reads it: bitmaps follow their messages, and requests lie within their blocks.
+fn postcopy_answers(data: &[u8]) {
+    let block = |name: &str, length, page_bytes| Block {
+        ram: RamBlock { name: name.into(), length, mapped: None },
+        page_bytes,
+    };
+    let blocks = [block("pc.ram", 64 << 20, 2 << 20), block("pc.bios", 256 << 10, PAGE_SIZE)];
+    let (mut input, mut answers) = (Reader::new(data), Answers::default());
+    answers.expect_shut();
+    while let Ok(Some(message)) = Message::decode(&mut input) {
+        match answers.handle(&message, &blocks) {
+            Ok(Said::Request { page, length }) => {
+                let block = &blocks[page.block.index()];
+                assert!(length > 0 && page.offset.is_multiple_of(block.page_bytes));
+                assert!(page.offset + length <= block.ram.length);
+            }
+            Ok(Said::Bitmap(index)) => match decode_bitmap(&mut input, &blocks[index.index()]) {
+                Ok(Some(bits)) => assert_eq!(bits.len() as u64 * 8, blocks[index.index()].ram.pages()),
+                Ok(None) | Err(_) => return,
+            },
+            Ok(_) => {}
+            Err(_) => return,
         }
     }
 }

@@ -9,6 +9,7 @@ mod hostile;
 mod lane_errors;
 mod mapped;
 mod pieces;
+mod postcopy;
 mod properties;
 mod seeds;
 mod support;

@@ -1,0 +1,417 @@
+//! The source's part of postcopy: the destination runs the guest at once, and its memory follows.
+//!
+//! ```text
+//!   head · PING 1 · ADVISE │ ram START │ [PART: pages sent ahead] │ DISCARD × n │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
+//!   Setup ──► Advised ────► Loading ⇄ LoadingPart ──► Discarded ──► Packaged ─┐
+//!                                                              its last byte ─┤ from here on the guest may run there
+//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ────────────────────┘
+//!                                  ▲
+//!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► Resuming ──► Serving
+//! ```
+//!
+//! A destination reads a package completely before it does anything in it, so the package's last byte is the point of no
+//! return: [`Discarded::package`] keeps that byte back, and [`Packaged::run`] writes it.
+//!
+//! What a destination insists upon: page sizes in ADVISE exactly as its own; at least one DISCARD before LISTEN, for without
+//! one it loads pages by plain copies into memory that it watches, and waits for itself; after RUN each page once only, since
+//! a second copy of a page is an error that pauses it; the pages of a huge page all on one channel, one after the other.
+//!
+//! The preempt channel has no head and no sections: records only ([`Preempt`]), of pages that were asked for.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::ram::{self, BlockIndex, PAGE_SIZE, PageRef, RamBlock, RamFlags};
+use crate::return_path::Message;
+use crate::section::{Command, CommandKind, SectionHeader, SectionType};
+use crate::source::{AwaitShut, PING_SETUP, RamOptions, RamWriter, Setup};
+use crate::wire::{Reader, put_counted, put64};
+use crate::{InvalidMessage, PeerMisbehaved, Result, limits};
+
+/// Sent before the package: its PONG shows that the destination can be asked for nothing more.
+pub const PING_PACKAGE: u32 = 2;
+/// Sent in the package, between the devices and RUN: its PONG shows that all device state was loaded.
+pub const PING_LOADED: u32 = 3;
+/// Sent behind the package: its PONG shows that the destination takes pages.
+pub const PING_LISTENS: u32 = 4;
+
+/// Version of the DISCARD command.
+const DISCARD_VERSION: u8 = 0;
+/// Ranges in one DISCARD command, as QEMU sends them (`MAX_DISCARDS_PER_COMMAND`).
+const DISCARD_RANGES_MAX: usize = 12;
+/// What stands behind a bitmap of received pages (`RAMBLOCK_RECV_BITMAP_ENDING`).
+const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
+
+/// A block, and the size of the pages that the destination has it in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// Its name and length.
+    pub ram: RamBlock,
+    /// Bytes of a host page there: 4 KiB, or that of the huge pages behind it.
+    pub page_bytes: u64,
+}
+
+impl Block {
+    /// Pages of the destination's size; the last one is shorter where the length is no multiple of it.
+    pub fn host_pages(&self) -> u64 {
+        self.ram.length.div_ceil(self.page_bytes)
+    }
+}
+
+fn command(kind: CommandKind, data: Vec<u8>, out: &mut Vec<u8>) {
+    Command::Other { kind, data }.encode(out);
+}
+
+impl Setup {
+    /// Writes the header, the configuration, the return path's opening and ADVISE.
+    pub fn advise(
+        configuration: &crate::configuration::Configuration,
+        blocks: &[Block],
+        out: &mut Vec<u8>,
+    ) -> Advised {
+        configuration.encode(out);
+        Command::OpenReturnPath.encode(out);
+        Command::Ping(PING_SETUP).encode(out);
+        let mut data = Vec::new();
+        put64(&mut data, blocks.iter().fold(0, |sizes, block| sizes | block.page_bytes));
+        put64(&mut data, PAGE_SIZE);
+        command(CommandKind::POSTCOPY_ADVISE, data, out);
+        Advised(())
+    }
+}
+
+/// The destination knows that postcopy comes.
+#[derive(Debug)]
+pub struct Advised(());
+
+impl Advised {
+    /// Writes `ram` START with the block list.
+    pub fn blocks(self, section_id: u32, blocks: &[Block], out: &mut Vec<u8>) -> Loading {
+        let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
+        SectionHeader { id: section_id, name, instance: 0, version }.encode(SectionType::Start, out);
+        ram::put_total(blocks.iter().map(|block| block.ram.length).sum(), out);
+        for block in blocks {
+            ram::put_block(&block.ram, out);
+            if block.page_bytes != PAGE_SIZE {
+                put64(out, block.page_bytes);
+            }
+        }
+        let mut writer = RamWriter::new(
+            RamOptions { section_id, barrier: None },
+            blocks.iter().map(|block| block.ram.clone()).collect(),
+        );
+        writer.close(out);
+        Loading(writer)
+    }
+}
+
+/// Pages may be sent ahead; nothing runs.
+#[derive(Debug)]
+pub struct Loading(RamWriter);
+
+impl Loading {
+    /// Opens a PART for pages that are sent ahead.
+    pub fn part(self, out: &mut Vec<u8>) -> LoadingPart {
+        self.0.open(SectionType::Part, out);
+        LoadingPart(self.0)
+    }
+
+    /// Says that these pages (first byte and bytes, whole host pages) were not sent. All that was not has to be said.
+    ///
+    /// # Panics
+    /// Without a range: a destination that was told of none cannot be listened to.
+    pub fn discard(self, block: BlockIndex, ranges: &[(u64, u64)], out: &mut Vec<u8>) -> Discarded {
+        assert!(!ranges.is_empty(), "a discard names something");
+        Discarded(self.0).discard(block, ranges, out)
+    }
+}
+
+/// In a PART of pages that are sent ahead.
+#[derive(Debug)]
+pub struct LoadingPart(RamWriter);
+
+impl LoadingPart {
+    /// Records go here.
+    pub fn records(&mut self) -> &mut RamWriter {
+        &mut self.0
+    }
+
+    /// Closes the section.
+    pub fn close(mut self, out: &mut Vec<u8>) -> Loading {
+        self.0.close(out);
+        Loading(self.0)
+    }
+}
+
+/// At least one range was discarded.
+#[derive(Debug)]
+pub struct Discarded(RamWriter);
+
+impl Discarded {
+    /// Further ranges.
+    #[must_use]
+    pub fn discard(self, block: BlockIndex, ranges: &[(u64, u64)], out: &mut Vec<u8>) -> Self {
+        let name = &self.0.blocks()[block.index()].name;
+        for ranges in ranges.chunks(DISCARD_RANGES_MAX) {
+            let mut data = alloc::vec![DISCARD_VERSION];
+            put_counted(&mut data, name.as_bytes());
+            data.push(0);
+            for &(start, length) in ranges {
+                put64(&mut data, start);
+                put64(&mut data, length);
+            }
+            command(CommandKind::POSTCOPY_RAM_DISCARD, data, out);
+        }
+        self
+    }
+
+    /// Writes the package with these device sections, but for its last byte. A connection that breaks before that byte leaves
+    /// nothing that runs.
+    ///
+    /// # Errors
+    /// The sections are longer than a destination may be given.
+    pub fn package(self, sections: &[u8], out: &mut Vec<u8>) -> Result<Packaged> {
+        let (found, limit) = (sections.len() as u64, limits::DEVICE_STATE_BYTES_MAX as u64);
+        if found > limit {
+            return Err(InvalidMessage::TooLong { what: "device state", found, limit }.into());
+        }
+        Command::Ping(PING_PACKAGE).encode(out);
+        let mut package = Vec::with_capacity(sections.len() + 32);
+        command(CommandKind::POSTCOPY_LISTEN, Vec::new(), &mut package);
+        package.extend_from_slice(sections);
+        Command::Ping(PING_LOADED).encode(&mut package);
+        command(CommandKind::POSTCOPY_RUN, Vec::new(), &mut package);
+        let length = u32::try_from(package.len()).expect("bounded by DEVICE_STATE_BYTES_MAX");
+        command(CommandKind::PACKAGED, length.to_be_bytes().to_vec(), out);
+        let last = package.pop().expect("RUN is not empty");
+        out.extend_from_slice(&package);
+        // Records begin anew, with their block's name, as QEMU's do here.
+        Ok(Packaged { writer: self.0.renewed(), last })
+    }
+}
+
+/// Everything but the package's last byte is written.
+#[derive(Debug)]
+pub struct Packaged {
+    writer: RamWriter,
+    last: u8,
+}
+
+impl Packaged {
+    /// Writes that byte: the destination runs the guest when it has it. Then opens the section for its pages.
+    pub fn run(self, out: &mut Vec<u8>) -> Serving {
+        out.push(self.last);
+        Command::Ping(PING_LISTENS).encode(out);
+        Serving::open(self.writer, out)
+    }
+}
+
+/// The guest runs at the destination; each page goes once.
+#[derive(Debug)]
+pub struct Serving(RamWriter);
+
+impl Serving {
+    fn open(writer: RamWriter, out: &mut Vec<u8>) -> Self {
+        writer.open(SectionType::Part, out);
+        Self(writer)
+    }
+
+    /// Records go here, and nothing of them is repeated.
+    pub fn records(&mut self) -> &mut RamWriter {
+        &mut self.0
+    }
+
+    /// Every page was sent: ends the stream.
+    pub fn end(mut self, out: &mut Vec<u8>) -> AwaitShut {
+        self.0.close(out);
+        self.0.open(SectionType::End, out);
+        self.0.close(out);
+        out.push(SectionType::Eof as u8);
+        AwaitShut::new()
+    }
+}
+
+/// The preempt channel, which has records only. Whoever writes there keeps to pages that were asked for.
+#[derive(Debug)]
+pub struct Preempt(RamWriter);
+
+impl Preempt {
+    /// A channel on which nothing was written yet.
+    pub fn new(blocks: &[Block]) -> Self {
+        let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
+        // Its records stand in no section.
+        Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
+    }
+
+    /// Records go here.
+    pub fn records(&mut self) -> &mut RamWriter {
+        &mut self.0
+    }
+}
+
+/// A new connection to a destination that lost the one before: it is asked what it has.
+#[derive(Debug)]
+pub struct Recovery(RamWriter);
+
+impl Recovery {
+    /// Asks for the bitmaps of all blocks, in one go.
+    pub fn ask(section_id: u32, blocks: &[Block], out: &mut Vec<u8>) -> Self {
+        for block in blocks {
+            let mut data = Vec::new();
+            put_counted(&mut data, block.ram.name.as_bytes());
+            command(CommandKind::RECV_BITMAP, data, out);
+        }
+        let blocks = blocks.iter().map(|block| block.ram.clone()).collect();
+        Self(RamWriter::new(RamOptions { section_id, barrier: None }, blocks))
+    }
+
+    /// All bitmaps came: says that it goes on. The preempt channel, if there is one, is connected before.
+    pub fn resume(self, out: &mut Vec<u8>) -> Resuming {
+        command(CommandKind::POSTCOPY_RESUME, Vec::new(), out);
+        Resuming(self.0)
+    }
+}
+
+/// RESUME_ACK is awaited.
+#[derive(Debug)]
+pub struct Resuming(RamWriter);
+
+impl Resuming {
+    /// It came: opens the section for the pages that are missing.
+    pub fn acknowledged(self, out: &mut Vec<u8>) -> Serving {
+        Serving::open(self.0, out)
+    }
+}
+
+/// What a message of the return path means to a postcopy source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Said {
+    /// PONG to the PING of this number.
+    Pong(u32),
+    /// Somebody waits for this memory, whole host pages of one block.
+    Request {
+        /// The first page.
+        page: PageRef,
+        /// Bytes.
+        length: u64,
+    },
+    /// The bitmap of this block follows ([`decode_bitmap`]).
+    Bitmap(BlockIndex),
+    /// The destination goes on after a recovery.
+    ResumeAck,
+    /// It has the guest; it says nothing more.
+    Shut,
+    /// Of no matter here.
+    Other,
+}
+
+/// Reads a postcopy destination's messages: requests name their block only where it changes.
+#[derive(Debug, Default)]
+pub struct Answers {
+    last: Option<BlockIndex>,
+    awaits_shut: bool,
+}
+
+impl Answers {
+    /// From here on the destination may say that it has everything.
+    pub fn expect_shut(&mut self) {
+        self.awaits_shut = true;
+    }
+
+    /// Takes a message in.
+    ///
+    /// # Errors
+    /// The destination failed, or says what cannot be: a request outside its blocks, SHUT too early, a PONG to nothing.
+    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<Said> {
+        let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
+        Ok(match message {
+            Message::Shut(0) if !self.awaits_shut => {
+                return Err(unexpected("SHUT before the last page".into(), "requests for pages").into());
+            }
+            Message::Shut(0) => Said::Shut,
+            Message::Shut(status) => return Err(PeerMisbehaved::ShutWithError { status: *status }.into()),
+            Message::Pong(value @ (PING_SETUP | PING_PACKAGE | PING_LOADED | PING_LISTENS)) => {
+                Said::Pong(*value)
+            }
+            Message::Pong(found) => return Err(PeerMisbehaved::Pong { found: *found }.into()),
+            Message::RequestPages { start, length, block } => {
+                if let Some(name) = block {
+                    self.last = Some(find(blocks, name)?);
+                }
+                let Some(block) = self.last else { return Err(InvalidMessage::NothingToContinue.into()) };
+                request(blocks, block, *start, u64::from(*length))?
+            }
+            Message::ReceivedBitmap(name) => Said::Bitmap(find(blocks, name)?),
+            Message::ResumeAck(1) => Said::ResumeAck,
+            Message::ResumeAck(value) => {
+                return Err(unexpected(alloc::format!("RESUME_ACK {value}"), "RESUME_ACK 1").into());
+            }
+            Message::SwitchoverAck | Message::Other { .. } => Said::Other,
+        })
+    }
+}
+
+fn find(blocks: &[Block], name: &str) -> Result<BlockIndex> {
+    let index = blocks.iter().position(|block| block.ram.name == name);
+    let unknown = || PeerMisbehaved::UnknownBlock { name: name.into() };
+    Ok(BlockIndex(u32::try_from(index.ok_or_else(unknown)?).expect("bounded by BLOCKS_MAX")))
+}
+
+/// Whole host pages within the block, of which there is at least one.
+fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<Said> {
+    let block = &blocks[index.index()];
+    let is_aligned = start.is_multiple_of(block.page_bytes) && length.is_multiple_of(PAGE_SIZE);
+    let end = start.checked_add(length).filter(|&end| end <= block.host_pages() * block.page_bytes);
+    match end {
+        Some(_) if is_aligned && length > 0 => {
+            // The last host page may reach beyond what the guest uses.
+            let length = length.min(block.ram.length - start);
+            Ok(Said::Request { page: PageRef { block: index, offset: start }, length })
+        }
+        _ => {
+            let (name, total) = (block.ram.name.clone(), block.ram.length);
+            Err(InvalidMessage::Request { block: name, start, length, total }.into())
+        }
+    }
+}
+
+/// Reads a bitmap of received target pages behind its message: be64 bytes, the bits (least significant first), be64 end mark.
+/// `None` and nothing consumed while more bytes are needed.
+///
+/// # Errors
+/// It is not as long as the block's, or its end mark is missing.
+pub fn decode_bitmap(input: &mut Reader<'_>, block: &Block) -> Result<Option<Vec<u8>>> {
+    let start = input.position();
+    let expected = block.ram.pages().div_ceil(8).next_multiple_of(8);
+    let Ok(found) = input.be64() else {
+        input.rewind(start);
+        return Ok(None);
+    };
+    let name = || block.ram.name.clone();
+    if found != expected {
+        return Err(InvalidMessage::Bitmap { block: name(), what: "its bytes are", found, expected }.into());
+    }
+    let bits = input.take(expected as usize).map(<[u8]>::to_vec);
+    match bits.and_then(|bits| Ok((bits, input.be64()?))) {
+        Err(_) => {
+            input.rewind(start);
+            Ok(None)
+        }
+        Ok((bits, BITMAP_END)) => Ok(Some(bits)),
+        Ok((_, found)) => {
+            let (what, expected) = ("its end mark is", BITMAP_END);
+            Err(InvalidMessage::Bitmap { block: name(), what, found, expected }.into())
+        }
+    }
+}
+
+/// Appends such a bitmap, for a destination.
+pub fn put_bitmap(bits: &[u8], out: &mut Vec<u8>) {
+    let bytes = bits.len().next_multiple_of(8);
+    put64(out, bytes as u64);
+    out.extend_from_slice(bits);
+    out.resize(out.len() + bytes - bits.len(), 0);
+    put64(out, BITMAP_END);
+}
+
+const _: () = assert!(RamFlags::all().bits() < PAGE_SIZE);
