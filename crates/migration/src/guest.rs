@@ -59,6 +59,12 @@ pub trait Guest: Sync {
         Ok(())
     }
 
+    /// Says that these bytes, which were prepared, were sent as a whole and are not read again without being prepared again: whoever
+    /// keeps fetched memory in bounded room lets it go. Postcopy says so of each unit; precopy, which reads once, does not.
+    fn release(&self, page: PageRef, length: u64) {
+        let _ = (page, length);
+    }
+
     /// The memory of `length` bytes from `page` on, within one block. Where it is sent without a copy the kernel reads it
     /// after the call too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;

@@ -19,7 +19,8 @@
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
 //!
 //! What it is not: it knows nothing of files, QMP or devices, and starts no QEMU. It never copies a page in userspace on
-//! its way into a socket or file, unless it is compressed. Limits: precopy; one target page size (4 KiB).
+//! its way into a socket or file, unless it is compressed. Limits: postcopy of a guest that does
+//! not change only ([`postcopy`]), live ones in passes; one target page size (4 KiB).
 
 mod buffer;
 mod checksum;
@@ -32,6 +33,7 @@ pub mod incoming;
 mod live;
 pub mod memory;
 pub mod outgoing;
+pub mod postcopy;
 mod relay;
 mod session;
 mod statistics;
@@ -47,6 +49,7 @@ pub use incoming::Incoming;
 pub use live::{LiveBlock, LiveMemory};
 pub use memory::{Memory, MemoryError};
 pub use outgoing::{Outgoing, ZeroCopySend};
+pub use postcopy::Postcopy;
 pub use relay::Relay;
 pub use session::Session;
 pub use statistics::{LaneSends, SendReason, SendWay, Snapshot, Statistics, Tally};

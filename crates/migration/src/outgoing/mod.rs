@@ -36,7 +36,8 @@ pub(crate) use sends::check as check_zero_copy;
 
 use crate::convergence::{Decision, Limits, Observation, Patience, Policy};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
-use pass::{Limiter, Pass};
+pub(crate) use pass::Limiter;
+use pass::Pass;
 
 /// How to send.
 #[derive(Debug, Clone, Copy)]

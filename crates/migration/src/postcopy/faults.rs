@@ -1,0 +1,137 @@
+//! What the running guest waited for: how often, how long, and where.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use towline_protocol::PageRef;
+
+/// Steps within a doubling: a percentile is right to an eighth.
+const STEPS: u32 = 8;
+/// Doublings, from 1 ns on: the last step ends beyond ten minutes.
+const DOUBLINGS: u32 = 40;
+/// Pages of a working set that are remembered.
+const DEMANDED_MAX: usize = 1 << 18;
+
+/// Counters of the request path; every thread adds to them.
+#[derive(Debug)]
+pub(super) struct Faults {
+    requests: AtomicU64,
+    served: AtomicU64,
+    late: AtomicU64,
+    times: Vec<AtomicU64>,
+    demanded: Mutex<Vec<PageRef>>,
+}
+
+/// The request path at one moment.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct FaultCounts {
+    /// Requests for pages that came.
+    pub requests: u64,
+    /// Pages that were sent for one.
+    pub served: u64,
+    /// Requests for pages that were on their way, or there, already.
+    pub late: u64,
+    /// Half of the pages asked for left within this time of the request's arrival.
+    pub latency_p50: Option<Duration>,
+    /// All but one in a hundred did.
+    pub latency_p99: Option<Duration>,
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self {
+            requests: AtomicU64::new(0),
+            served: AtomicU64::new(0),
+            late: AtomicU64::new(0),
+            times: (0..STEPS * DOUBLINGS).map(|_| AtomicU64::new(0)).collect(),
+            demanded: Mutex::default(),
+        }
+    }
+}
+
+impl Faults {
+    pub(super) fn request(&self, page: PageRef) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        let mut demanded = self.demanded.lock().unwrap_or_else(PoisonError::into_inner);
+        if demanded.len() < DEMANDED_MAX {
+            demanded.push(page);
+        }
+    }
+
+    pub(super) fn served(&self, after: Duration) {
+        self.served.fetch_add(1, Ordering::Relaxed);
+        self.times[step(after)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn late(&self) {
+        self.late.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The pages that were asked for, in that order.
+    pub(super) fn demanded(&self) -> Vec<PageRef> {
+        self.demanded.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn counts(&self) -> FaultCounts {
+        let counter = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        FaultCounts {
+            requests: counter(&self.requests),
+            served: counter(&self.served),
+            late: counter(&self.late),
+            latency_p50: self.percentile(50),
+            latency_p99: self.percentile(99),
+        }
+    }
+
+    /// The end of the step that this many percent lie below.
+    fn percentile(&self, percent: u64) -> Option<Duration> {
+        let times: Vec<u64> = self.times.iter().map(|times| times.load(Ordering::Relaxed)).collect();
+        let all: u64 = times.iter().sum();
+        let wanted = (all * percent).div_ceil(100).max(1);
+        let mut below = 0;
+        let at = times.iter().position(|&times| {
+            below += times;
+            below >= wanted
+        })?;
+        Some(end_of(u32::try_from(at).ok()?))
+    }
+}
+
+fn step(after: Duration) -> usize {
+    let nanoseconds = u64::try_from(after.as_nanos()).unwrap_or(u64::MAX).max(1);
+    let doubling = nanoseconds.ilog2().min(DOUBLINGS - 1);
+    let within = (u128::from(nanoseconds - (1 << doubling)) * u128::from(STEPS)) >> doubling;
+    let within = u32::try_from(within).unwrap_or(STEPS).min(STEPS - 1);
+    (doubling * STEPS + within) as usize
+}
+
+fn end_of(step: u32) -> Duration {
+    let (start, within) = (1_u64 << (step / STEPS), u64::from(step % STEPS) + 1);
+    Duration::from_nanos(start + ((u128::from(start) * u128::from(within)) / u128::from(STEPS)) as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_right_to_an_eighth() {
+        let faults = Faults::default();
+        assert_eq!(faults.counts().latency_p50, None);
+        (1..=1000).for_each(|time| faults.served(Duration::from_micros(time)));
+        let counts = faults.counts();
+        for (found, wanted) in [(counts.latency_p50, 500.0), (counts.latency_p99, 990.0)] {
+            let found = found.unwrap().as_secs_f64() * 1e6;
+            assert!((wanted..=wanted * 1.126).contains(&found), "{found} for {wanted}");
+        }
+        assert_eq!(counts.served, 1000);
+    }
+
+    #[test]
+    fn no_time_is_beyond_the_last_step() {
+        for time in [Duration::ZERO, Duration::from_nanos(1), Duration::from_secs(1 << 40)] {
+            assert!(step(time) < (STEPS * DOUBLINGS) as usize);
+        }
+    }
+}

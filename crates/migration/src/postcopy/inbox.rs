@@ -1,0 +1,224 @@
+//! What a postcopy destination says, sorted by who waits for it. A thread of its own listens.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_protocol::postcopy::{Answers, Block, Said, decode_bitmap};
+use towline_protocol::return_path::Message;
+use towline_protocol::{BlockIndex, PageRef, Reader};
+
+use crate::{Error, Result, Session};
+
+/// What is received at a time.
+const INPUT_BYTES: usize = 64 << 10;
+/// Requests that wait to be served. A destination has one for each thread that stands still at most.
+const REQUESTS_MAX: usize = 1 << 16;
+/// How often a waiter looks whether the connection failed.
+const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a waiter lets the listener read what came before the failure.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Pages that somebody waits for.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Request {
+    pub(super) page: PageRef,
+    pub(super) length: u64,
+    pub(super) at: Instant,
+}
+
+/// What has been said on one connection.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    peer: String,
+    blocks: Arc<[Block]>,
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Heard {
+    answers: Answers,
+    pongs: Vec<u32>,
+    shut: bool,
+    resume_ack: bool,
+    bitmaps: Vec<(BlockIndex, Vec<u8>)>,
+    /// The block whose bitmap comes next.
+    bitmap: Option<BlockIndex>,
+    requests: VecDeque<Request>,
+    /// Nobody serves requests any more.
+    closed: bool,
+    /// The listener has ended.
+    ended: bool,
+}
+
+impl Inbox {
+    /// Starts listening; the thread ends with the connection, which `session` shuts down on failure.
+    pub(super) fn listen(
+        channel: &Arc<dyn Channel>,
+        session: &Arc<Session>,
+        blocks: &Arc<[Block]>,
+    ) -> Arc<Self> {
+        let (peer, blocks) = (channel.peer().to_owned(), Arc::clone(blocks));
+        let inbox = Arc::new(Self { peer, blocks, heard: Mutex::default(), changed: Condvar::new() });
+        let (listener, session, channel) = (Arc::clone(&inbox), Arc::clone(session), Arc::clone(channel));
+        thread::spawn(move || {
+            let _guard = session.guard();
+            if let Err(error) = listener.receive(channel.as_ref()) {
+                session.fail(error);
+            }
+            listener.heard().ended = true;
+            listener.changed.notify_all();
+        });
+        inbox
+    }
+
+    /// Waits for the answer to this PING.
+    pub(super) fn wait_pong(&self, ping: u32, session: &Session, within: Duration) -> Result<()> {
+        self.wait(session, within, |heard| heard.pongs.contains(&ping))
+    }
+
+    /// Whether this PING was answered. After the end, all that had been said is known.
+    pub(super) fn has_pong(&self, ping: u32) -> bool {
+        self.heard().pongs.contains(&ping)
+    }
+
+    /// Waits until the listener has read everything that came before the connection ended.
+    pub(super) fn wait_end(&self) {
+        let deadline = Instant::now() + LAST_WORDS;
+        let mut heard = self.heard();
+        while !heard.ended && Instant::now() < deadline {
+            heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Waits for the bitmaps of all blocks, and takes them.
+    pub(super) fn wait_bitmaps(
+        &self,
+        session: &Session,
+        within: Duration,
+    ) -> Result<Vec<(BlockIndex, Vec<u8>)>> {
+        let all = self.blocks.len();
+        self.wait(session, within, |heard| heard.bitmaps.len() >= all)?;
+        Ok(std::mem::take(&mut self.heard().bitmaps))
+    }
+
+    /// Waits until the destination says that it goes on.
+    pub(super) fn wait_resume_ack(&self, session: &Session, within: Duration) -> Result<()> {
+        self.wait(session, within, |heard| heard.resume_ack)
+    }
+
+    /// From here on the destination may say that it has everything.
+    pub(super) fn expect_shut(&self) {
+        self.heard().answers.expect_shut();
+    }
+
+    /// Waits until it does.
+    pub(super) fn wait_shut(&self, session: &Session) -> Result<()> {
+        self.wait(session, Duration::MAX, |heard| heard.shut)
+    }
+
+    /// The next request; `None` when nobody is to serve any more.
+    pub(super) fn next_request(&self) -> Option<Request> {
+        let mut heard = self.heard();
+        loop {
+            if heard.closed || heard.ended && !heard.shut {
+                return None;
+            }
+            if let Some(request) = heard.requests.pop_front() {
+                return Some(request);
+            }
+            heard = self.changed.wait(heard).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Ends the waits for requests.
+    pub(super) fn close(&self) {
+        self.heard().closed = true;
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, session: &Session, within: Duration, done: impl Fn(&Heard) -> bool) -> Result<()> {
+        let begun = Instant::now();
+        let mut last_words_until = None;
+        let mut heard = self.heard();
+        while !done(&heard) {
+            let now = Instant::now();
+            if heard.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
+            {
+                return Err(Error::Cancelled);
+            }
+            if now.duration_since(begun) >= within {
+                return Err(Error::NoAnswer { peer: self.peer.clone(), waited: within, lanes: 0 });
+            }
+            heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
+    }
+
+    fn receive(&self, channel: &dyn Channel) -> Result<()> {
+        let mut input = Vec::new();
+        let mut chunk = vec![0; INPUT_BYTES];
+        loop {
+            let received = channel.recv(&mut [IoBufMut::from(&mut chunk[..])], RecvFlags::empty())?;
+            if received == 0 {
+                return Err(Error::Ended {
+                    peer: self.peer.clone(),
+                    awaiting: "a request for pages, or the end",
+                });
+            }
+            input.extend_from_slice(&chunk[..received]);
+            let (taken, shut) = self.take(&input, Instant::now()).map_err(Error::protocol(&self.peer))?;
+            self.changed.notify_all();
+            if shut {
+                return Ok(());
+            }
+            // What is left is a part of one message, or of a bitmap, whose length its block bounds.
+            input.drain(..taken);
+        }
+    }
+
+    /// Takes all whole messages in. Returns how many bytes they had, and whether the last one came.
+    fn take(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
+        let mut heard = self.heard();
+        let mut reader = Reader::new(input);
+        loop {
+            if let Some(index) = heard.bitmap {
+                let Some(bits) = decode_bitmap(&mut reader, &self.blocks[index.index()])? else { break };
+                // One for each block was asked for.
+                if heard.bitmaps.len() < self.blocks.len() {
+                    heard.bitmaps.push((index, bits));
+                }
+                heard.bitmap = None;
+                continue;
+            }
+            let Some(message) = Message::decode(&mut reader)? else { break };
+            match heard.answers.handle(&message, &self.blocks)? {
+                Said::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
+                Said::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
+                    heard.requests.push_back(Request { page, length, at });
+                }
+                Said::Request { .. } => {
+                    let found = format!("{REQUESTS_MAX} requests for pages and none of them served");
+                    let expected = "one for each thread that waits";
+                    return Err(towline_protocol::PeerMisbehaved::Unexpected { found, expected }.into());
+                }
+                Said::Bitmap(index) => heard.bitmap = Some(index),
+                Said::ResumeAck => heard.resume_ack = true,
+                Said::Shut => {
+                    heard.shut = true;
+                    return Ok((reader.position(), true));
+                }
+                Said::Pong(_) | Said::Other => {}
+            }
+        }
+        Ok((reader.position(), false))
+    }
+
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        // A panicking thread leaves lists and flags, all consistent at each step.
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,388 @@
+//! Postcopy: a [`Guest`] that does not change runs at its destination at once, and its memory follows, faults first.
+//!
+//! ```text
+//!   Postcopy::offer ──► Offered ──run()──► Running ──serve()──► done          each on one connection; the map of what
+//!        nothing runs      │  the package's   │                               was sent outlives them
+//!        anywhere yet      │  last byte       └─ lost ──► Postcopy::recover ──► Running …
+//!
+//!   return path ──► inbox ──► request workers: prepare the unit · claim · send ──► preempt channel (or main, ahead of the rest)
+//!                                    └─ neighbours ─┐
+//!   preparers: working set · all memory ──► ready ──┴─► the sender: claim · send ──► main channel
+//! ```
+//!
+//! - Whoever sends a page has claimed it in the [sent map](sent_map), which gives each page to one claimant: a destination takes
+//!   no page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never taken by
+//!   somebody who has to wait for it.
+//! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves nothing that runs; a [`Running`] may have
+//!   a guest at its destination, so losing its connection is [`Lost`], which says whether the destination had loaded all devices.
+//! - Pages of the working set of earlier restores go ahead, before the guest runs, as far as that costs next to nothing.
+//! - A lost connection is recovered from what the destination says it received, by this process or by another one.
+//!
+//! What it is not: it drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two
+//! channels carry pages, main and preempt, as no QEMU takes more.
+
+mod faults;
+mod feed;
+mod inbox;
+mod sent_map;
+mod serve;
+mod turn;
+mod units;
+mod writer;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_channel::Channel;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::postcopy::{Block, PING_LOADED, Packaged, Preempt, Recovery, Serving};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
+use towline_protocol::{BlockIndex, PageRef, RamBlock, machine};
+
+pub use faults::FaultCounts;
+
+use crate::{Error, ExtentKind, Guest, Result, Session, Statistics};
+use faults::Faults;
+use feed::{Feed, Run};
+use inbox::Inbox;
+use sent_map::SentMap;
+use units::Units;
+use writer::Writer;
+
+/// What is prepared and given back at a time; an image's chunks are of this size.
+const UNIT_BYTES: u64 = 2 << 20;
+/// What goes ahead of the guest at most: a few milliseconds of a fast link.
+const AHEAD_BYTES_MAX: u64 = 8 << 20;
+/// And for how long: preparing may be slow.
+const AHEAD_TIME_MAX: Duration = Duration::from_millis(40);
+
+/// How to send.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Bytes per second of what nobody waits for; `None`: as fast as it goes.
+    pub max_bandwidth: Option<u64>,
+    /// How long the destination may take to answer where it must.
+    pub answer_timeout: Duration,
+    /// Memory that earlier restores of this guest needed at once, in that order: it goes first.
+    pub working_set: Vec<(PageRef, u64)>,
+}
+
+/// A connection that is made.
+pub struct Link<'a> {
+    /// The main channel.
+    pub main: Arc<dyn Channel>,
+    /// Makes the preempt channel, at the moment when a destination takes it; `None`: without.
+    pub preempt: Option<&'a (dyn Fn() -> Result<Arc<dyn Channel>> + Sync)>,
+}
+
+impl std::fmt::Debug for Link<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Link").field("main", &self.main).field("preempt", &self.preempt.is_some()).finish()
+    }
+}
+
+/// A guest on its way, over however many connections that takes.
+#[derive(Debug)]
+pub struct Postcopy<'g> {
+    guest: GuestRef<'g>,
+    blocks: Arc<[Block]>,
+    options: Options,
+    statistics: Arc<Statistics>,
+    map: SentMap,
+    units: Units,
+    faults: Faults,
+}
+
+struct GuestRef<'g>(&'g dyn Guest);
+
+impl std::fmt::Debug for GuestRef<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("dyn Guest")
+    }
+}
+
+/// The destination has everything but the package's last byte: it runs nothing, and a connection that ends here leaves the guest
+/// where it is.
+#[derive(Debug)]
+pub struct Offered<'p> {
+    conversation: Conversation<'p>,
+    writer: Writer,
+    packaged: Packaged,
+}
+
+/// The guest may run at its destination.
+#[derive(Debug)]
+pub struct Running<'p> {
+    conversation: Conversation<'p>,
+    writer: Writer,
+    serving: Serving,
+    /// The last byte could not be sent, or not known to be.
+    broken: Option<Error>,
+}
+
+/// A connection that was lost when the guest may have run at its destination.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct Lost {
+    /// What happened to it.
+    pub error: Error,
+    /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it did not.
+    pub had_loaded: bool,
+}
+
+/// One connection's parts.
+#[derive(Debug)]
+struct Conversation<'p> {
+    of: &'p Postcopy<'p>,
+    session: Arc<Session>,
+    inbox: Arc<Inbox>,
+    preempt: Option<(Writer, Preempt)>,
+    /// It was had before this connection.
+    had_loaded: bool,
+}
+
+impl<'g> Postcopy<'g> {
+    /// `page_bytes` has the size of the pages behind each of the guest's blocks at the destination.
+    ///
+    /// # Panics
+    /// If it has not one for each block.
+    pub fn new(
+        guest: &'g dyn Guest,
+        page_bytes: &[u64],
+        mut options: Options,
+        statistics: Arc<Statistics>,
+    ) -> Self {
+        assert_eq!(page_bytes.len(), guest.blocks().len(), "one page size for each block");
+        let block = |(block, &page_bytes): (&RamBlock, &u64)| Block {
+            ram: RamBlock { mapped: None, ..block.clone() },
+            page_bytes: page_bytes.max(PAGE_SIZE),
+        };
+        let blocks: Arc<[Block]> = guest.blocks().iter().zip(page_bytes).map(block).collect();
+        options.working_set.retain_mut(|run| clip(run, &blocks));
+        let (map, units) = (SentMap::new(&blocks), Units::new(&blocks));
+        statistics.set_total(blocks.iter().map(|block| block.ram.length).sum());
+        Self { guest: GuestRef(guest), blocks, options, statistics, map, units, faults: Faults::default() }
+    }
+
+    /// What the running guest asked for so far.
+    pub fn faults(&self) -> FaultCounts {
+        self.faults.counts()
+    }
+
+    /// The pages that it asked for, in that order.
+    pub fn demanded(&self) -> Vec<PageRef> {
+        self.faults.demanded()
+    }
+
+    /// Bytes that nobody has begun to send.
+    pub fn remaining(&self) -> u64 {
+        self.total() - self.map.claimed_bytes()
+    }
+
+    /// Gives the guest to a destination, up to the last byte before it runs.
+    ///
+    /// # Errors
+    /// Nothing runs there, and nothing will.
+    pub fn offer<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Offered<'p>> {
+        session.watch(&link.main);
+        self.try_offer(session, link).map_err(|error| session.end(error))
+    }
+
+    fn try_offer<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Offered<'p>> {
+        let mut conversation = self.converse(session, link);
+        let mut writer = self.writer(&link.main);
+        let advised = Setup::advise(self.guest.0.configuration(), &self.blocks, writer.pending());
+        writer.flush()?;
+        if self.preempts_at_once() {
+            conversation.connect_preempt(link)?;
+        }
+        conversation.inbox.wait_pong(PING_SETUP, session, self.options.answer_timeout)?;
+        if !self.preempts_at_once() {
+            conversation.connect_preempt(link)?;
+        }
+        let mut loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
+        let ahead = self.ahead()?;
+        if !ahead.is_empty() {
+            let mut part = loading.part(writer.pending());
+            for (page, length) in ahead {
+                self.send(&mut writer, part.records(), page, length)?;
+            }
+            loading = part.close(writer.pending());
+        }
+        let mut free = (0..self.blocks.len()).map(index).map(|block| (block, self.map.free_runs(block)));
+        let first = free.by_ref().find(|(_, runs)| !runs.is_empty());
+        let (block, runs) = first.expect("something is never sent ahead");
+        let mut discarded = loading.discard(block, &runs, writer.pending());
+        for (block, runs) in free {
+            discarded = discarded.discard(block, &runs, writer.pending());
+        }
+        let state = self.guest.0.device_state()?;
+        let state = DeviceState::parse(&state).map_err(Error::protocol("the guest's device state"))?;
+        let packaged = discarded.package(state.sections(), writer.pending());
+        let packaged = packaged.map_err(Error::protocol("the guest's device state"))?;
+        writer.flush()?;
+        session.check()?;
+        Ok(Offered { conversation, writer, packaged })
+    }
+
+    /// Goes on over a new connection, where a destination that lost the one before listens again: it says what it has, and
+    /// gets the rest.
+    ///
+    /// # Errors
+    /// This connection was lost as well. The guest waits at its destination as before.
+    pub fn recover<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Running<'p>> {
+        session.watch(&link.main);
+        self.try_recover(session, link).map_err(|error| session.end(error))
+    }
+
+    fn try_recover<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Running<'p>> {
+        let mut conversation = self.converse(session, link);
+        conversation.had_loaded = true;
+        let mut writer = self.writer(&link.main);
+        let timeout = self.options.answer_timeout;
+        let recovery = Recovery::ask(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
+        if self.preempts_at_once() {
+            conversation.connect_preempt(link)?;
+        }
+        writer.flush()?;
+        for (block, bits) in conversation.inbox.wait_bitmaps(session, timeout)? {
+            self.map.set_received(block, &bits);
+        }
+        self.units.reset(|page, length| self.map.free_bytes(page, length));
+        if !self.preempts_at_once() {
+            conversation.connect_preempt(link)?;
+        }
+        let resuming = recovery.resume(writer.pending());
+        writer.flush()?;
+        conversation.inbox.wait_resume_ack(session, timeout)?;
+        let serving = resuming.acknowledged(writer.pending());
+        Ok(Running { conversation, writer, serving, broken: None })
+    }
+
+    fn converse<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Conversation<'p> {
+        let inbox = Inbox::listen(&link.main, session, &self.blocks);
+        Conversation { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
+    }
+
+    fn writer(&self, channel: &Arc<dyn Channel>) -> Writer {
+        Writer::new(Arc::clone(channel), Arc::clone(&self.statistics))
+    }
+
+    fn preempts_at_once(&self) -> bool {
+        machine::preempt_connects_at_once(&self.guest.0.configuration().machine_type)
+    }
+
+    fn total(&self) -> u64 {
+        self.blocks.iter().map(|block| block.ram.length).sum()
+    }
+
+    /// Claims what goes before the guest runs: pages with content at the head of the working set. The very first page of the
+    /// memory stays, so that there is something to discard.
+    fn ahead(&self) -> Result<Vec<Run>> {
+        let (begun, mut bytes, mut runs) = (Instant::now(), 0, Vec::new());
+        let first = PageRef { block: index(0), offset: 0 };
+        for &(page, length) in &self.options.working_set {
+            let size = self.map.page_bytes(page.block);
+            let start = page.offset / size * size;
+            for offset in (start..page.offset + length).step_by(size as usize) {
+                if bytes + size > AHEAD_BYTES_MAX || begun.elapsed() > AHEAD_TIME_MAX {
+                    return Ok(runs);
+                }
+                let page = PageRef { offset, ..page };
+                let length = size.min(self.blocks[page.block.index()].ram.length - offset);
+                if page == first || self.guest.0.extent(page).kind == ExtentKind::Zero {
+                    continue;
+                }
+                self.units.prepare(self.guest.0, page, length)?;
+                if self.map.claim(page) {
+                    bytes += length;
+                    runs.push((page, length));
+                }
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Sends what was prepared and claimed. Returns the bytes of pages with content.
+    fn send(&self, writer: &mut Writer, records: &mut RamWriter, page: PageRef, length: u64) -> Result<u64> {
+        let sent = writer.pages(records, self.guest.0, page, length)?;
+        self.units.sent(self.guest.0, page, length);
+        Ok(sent)
+    }
+
+    fn is_all_sent(&self) -> bool {
+        self.map.claimed_bytes() == self.total() && self.units.is_all_sent()
+    }
+
+    fn feed(&self) -> Feed {
+        Feed::new(&self.blocks, &self.options.working_set)
+    }
+}
+
+impl Conversation<'_> {
+    fn connect_preempt(&mut self, link: &Link<'_>) -> Result<()> {
+        if let Some(connect) = link.preempt {
+            let channel = connect()?;
+            self.session.watch(&channel);
+            self.preempt = Some((self.of.writer(&channel), Preempt::new(&self.of.blocks)));
+        }
+        Ok(())
+    }
+
+    /// The connection is lost: what had been said until then.
+    fn lost(&self, error: Error) -> Lost {
+        let error = self.session.end(error);
+        self.inbox.wait_end();
+        Lost { error, had_loaded: self.had_loaded || self.inbox.has_pong(PING_LOADED) }
+    }
+}
+
+impl<'p> Offered<'p> {
+    /// Sends the last byte. From here on the guest may run at its destination, whatever happens to the connection.
+    pub fn run(self) -> Running<'p> {
+        let Self { conversation, mut writer, packaged } = self;
+        let serving = packaged.run(writer.pending());
+        let broken = writer.flush().err();
+        Running { conversation, writer, serving, broken }
+    }
+
+    /// Leaves it: the destination loads nothing.
+    pub fn withdraw(self, error: Error) -> Error {
+        self.conversation.session.end(error)
+    }
+}
+
+impl Running<'_> {
+    /// Sends all pages, those first that are waited for; returns when the destination says that it has everything.
+    ///
+    /// # Errors
+    /// The connection was lost. The guest waits at its destination for the pages that it has not.
+    pub fn serve(self) -> Result<(), Lost> {
+        let Self { mut conversation, writer, serving, broken } = self;
+        let preempt = conversation.preempt.take();
+        let result = match broken {
+            Some(error) => Err(error),
+            None => serve::serve(&conversation, writer, serving, preempt),
+        };
+        match result {
+            Ok(()) => {
+                conversation.session.succeed();
+                Ok(())
+            }
+            Err(error) => Err(conversation.lost(error)),
+        }
+    }
+}
+
+/// Keeps a run within its block; false if nothing of it is.
+fn clip((page, length): &mut Run, blocks: &[Block]) -> bool {
+    let Some(block) = blocks.get(page.block.index()) else { return false };
+    page.offset = page.offset / PAGE_SIZE * PAGE_SIZE;
+    *length = (*length).min(block.ram.length.saturating_sub(page.offset));
+    *length > 0
+}
+
+fn index(index: usize) -> BlockIndex {
+    BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"))
+}

@@ -1,0 +1,84 @@
+//! Whose turn it is to write on a channel that faults and the background share: a fault goes next, however many wait.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// What is written to, and who waits for it.
+#[derive(Debug)]
+pub(super) struct Shared<T> {
+    value: Mutex<T>,
+    urgent: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl<T> Shared<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { value: Mutex::new(value), urgent: Mutex::new(0), changed: Condvar::new() }
+    }
+
+    /// For a fault: waits for who writes just now, and for nobody else but other faults.
+    pub(super) fn urgent<R>(&self, write: impl FnOnce(&mut T) -> R) -> R {
+        *self.urgent_count() += 1;
+        let _waits = Waits { urgent: &self.urgent, changed: &self.changed };
+        write(&mut self.lock())
+    }
+
+    /// For the background: lets every fault that waits go first.
+    pub(super) fn background<R>(&self, write: impl FnOnce(&mut T) -> R) -> R {
+        let mut urgent = self.urgent_count();
+        while *urgent > 0 {
+            urgent = self.changed.wait(urgent).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(urgent);
+        write(&mut self.lock())
+    }
+
+    pub(super) fn into_inner(self) -> T {
+        self.value.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, T> {
+        // Who panicked while writing has failed the session, which ends with its channel.
+        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn urgent_count(&self) -> MutexGuard<'_, usize> {
+        self.urgent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One that is urgent, until it is dropped.
+struct Waits<'a> {
+    urgent: &'a Mutex<usize>,
+    changed: &'a Condvar,
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        *self.urgent.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn who_is_urgent_goes_before_the_background() {
+        let (shared, both) = (Shared::new(Vec::new()), Barrier::new(2));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                shared.urgent(|order| {
+                    both.wait();
+                    order.push("urgent");
+                });
+            });
+            both.wait();
+            shared.background(|order| order.push("background"));
+        });
+        assert_eq!(shared.into_inner(), ["urgent", "background"]);
+    }
+}

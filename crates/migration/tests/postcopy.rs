@@ -1,0 +1,432 @@
+//! Postcopy against a destination of the test's own, which takes each page once, asks for pages, and loses its connections: every
+//! page comes once, with its content, prepared before it is read, over however many connections.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::collections::HashSet;
+use std::net::Shutdown;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, pair};
+use towline_migration::postcopy::{Link, Options, Running};
+use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::postcopy::put_bitmap;
+use towline_protocol::return_path::Message;
+use towline_protocol::{BlockIndex, PageRef, RamBlock, device_state};
+
+const PAGE: usize = 4096;
+const HUGE: u64 = 2 << 20;
+const UNIT: u64 = 2 << 20;
+/// Bytes on the way between the two ends: little, so that a cut leaves work undone.
+const PIPE_BYTES: usize = 64 << 10;
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// Pages of the three blocks, and the destination's page size of each.
+const SHAPE: [(&str, u64, u64); 3] = [("pc.ram", 1500, 4096), ("huge", 2048, HUGE), ("rom", 5, 4096)];
+
+/// Every fifth page is zero, every other says who it is.
+fn content(block: usize, page: u64) -> [u8; PAGE] {
+    let mut bytes = [0; PAGE];
+    if page % 5 != 3 {
+        bytes
+            .chunks_exact_mut(8)
+            .for_each(|word| word.copy_from_slice(&(page << 8 | block as u64 | 1 << 40).to_le_bytes()));
+    }
+    bytes
+}
+
+/// A guest whose memory may be read only where it is prepared and not given back.
+struct Stored {
+    configuration: Configuration,
+    blocks: Vec<RamBlock>,
+    memory: Vec<Vec<u8>>,
+    prepared: Mutex<HashSet<(u32, u64)>>,
+    released: AtomicU64,
+    unprepared: AtomicBool,
+}
+
+impl Stored {
+    fn new() -> Self {
+        let block = |&(name, pages, _): &(&str, u64, u64)| RamBlock {
+            name: name.into(),
+            length: pages * PAGE as u64,
+            mapped: None,
+        };
+        let memory = |(index, &(_, pages, _)): (usize, &(&str, u64, u64))| {
+            (0..pages).flat_map(|page| content(index, page)).collect()
+        };
+        Self {
+            configuration: Configuration { machine_type: "pc-q35-10.0".into(), ..Configuration::default() },
+            blocks: SHAPE.iter().map(block).collect(),
+            memory: SHAPE.iter().enumerate().map(memory).collect(),
+            prepared: Mutex::default(),
+            released: AtomicU64::new(0),
+            unprepared: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Guest for Stored {
+    fn configuration(&self) -> &Configuration {
+        &self.configuration
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        let is_zero = page.offset / PAGE as u64 % 5 == 3;
+        Extent { pages: 1, kind: if is_zero { ExtentKind::Zero } else { ExtentKind::Data } }
+    }
+
+    fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
+        assert!(
+            page.offset.is_multiple_of(UNIT) && length <= UNIT,
+            "{page:?} {length}: whole units are prepared"
+        );
+        thread::sleep(Duration::from_micros(200));
+        assert!(self.prepared.lock().unwrap().insert((page.block.0, page.offset / UNIT)), "{page:?} twice");
+        Ok(())
+    }
+
+    fn release(&self, page: PageRef, _length: u64) {
+        self.released.fetch_add(1, Ordering::Relaxed);
+        assert!(self.prepared.lock().unwrap().remove(&(page.block.0, page.offset / UNIT)), "{page:?}");
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        if !self.prepared.lock().unwrap().contains(&(page.block.0, page.offset / UNIT)) {
+            self.unprepared.store(true, Ordering::Relaxed);
+        }
+        let start = page.offset as usize;
+        IoBuf::from(&self.memory[page.block.index()][start..start + length as usize])
+    }
+
+    fn device_state(&self) -> Result<Vec<u8>> {
+        Ok(device_state::encode(&[("timer", 1, b"fields")]))
+    }
+}
+
+/// What outlives the destination's connections.
+#[derive(Default)]
+struct Destination {
+    /// Each target page that came in postcopy or ahead of it.
+    received: Mutex<HashSet<(usize, u64)>>,
+    changed: Condvar,
+    runs: AtomicBool,
+    done: AtomicBool,
+    wrong: Mutex<Vec<String>>,
+}
+
+/// One connection's reading end.
+struct Stream<'a> {
+    channel: Arc<dyn Channel>,
+    of: &'a Destination,
+    last: Option<usize>,
+}
+
+type Broken = towline_channel::Error;
+
+impl Stream<'_> {
+    fn bytes(&self, count: usize) -> Result<Vec<u8>, Broken> {
+        let mut bytes = vec![0; count];
+        self.channel.recv_exact(&mut [IoBufMut::from(&mut bytes[..])])?;
+        Ok(bytes)
+    }
+
+    fn number(&self, bytes: usize) -> Result<u64, Broken> {
+        Ok(self.bytes(bytes)?.iter().fold(0, |number, &byte| number << 8 | u64::from(byte)))
+    }
+
+    fn name(&self) -> Result<usize, Broken> {
+        let length = self.number(1)? as usize;
+        let name = String::from_utf8(self.bytes(length)?).unwrap();
+        Ok(SHAPE.iter().position(|(known, ..)| *known == name).unwrap())
+    }
+
+    fn say(&self, message: &Message, behind: &[u8]) -> Result<(), Broken> {
+        let mut bytes = Vec::new();
+        message.encode(&mut bytes);
+        bytes.extend_from_slice(behind);
+        self.channel.send_all(&[IoBuf::from(&bytes[..])], SendFlags::empty())
+    }
+
+    /// The main channel, to its end.
+    fn main(&mut self, is_new: bool) -> Result<(), Broken> {
+        if is_new {
+            self.bytes(8)?;
+        }
+        loop {
+            match self.number(1)? {
+                0 => {
+                    self.of.done.store(true, Ordering::Release);
+                    return self.say(&Message::Shut(0), &[]);
+                }
+                7 => {
+                    let length = self.number(4)? as usize;
+                    self.bytes(length)?;
+                }
+                8 => self.command()?,
+                1 => {
+                    self.bytes(4 + 4 + 4 + 4)?;
+                    let mut left = self.number(8)? & !0xfff;
+                    while left > 0 {
+                        let block = self.name()?;
+                        left -= self.number(8)?;
+                        if SHAPE[block].2 != PAGE as u64 {
+                            assert_eq!(self.number(8)?, SHAPE[block].2);
+                        }
+                    }
+                    assert_eq!(self.number(8)?, 0x10);
+                    self.bytes(5)?;
+                }
+                2 | 3 => {
+                    self.bytes(4)?;
+                    self.records()?;
+                    self.bytes(5)?;
+                }
+                other => panic!("section type {other}"),
+            }
+        }
+    }
+
+    fn command(&mut self) -> Result<(), Broken> {
+        let (kind, length) = (self.number(2)?, self.number(2)? as usize);
+        let data = self.bytes(length)?;
+        match kind {
+            2 => self.say(&Message::Pong(u32::from_be_bytes(data[..4].try_into().unwrap())), &[]),
+            3 => {
+                assert_eq!(data, [[0, 0, 0, 0, 0, 0x20, 0x10, 0], [0, 0, 0, 0, 0, 0, 0x10, 0]].concat());
+                Ok(())
+            }
+            7 => {
+                let package = self.bytes(u32::from_be_bytes(data[..4].try_into().unwrap()) as usize)?;
+                assert_eq!(package[..5], [8, 0, 4, 0, 0], "LISTEN begins it");
+                assert_eq!(package[package.len() - 14..], [8, 0, 2, 0, 4, 0, 0, 0, 3, 8, 0, 5, 0, 0]);
+                self.say(&Message::Pong(3), &[])?;
+                self.of.runs.store(true, Ordering::Release);
+                Ok(())
+            }
+            9 => self.say(&Message::ResumeAck(1), &[]),
+            10 => {
+                let name = std::str::from_utf8(&data[1..]).unwrap();
+                let block = SHAPE.iter().position(|(known, ..)| *known == name).unwrap();
+                let mut bits = vec![0_u8; SHAPE[block].1.div_ceil(8) as usize];
+                for (of, page) in self.of.received.lock().unwrap().iter() {
+                    if *of == block {
+                        bits[(page / 8) as usize] |= 1 << (page % 8);
+                    }
+                }
+                let mut behind = Vec::new();
+                put_bitmap(&bits, &mut behind);
+                self.say(&Message::ReceivedBitmap(name.into()), &behind)
+            }
+            1 | 6 => Ok(()),
+            other => panic!("command {other}"),
+        }
+    }
+
+    /// Records until EOS. The pages of a huge page count when all of them came, as they are placed then.
+    fn records(&mut self) -> Result<(), Broken> {
+        let mut huge = Vec::new();
+        loop {
+            let word = self.number(8)?;
+            let (flags, offset) = (word & 0xfff, word & !0xfff);
+            if flags == 0x10 {
+                assert!(huge.is_empty(), "a huge page that was begun ends with the section");
+                return Ok(());
+            }
+            let block = match (flags & 0x20 != 0, self.last) {
+                (true, Some(block)) => block,
+                (true, None) => panic!("CONTINUE without a block"),
+                (false, _) => self.name()?,
+            };
+            self.last = Some(block);
+            let page = offset / PAGE as u64;
+            let found = match flags & !0x20 {
+                8 => self.bytes(PAGE)?,
+                2 => {
+                    assert_eq!(self.number(1)?, 0);
+                    vec![0; PAGE]
+                }
+                other => panic!("flags {other:#x}"),
+            };
+            if found != content(block, page) {
+                self.of.wrong.lock().unwrap().push(format!("content of page {page} of {block}"));
+            }
+            let targets = SHAPE[block].2 / PAGE as u64;
+            huge.push((block, page));
+            let first = page / targets * targets;
+            let wanted: Vec<_> = (first..first + huge.len() as u64).map(|page| (block, page)).collect();
+            assert_eq!(huge, wanted, "the pages of a huge page come one after the other");
+            if huge.len() as u64 == targets {
+                self.place(std::mem::take(&mut huge));
+            }
+        }
+    }
+
+    fn place(&self, pages: Vec<(usize, u64)>) {
+        let mut received = self.of.received.lock().unwrap();
+        for page in pages {
+            if !received.insert(page) {
+                self.of.wrong.lock().unwrap().push(format!("{page:?} came twice"));
+            }
+        }
+        self.of.changed.notify_all();
+    }
+}
+
+/// Two ends of a pipe.
+fn pipe() -> (Arc<dyn Channel>, Arc<dyn Channel>) {
+    let (left, right) = pair(PIPE_BYTES);
+    (Arc::new(left), Arc::new(right))
+}
+
+/// The guest's processor: asks for random pages, one after the other, and waits for each.
+fn ask(destination: &Destination, channel: &Arc<dyn Channel>, seed: u64) {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let stream = Stream { channel: Arc::clone(channel), of: destination, last: None };
+    let mut pages: Vec<(usize, u64)> = SHAPE
+        .iter()
+        .enumerate()
+        .flat_map(|(block, shape)| (0..shape.1).map(move |page| (block, page)))
+        .collect();
+    random.shuffle(&mut pages);
+    for (block, page) in pages.into_iter().take(400) {
+        let (name, _, size) = SHAPE[block];
+        let start = page * PAGE as u64 / size * size;
+        let mut received = destination.received.lock().unwrap();
+        if received.contains(&(block, page)) {
+            continue;
+        }
+        drop(received);
+        let request = Message::RequestPages { start, length: size as u32, block: Some(name.into()) };
+        if stream.say(&request, &[]).is_err() {
+            return;
+        }
+        received = destination.received.lock().unwrap();
+        while !received.contains(&(block, page)) {
+            let (guard, waited) = destination.changed.wait_timeout(received, WITHIN).unwrap();
+            received = guard;
+            if waited.timed_out() || stream.channel.send_all(&[], SendFlags::empty()).is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// One connection: serves it until it is done, or lost after `cut`.
+fn connection<'p>(
+    postcopy: &'p Postcopy<'p>,
+    destination: &Destination,
+    is_new: bool,
+    preempt: bool,
+    cut: Option<Duration>,
+    seed: u64,
+) -> bool {
+    let (near, far) = pipe();
+    let (near_urgent, far_urgent) = pipe();
+    thread::scope(|scope| {
+        let ends = [Arc::clone(&far), Arc::clone(&far_urgent)];
+        let main = scope.spawn({
+            let channel = Arc::clone(&far);
+            // A connection that breaks ends the reading, wherever it is.
+            move || drop(Stream { channel, of: destination, last: None }.main(is_new))
+        });
+        let urgent = scope.spawn({
+            let channel = Arc::clone(&far_urgent);
+            move || drop(Stream { channel, of: destination, last: None }.records())
+        });
+        let session = Arc::new(Session::default());
+        let connect = || Ok(Arc::clone(&near_urgent));
+        let link = Link { main: near, preempt: preempt.then_some(&connect) };
+        let running: Running<'_> = match is_new {
+            true => postcopy.offer(&session, &link).unwrap().run(),
+            false => postcopy.recover(&session, &link).unwrap(),
+        };
+        let asker = scope.spawn({
+            let channel = Arc::clone(&far);
+            move || ask(destination, &channel, seed)
+        });
+        let cutter = cut.map(|cut| {
+            let ends = ends.clone();
+            scope.spawn(move || {
+                thread::sleep(cut);
+                ends.iter().for_each(|end| end.shutdown(Shutdown::Both).unwrap());
+            })
+        });
+        let served = running.serve();
+        ends.iter().for_each(|end| end.shutdown(Shutdown::Both).unwrap());
+        destination.changed.notify_all();
+        for thread in [Some(main), Some(urgent), Some(asker), cutter].into_iter().flatten() {
+            thread.join().unwrap();
+        }
+        if let Err(lost) = &served {
+            assert!(lost.had_loaded || !destination.runs.load(Ordering::Acquire) || cut.is_some(), "{lost}");
+        }
+        served.is_ok()
+    })
+}
+
+fn options(working_set: Vec<(PageRef, u64)>) -> Options {
+    Options { max_bandwidth: None, answer_timeout: WITHIN, working_set }
+}
+
+fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u64) {
+    let (guest, destination) = (Stored::new(), Destination::default());
+    let page_bytes: Vec<u64> = SHAPE.iter().map(|(_, _, bytes)| *bytes).collect();
+    let postcopy = Postcopy::new(&guest, &page_bytes, options(working_set), Arc::new(Statistics::default()));
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut connections = 0;
+    loop {
+        let cut = (connections < cuts).then(|| Duration::from_micros(random.u64(0..8000)));
+        let is_new = !destination.runs.load(Ordering::Acquire);
+        let is_done = connection(&postcopy, &destination, is_new, preempt, cut, random.u64(..));
+        connections += 1;
+        if is_done {
+            break;
+        }
+        if !destination.runs.load(Ordering::Acquire) {
+            // Lost before the guest ran: this destination is of no more use.
+            return;
+        }
+        // What was prepared for the connection that was lost is prepared again.
+        guest.prepared.lock().unwrap().clear();
+    }
+    assert!(destination.done.load(Ordering::Acquire));
+    assert_eq!(*destination.wrong.lock().unwrap(), Vec::<String>::new(), "seed {seed}");
+    let all: u64 = SHAPE.iter().map(|(_, pages, _)| pages).sum();
+    assert_eq!(destination.received.lock().unwrap().len() as u64, all, "seed {seed}");
+    assert!(!guest.unprepared.load(Ordering::Relaxed), "a page was read that was not prepared");
+    assert_eq!(postcopy.remaining(), 0);
+    if cuts == 0 {
+        // 3 units of pc.ram, 4 of huge, 1 of rom.
+        assert_eq!(guest.released.load(Ordering::Relaxed), 8);
+    }
+}
+
+#[test]
+fn every_page_comes_once_with_its_content() {
+    for (seed, preempt) in [(1, false), (2, true)] {
+        restore(preempt, 0, Vec::new(), seed);
+    }
+}
+
+#[test]
+fn a_working_set_goes_ahead_and_is_not_sent_again() {
+    let page = |block, page: u64| PageRef { block: BlockIndex(block), offset: page * PAGE as u64 };
+    let set = vec![(page(0, 0), 8 * PAGE as u64), (page(0, 700), PAGE as u64), (page(1, 600), PAGE as u64)];
+    restore(true, 0, set, 3);
+}
+
+#[test]
+fn cut_at_any_moment_it_goes_on() {
+    let seeds = std::env::var("TOWLINE_SEEDS").map_or(12, |text| text.parse().unwrap());
+    for seed in 0..seeds {
+        restore(seed % 2 == 0, 3, Vec::new(), seed);
+    }
+}
