@@ -11,6 +11,7 @@
 //!
 //! - [`checksum`]: BLAKE3 of each 2 MiB of memory, computed while pages arrive in any order.
 //! - [`manifest`]: the JSON sidecar that holds the checksums and binds itself to its image.
+//! - [`working_set`]: what earlier restores of an image needed at once.
 //! - [`atomic_file`]: files that appear under their final name complete or not at all.
 //!
 //! What it is not: it knows no QMP and starts no threads but to hash. Limits: one file on one host; Linux.
@@ -28,6 +29,7 @@ mod reader;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
 mod verified;
+pub mod working_set;
 mod writer;
 
 pub use atomic_file::Existing;
@@ -36,4 +38,5 @@ pub use error::{Error, Result};
 pub use increment::Increment;
 pub use manifest::{Manifest, Origin};
 pub use reader::{Image, LayerInfo, PageCount};
+pub use working_set::WorkingSet;
 pub use writer::ImageWriter;

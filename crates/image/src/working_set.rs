@@ -1,0 +1,181 @@
+//! What restored guests needed at once: a small file beside the image, `IMAGE.working-set.json`, that makes the next instant
+//! restore wait less.
+//!
+//! It holds runs of pages in the order in which guests asked for them. It is no part of the image and changes with each restore,
+//! so it is not in the manifest; a wrong one costs time only. It is bound to its image by a hash of the device state and the
+//! block list. Limits: [`RUNS_MAX`] runs.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use crate::atomic_file::{Existing, write_sidecar};
+use crate::manifest::Digest;
+
+const FORMAT: &str = "towline working set";
+const VERSION: u32 = 1;
+/// Runs that are kept; what was asked for later is forgotten.
+pub const RUNS_MAX: usize = 1 << 15;
+/// More than so many runs take as text.
+const BYTES_MAX: u64 = 4 << 20;
+
+/// See the module's text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkingSet {
+    path: PathBuf,
+    guest: Digest,
+    runs: Vec<(PageRef, u64)>,
+}
+
+/// As it is stored: a run is its block's place in the list, its first page and its pages.
+#[derive(Debug, Serialize, Deserialize)]
+struct Stored {
+    format: String,
+    version: u32,
+    guest: Digest,
+    runs: Vec<(u32, u64, u64)>,
+}
+
+impl WorkingSet {
+    /// That of the image at `image`, empty if there is none that is this guest's.
+    pub fn load(image: &Path, blocks: &[RamBlock], device_state: &[u8]) -> Self {
+        let mut path = image.as_os_str().to_owned();
+        path.push(".working-set.json");
+        let (path, guest) = (PathBuf::from(path), guest(blocks, device_state));
+        let runs = match read(&path) {
+            Some(stored) if stored.guest == guest => runs(&stored.runs, blocks),
+            _ => Vec::new(),
+        };
+        Self { path, guest, runs }
+    }
+
+    /// The memory that was needed, in that order: first byte and bytes.
+    pub fn runs(&self) -> &[(PageRef, u64)] {
+        &self.runs
+    }
+
+    /// Adds pages that a guest asked for, in that order. Returns whether that is anything new.
+    pub fn add(&mut self, pages: &[PageRef]) -> bool {
+        let each = |&(page, length): &(PageRef, u64)| {
+            (0..length)
+                .step_by(PAGE_SIZE as usize)
+                .map(move |at| PageRef { offset: page.offset + at, ..page })
+        };
+        let mut known: HashSet<PageRef> = self.runs.iter().flat_map(each).collect();
+        let mut grown = false;
+        for &page in pages {
+            if !known.insert(page) {
+                continue;
+            }
+            let is_full = self.runs.len() == RUNS_MAX;
+            match self.runs.last_mut() {
+                Some((run, length)) if run.block == page.block && run.offset + *length == page.offset => {
+                    *length += PAGE_SIZE;
+                }
+                _ if is_full => break,
+                _ => self.runs.push((page, PAGE_SIZE)),
+            }
+            grown = true;
+        }
+        grown
+    }
+
+    /// Writes it, completely or not at all.
+    ///
+    /// # Errors
+    /// The directory takes no file.
+    pub fn store(&self) -> Result<(), crate::atomic_file::Error> {
+        let run =
+            |&(page, length): &(PageRef, u64)| (page.block.0, page.offset / PAGE_SIZE, length / PAGE_SIZE);
+        let (format, runs) = (FORMAT.into(), self.runs.iter().map(run).collect());
+        let stored = Stored { format, version: VERSION, guest: self.guest, runs };
+        let text = serde_json::to_vec(&stored).expect("numbers and a hash");
+        write_sidecar(&self.path, &text, Existing::Replace)
+    }
+}
+
+/// Tells a guest from others.
+fn guest(blocks: &[RamBlock], device_state: &[u8]) -> Digest {
+    let blocks: Vec<_> = blocks.iter().map(|block| RamBlock { mapped: None, ..block.clone() }).collect();
+    Digest::identity(b"working set", &blocks, Digest::of(device_state))
+}
+
+/// Whatever is wrong with it, there is none then.
+fn read(path: &Path) -> Option<Stored> {
+    let file = File::open(path).ok()?;
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut text = Vec::new();
+    file.take(BYTES_MAX).read_to_end(&mut text).ok()?;
+    let stored: Stored = serde_json::from_slice(&text).ok()?;
+    (stored.format == FORMAT && stored.version == VERSION).then_some(stored)
+}
+
+/// Those that lie within their block.
+fn runs(stored: &[(u32, u64, u64)], blocks: &[RamBlock]) -> Vec<(PageRef, u64)> {
+    let run = |&(block, page, pages): &(u32, u64, u64)| {
+        let all = blocks.get(block as usize)?.pages();
+        let is_within = pages > 0 && page.checked_add(pages).is_some_and(|end| end <= all);
+        let first = PageRef { block: BlockIndex(block), offset: page.checked_mul(PAGE_SIZE)? };
+        is_within.then(|| (first, pages * PAGE_SIZE))
+    };
+    stored.iter().take(RUNS_MAX).filter_map(run).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(pages: u64) -> RamBlock {
+        RamBlock { name: "pc.ram".into(), length: pages * PAGE_SIZE, mapped: None }
+    }
+
+    fn page(index: u64) -> PageRef {
+        PageRef { block: BlockIndex(0), offset: index * PAGE_SIZE }
+    }
+
+    #[test]
+    fn what_was_asked_for_is_there_at_the_next_restore_and_is_this_guests_only() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("guest.img");
+        let blocks = [block(100)];
+        let mut set = WorkingSet::load(&image, &blocks, b"devices");
+        assert_eq!(set.runs(), []);
+        assert!(set.add(&[page(7), page(8), page(3), page(7), page(99)]));
+        assert!(!set.add(&[page(8), page(3)]));
+        set.store().unwrap();
+        let expected = [(page(7), 2 * PAGE_SIZE), (page(3), PAGE_SIZE), (page(99), PAGE_SIZE)];
+        assert_eq!(WorkingSet::load(&image, &blocks, b"devices").runs(), expected);
+        assert_eq!(WorkingSet::load(&image, &blocks, b"others").runs(), []);
+        assert_eq!(WorkingSet::load(&image, &[block(101)], b"devices").runs(), []);
+    }
+
+    #[test]
+    fn a_file_that_lies_costs_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("guest.img");
+        let blocks = [block(100)];
+        let guest = guest(&blocks, b"devices");
+        let path = directory.path().join("guest.img.working-set.json");
+        let text =
+            |runs: &str| format!(r#"{{"format":"{FORMAT}","version":1,"guest":"{guest}","runs":[{runs}]}}"#);
+        for text in [
+            "{".into(),
+            text("[0,99,2]"),
+            text("[1,0,1]"),
+            text("[0,18446744073709551615,2]"),
+            text("[0,0,0]"),
+        ] {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(WorkingSet::load(&image, &blocks, b"devices").runs(), []);
+        }
+        std::fs::write(&path, text("[0,98,2]")).unwrap();
+        assert_eq!(WorkingSet::load(&image, &blocks, b"devices").runs(), [(page(98), 2 * PAGE_SIZE)]);
+    }
+}
