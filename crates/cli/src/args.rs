@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use towline_control::plan::Tls;
+use towline_control::plan::{PostcopyOptions, Tls};
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::ctl::CtlArgs;
@@ -70,6 +70,8 @@ Examples:
     towline copy tuesday.img whole.img
   Take an image of this instant while the guest runs on:
     towline copy --live qmp:/run/vm/a.qmp guest.img
+  Have it run there in milliseconds, whatever its size, while its memory follows:
+    towline copy --postcopy guest.img qmp:/run/vm/b.qmp
   Take what `migrate tcp:HOST:4444` of a QEMU elsewhere sends (its capability return-path must be on):
     towline copy tcp:0.0.0.0:4444 guest.img
   Compress on the way to a towline on another host, which has the same options:
@@ -183,9 +185,38 @@ pub(crate) struct TransferArgs {
     /// Replace an image that exists
     #[arg(long)]
     pub(crate) overwrite: bool,
+    #[command(flatten)]
+    pub(crate) postcopy: PostcopyArgs,
     /// How long the other end may take to be reached and to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) connect_timeout: std::time::Duration,
+}
+
+/// Whether and how a guest runs at its destination before its memory is there.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PostcopyArgs {
+    /// Run the guest of an image at DEST at once; its memory follows, what it waits for first (docs/instant-restore.md)
+    #[arg(long)]
+    pub(crate) postcopy: bool,
+    /// Send pages that the guest waits for on a channel of their own; the other QEMU's postcopy-preempt must be as here
+    #[arg(long, requires = "postcopy")]
+    pub(crate) postcopy_preempt: bool,
+    /// Go on with a guest that was begun with --postcopy and whose memory stopped coming (QEMU's postcopy-paused)
+    #[arg(long, requires = "postcopy")]
+    pub(crate) recover: bool,
+    /// Remember beside the image (IMAGE.working-set.json) what the guest needed at once, and send that first the next time
+    #[arg(long, value_name = "ON|OFF", default_value = "on")]
+    pub(crate) record_working_set: Switch,
+}
+
+impl PostcopyArgs {
+    pub(crate) fn options(&self) -> Option<PostcopyOptions> {
+        self.postcopy.then_some(PostcopyOptions {
+            preempt: self.postcopy_preempt,
+            recover: self.recover,
+            record_working_set: self.record_working_set == Switch::On,
+        })
+    }
 }
 
 /// Show what a guest consists of: blocks, pages, devices and their versions, checksums, sizes
@@ -224,13 +255,14 @@ pub(crate) struct InspectArgs {
 /// Measure on real guests, side by side with the peers that this machine has
 ///
 /// Tables: `ram` (save and restore of a guest's memory against QEMU's own), `live` (a busy guest through towline against QEMU to
-/// QEMU), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
+/// QEMU), `instant` (a guest that runs at once and waits for its memory, against QEMU's own restore and postcopy), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
 /// `calls` (pages copied into a linear buffer against vectors). Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
   towline bench ram
   towline bench ram --report report/
+  towline bench instant --sizes 1G --runs 1
 ")]
 pub(crate) struct BenchArgs {
     /// Which tables; all if none is named
@@ -242,6 +274,9 @@ pub(crate) struct BenchArgs {
     /// Runs of each row; the median is printed
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub(crate) runs: usize,
+    /// Memory of the guests, for `instant` [default: 1G,4G,8G]
+    #[arg(long, value_name = "BYTES", value_parser = bytes, value_delimiter = ',')]
+    pub(crate) sizes: Vec<u64>,
     /// This process is one end of a measured migration
     #[arg(long, value_name = "ROLE", hide = true, exclusive = true)]
     pub(crate) end: Option<String>,

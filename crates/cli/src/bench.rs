@@ -16,6 +16,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         tables: args.tables.clone(),
         report: args.report.clone(),
         runs: args.runs,
+        sizes_mib: args.sizes.iter().map(|size| size >> 20).collect(),
         towline: std::env::current_exe()?,
         cancel: cancel_on_signals("guests and images are put away")?,
     };

@@ -44,7 +44,11 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         Some(Endpoint::Image(path)) => Some(path.clone()),
         Some(other) => return Ok(outcome.usage(&format!("--base {other}: a base is an image"))),
     };
-    let cancel = cancel_on_signals("the source keeps its guest")?;
+    let promise = match args.transfer.postcopy.postcopy {
+        true => "a guest that does not run yet stays where it is, one that runs gets the rest of its memory first",
+        false => "the source keeps its guest",
+    };
+    let cancel = cancel_on_signals(promise)?;
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
@@ -162,6 +166,7 @@ fn options(args: &TransferArgs) -> Options {
         overwrite: args.overwrite,
         base: None,
         live: false,
+        postcopy: args.postcopy.options(),
         connect_timeout: args.connect_timeout,
     }
 }

@@ -1,14 +1,16 @@
 //! How a copy or a move ended, for people and in JSON, and the exit code that says so.
 
-use serde_json::json;
-use towline_control::plan::{self, DestinationState, Error, Failure, GuestState, Report, SourceState};
+use serde_json::{Value, json};
+use towline_control::plan::{
+    self, DestinationState, Error, Failure, GuestState, PostcopyReport, Report, SourceState,
+};
 use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
 
 use crate::Exit;
 use crate::endpoint::Endpoint;
 use crate::memory;
-use crate::progress::{Reporter, ram};
+use crate::progress::{Reporter, faults, faults_text, ram};
 use crate::sends;
 use crate::units::{count, size};
 
@@ -63,6 +65,7 @@ impl Outcome<'_> {
                 "source-state": source,
                 "destination-state": state,
                 "ram": ram(moved),
+                "postcopy": report.postcopy.as_ref().map(postcopy),
                 "memory": report.memory.as_ref().map(memory::json),
                 "increment": report.increment.map(|Increment { stored, in_base }| {
                     json!({ "chunks-stored": stored, "chunks-in-base": in_base })
@@ -110,6 +113,9 @@ impl Outcome<'_> {
         }
         if let Some(downtime_ms) = report.downtime_ms {
             reporter.line(&format!("  downtime     {downtime_ms} ms"));
+        }
+        if let Some(postcopy) = &report.postcopy {
+            tell_postcopy(reporter, postcopy);
         }
         if let Some(memory) = &report.memory {
             memory::tell(reporter, memory);
@@ -187,5 +193,35 @@ impl Outcome<'_> {
             self.source,
             outcomes.len()
         ));
+    }
+}
+
+fn postcopy(report: &PostcopyReport) -> Value {
+    json!({
+        "running-after": report.running_after.map(|time| time.as_millis() as u64),
+        "faults": faults(&report.faults),
+        "working-set-pages": report.working_set_pages,
+        "recoveries": report.recoveries,
+    })
+}
+
+fn tell_postcopy(reporter: &Reporter, report: &PostcopyReport) {
+    if let Some(time) = report.running_after {
+        reporter.line(&format!(
+            "  ran after    {:.1} ms, and waited for {}",
+            time.as_secs_f64() * 1e3,
+            faults_text(&report.faults)
+        ));
+    } else {
+        reporter.line(&format!("  waited for   {}", faults_text(&report.faults)));
+    }
+    if report.working_set_pages > 0 {
+        reporter.line(&format!(
+            "  working set  {} pages of earlier restores went first",
+            count(report.working_set_pages)
+        ));
+    }
+    if report.recoveries > 0 {
+        reporter.line(&format!("  recovered    from {} lost connections", count(report.recoveries)));
     }
 }

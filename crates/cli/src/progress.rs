@@ -8,10 +8,11 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Map, Value, json};
 use towline_control::plan::{Observer, Phase, Progress};
 use towline_migration::Snapshot;
+use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
 use crate::endpoint::Endpoint;
-use crate::units::size;
+use crate::units::{count, size};
 
 /// How often progress is told in JSON.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
@@ -124,6 +125,7 @@ impl Observer for Reporter {
                 "remaining": progress.remaining,
                 "cpu-throttle-percentage": progress.throttle_percent,
                 "expected-downtime": progress.expected_downtime.map(|time| time.as_millis() as u64),
+                "faults": progress.faults.as_ref().map(faults),
                 "expected-time": progress.expected_time().map(|time| time.as_millis() as u64),
             });
             self.event("progress", rest);
@@ -144,8 +146,32 @@ fn pass(progress: &Progress) -> u64 {
     progress.pass.unwrap_or(progress.moved.dirty_sync_count).max(1)
 }
 
+/// What a guest waited for, in microseconds.
+pub(crate) fn faults(faults: &FaultCounts) -> Value {
+    json!({
+        "requests": faults.requests,
+        "served": faults.served,
+        "on-their-way": faults.late,
+        "latency-p50-us": faults.latency_p50.map(|time| time.as_micros() as u64),
+        "latency-p99-us": faults.latency_p99.map(|time| time.as_micros() as u64),
+    })
+}
+
+/// The same for people.
+pub(crate) fn faults_text(faults: &FaultCounts) -> String {
+    let mut text = format!("{} faults", count(faults.requests));
+    if let (Some(p50), Some(p99)) = (faults.latency_p50, faults.latency_p99) {
+        let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+        text += &format!(", p50 {:.2} ms, p99 {:.2} ms", milliseconds(p50), milliseconds(p99));
+    }
+    text
+}
+
 /// What there is to say of a guest that runs meanwhile.
 fn live(progress: &Progress) -> String {
+    if let Some(faults) = &progress.faults {
+        return faults_text(faults);
+    }
     let mut text = format!("pass {}", pass(progress));
     if let Some(rate) = progress.dirty_rate.filter(|&rate| rate > 0) {
         text += &format!(", dirtied {}/s", size(rate));

@@ -23,6 +23,7 @@ mod fit;
 mod hand_over;
 mod local;
 mod memory;
+mod postcopy;
 mod private_dir;
 mod receive;
 mod restore;
@@ -44,6 +45,7 @@ pub use clones::{CLONES_AT_ONCE, CLONES_MAX, Outcome, Recipient, copy_to_all};
 pub use copy::{copy, survey};
 pub use error::{Error, Failure, GuestState};
 pub use memory::MemoryRoom;
+pub use postcopy::{PostcopyOptions, PostcopyReport};
 pub use survey::{Seen, Survey};
 pub use tls::Tls;
 
@@ -110,6 +112,8 @@ pub struct Options {
     pub base: Option<PathBuf>,
     /// Have a `qmp:` source run on while an image of this instant is taken (QEMU's background-snapshot).
     pub live: bool,
+    /// The destination runs the guest at once, and its memory follows; `None`: it runs when everything is there.
+    pub postcopy: Option<PostcopyOptions>,
     /// How long the other end may take to connect or to be reached.
     pub connect_timeout: Duration,
 }
@@ -133,6 +137,7 @@ impl Default for Options {
             overwrite: false,
             base: None,
             live: false,
+            postcopy: None,
             connect_timeout: Duration::from_secs(10),
         }
     }
@@ -194,6 +199,8 @@ pub struct Progress {
     pub throttle_percent: Option<u64>,
     /// How long the guest would stand still if it were stopped now.
     pub expected_downtime: Option<Duration>,
+    /// What a guest that runs already waited for.
+    pub faults: Option<towline_migration::postcopy::FaultCounts>,
 }
 
 impl Progress {
@@ -232,6 +239,8 @@ pub struct Report {
     pub memory: Option<synthetic::Outcome>,
     /// How much an incremental image holds itself.
     pub increment: Option<Increment>,
+    /// How its memory followed a guest that ran at once.
+    pub postcopy: Option<PostcopyReport>,
 }
 
 impl Report {

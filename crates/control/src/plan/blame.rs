@@ -25,9 +25,19 @@ pub(super) fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_gone())
 }
 
+/// Whether QEMU did not answer in time, and may later.
+pub(super) fn is_silent(error: &Error) -> bool {
+    matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. })))
+}
+
 /// Whether QEMU answered, and would not.
 pub(super) fn is_refusal(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })))
+}
+
+/// Whether the guest could not be read.
+pub(super) fn is_of_guest(error: &MigrationError) -> bool {
+    matches!(error, MigrationError::Guest(_))
 }
 
 /// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.

@@ -10,7 +10,7 @@ use towline_migration::{LaneSends, Session, Snapshot, Statistics, outgoing, synt
 
 use super::{
     Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression,
-    memory, receive, restore, tls, zero_copy,
+    memory, postcopy, receive, restore, tls, zero_copy,
 };
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
@@ -136,6 +136,11 @@ impl<'a> Run<'a> {
         connected.map_err(|error| blame::lanes_lost(error.into(), self))
     }
 
+    /// Since the first question.
+    pub(super) fn elapsed(&self) -> std::time::Duration {
+        self.begun.elapsed()
+    }
+
     /// Ends here if the user said so.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
         match self.cancel.is_cancelled() {
@@ -188,11 +193,16 @@ impl<'a> Run<'a> {
             destination,
             memory: self.memory.get().cloned(),
             increment: self.increment.get().copied(),
+            postcopy: None,
         }
     }
 }
 
 fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
+    if options.postcopy.is_some() {
+        postcopy::check(source, options)?;
+        return Ok(0);
+    }
     let streams = [stream_address(source), destination_address(destination)];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };

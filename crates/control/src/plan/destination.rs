@@ -1,5 +1,7 @@
 //! A QEMU that waits as the destination: checked, told where to listen, and to run when it may.
 
+mod postcopy;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -18,6 +20,8 @@ use crate::qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
 };
 use crate::{qemu, qmp};
+
+pub(super) use postcopy::Fate;
 
 /// How long a QEMU that has everything may take to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
@@ -44,12 +48,17 @@ pub(super) struct QmpDestination {
     fdset: Option<i64>,
     /// It was told to load a guest, which QEMU does once.
     told: bool,
+    /// How often it was told to listen again for a guest whose memory stopped coming.
+    listened: u32,
 }
 
 impl QmpDestination {
     /// Connects and checks that it waits, and to be told where.
     pub(super) fn prepare(path: &Path) -> Result<Self, Error> {
-        let qemu = Qemu::connect(path, &qmp::Options::default())?;
+        Self::of(Qemu::connect(path, &qmp::Options::default())?)
+    }
+
+    fn of(qemu: Qemu) -> Result<Self, Error> {
         let facts = qemu.facts();
         let socket = qemu.socket().to_owned();
         match &facts.incoming {
@@ -63,7 +72,7 @@ impl QmpDestination {
             }
         }
         let dir = PrivateDir::new(facts.peer.as_ref())?;
-        Ok(Self { qemu, settings: None, dir, fdset: None, told: false })
+        Ok(Self { qemu, settings: None, dir, fdset: None, told: false, listened: 0 })
     }
 
     /// What was found.
@@ -119,11 +128,7 @@ impl QmpDestination {
 
     fn set(&mut self, lanes: usize, mapped_ram: bool, compression: Compression) -> Result<(), Error> {
         let known = &self.facts().capabilities;
-        let mut capabilities: BTreeMap<_, _> = MUST_BE_OFF
-            .into_iter()
-            .filter(|name| known.contains_key(name))
-            .map(|name| (name, false))
-            .collect();
+        let mut capabilities: BTreeMap<_, _> = off(known).collect();
         capabilities.insert(Capability::MULTIFD, lanes > 0);
         if known.contains_key(&Capability::MAPPED_RAM) {
             capabilities.insert(Capability::MAPPED_RAM, mapped_ram);
@@ -266,4 +271,9 @@ impl QmpDestination {
         tracing::debug!(%error, "the destination failed");
         Error::DestinationFailed { socket, text }
     }
+}
+
+/// Those of the capabilities that it knows which must be off.
+fn off(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
+    MUST_BE_OFF.into_iter().filter(|name| known.contains_key(name)).map(|name| (name, false))
 }

@@ -57,6 +57,16 @@ pub enum Error {
         "{peer} did not take {lanes} lanes within {waited:.1?}: it hangs, or its multifd-channels is not {lanes} as here (--multifd-channels)"
     )]
     LanesNotTaken { peer: String, lanes: usize, waited: Duration },
+    #[error(
+        "QEMU on {socket} has no guest whose memory stopped coming (its migration status is `{status}`, expected `postcopy-paused`): --recover is for such a one only"
+    )]
+    NothingToRecover { socket: String, status: String },
+    #[error(
+        "the connection to the running guest was lost ({source}), and no other could be made within {waited:?}"
+    )]
+    NotRecovered { source: towline_migration::Error, waited: Duration },
+    #[error("the QEMUs lost their connection, and made no other one within {waited:?}")]
+    NotConnectedAgain { waited: Duration },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
     #[error("QEMU on {socket} gave up: {text}")]

@@ -114,7 +114,7 @@ pub(super) fn can_take_over(
 }
 
 /// The guest runs elsewhere, or is stored: the source is put in order, runs on (`--resume`), or is ended.
-fn release(source: QmpSource, run: &Run<'_>) -> Result<SourceState, Failure> {
+pub(super) fn release(source: QmpSource, run: &Run<'_>) -> Result<SourceState, Failure> {
     if run.options.end_source {
         return match source.end() {
             Ok(()) => Ok(SourceState::Ended),

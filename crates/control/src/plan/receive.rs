@@ -17,7 +17,7 @@ use super::survey::Survey;
 use super::target::Target;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
-    tls,
+    postcopy, tls,
 };
 
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
@@ -28,6 +28,9 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// Copies a running QEMU's guest.
 pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
+    if let Some(options) = run.options.postcopy {
+        return postcopy::migrate(path, destination, options, run);
+    }
     let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }

@@ -11,6 +11,7 @@ use towline_migration::{Compression, Guest as _, Outgoing, Session, Statistics, 
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::Guest;
+use super::postcopy::{self, Stored};
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Observer, Options, Phase, Progress, Report,
     SourceState, blame, local, memory,
@@ -43,6 +44,11 @@ pub(super) fn restore_from(
     destination: &Destination,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
+    if let Some(options) = run.options.postcopy {
+        let ran = image.devices().run_state().is_none_or(|state| state == "running");
+        let stored = Stored { guest: image, ran, path: Some(image.path()) };
+        return postcopy::restore(&stored, destination, options, run);
+    }
     match destination {
         Destination::Qmp(path) => to_qemu(image, path, run),
         Destination::Stream(address) => {

@@ -1,5 +1,7 @@
 //! A running QEMU as the source: prepared, told to migrate to us, watched, put in order.
 
+mod postcopy;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
@@ -70,7 +72,7 @@ pub(super) struct QmpSource {
     pub(super) ran: bool,
     dir: PrivateDir,
     asked: Instant,
-    progress: Progress,
+    pub(super) progress: Progress,
     convergence: Convergence,
 }
 

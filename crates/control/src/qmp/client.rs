@@ -42,11 +42,13 @@ pub struct Options {
     pub greeting_deadline: Duration,
     /// Unread events kept.
     pub events_max: usize,
+    /// Ask for commands out of band ([`Client::execute_out_of_band`]) where the monitor has them.
+    pub out_of_band: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { deadline: DEADLINE, greeting_deadline: DEADLINE, events_max: EVENTS_MAX }
+        Self { deadline: DEADLINE, greeting_deadline: DEADLINE, events_max: EVENTS_MAX, out_of_band: false }
     }
 }
 
@@ -61,6 +63,8 @@ pub struct Client {
     deadline: Duration,
     next_id: u64,
     gone: Option<GoneBy>,
+    /// Commands can go out of band.
+    out_of_band: bool,
 }
 
 impl Client {
@@ -98,9 +102,13 @@ impl Client {
             deadline: options.deadline,
             next_id: 1,
             gone: None,
+            out_of_band: false,
         };
         client.greeting = client.await_greeting(options.greeting_deadline)?;
-        client.execute_raw("qmp_capabilities", None)?;
+        let is_offered = client.greeting.capabilities.iter().any(|name| name == "oob");
+        client.out_of_band = options.out_of_band && is_offered;
+        let enable = client.out_of_band.then(|| Map::from_iter([("enable".into(), json!(["oob"]))]));
+        client.execute_raw("qmp_capabilities", enable)?;
         Ok(client)
     }
 
@@ -130,6 +138,16 @@ impl Client {
         self.execute_with_fds(command, &[])
     }
 
+    /// As [`Client::execute`], but of a command that QEMU can run while its other threads stand still, and does at once: its
+    /// machine may wait for memory that only this command brings. Where the monitor has none it goes as any other.
+    ///
+    /// # Errors
+    /// As [`Client::execute`].
+    pub fn execute_out_of_band<C: Command>(&mut self, command: &C) -> Result<C::Return, Error> {
+        let verb = if self.out_of_band { "exec-oob" } else { "execute" };
+        self.execute_as(verb, command, &[])
+    }
+
     /// As [`Client::execute`], handing QEMU file descriptors with the command (`add-fd`, `getfd`). The caller's own
     /// stay open.
     ///
@@ -143,9 +161,18 @@ impl Client {
         command: &C,
         fds: &[BorrowedFd<'_>],
     ) -> Result<C::Return, Error> {
+        self.execute_as("execute", command, fds)
+    }
+
+    fn execute_as<C: Command>(
+        &mut self,
+        verb: &str,
+        command: &C,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<C::Return, Error> {
         let arguments = serde_json::to_value(command)
             .map_err(|error| Error::Arguments { command: C::NAME.into(), reason: error.to_string() })?;
-        let value = self.transact(C::NAME, arguments, fds)?;
+        let value = self.transact((verb, C::NAME), arguments, fds)?;
         C::Return::deserialize(&value).map_err(|error| Error::Shape {
             command: C::NAME.into(),
             socket: self.socket.clone(),
@@ -159,16 +186,26 @@ impl Client {
     /// # Errors
     /// As [`Client::execute`], save [`Error::Shape`].
     pub fn execute_raw(&mut self, name: &str, arguments: Option<Map<String, Value>>) -> Result<Value, Error> {
-        self.transact(name, arguments.map_or(Value::Null, Value::Object), &[])
+        self.transact(("execute", name), arguments.map_or(Value::Null, Value::Object), &[])
     }
 
-    fn transact(&mut self, name: &str, arguments: Value, fds: &[BorrowedFd<'_>]) -> Result<Value, Error> {
+    fn transact(
+        &mut self,
+        (verb, name): (&str, &str),
+        arguments: Value,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<Value, Error> {
         assert!(fds.len() <= FDS_MAX, "at most {FDS_MAX} descriptors go with a command");
         let started = Instant::now();
         let until = after(started, self.deadline);
         let id = self.next_id;
         self.next_id += 1;
-        self.send(name, id, arguments, fds, started)?;
+        let mut request = json!({ "id": id });
+        request[verb] = name.into();
+        if !arguments.is_null() {
+            request["arguments"] = arguments;
+        }
+        self.send(name, &request, fds, started)?;
         loop {
             match self.message(name, until)? {
                 Some(Message::Return { id: Some(found), value, .. }) if found == id => return Ok(value),
@@ -194,17 +231,12 @@ impl Client {
     fn send(
         &mut self,
         name: &str,
-        id: u64,
-        arguments: Value,
+        request: &Value,
         fds: &[BorrowedFd<'_>],
         started: Instant,
     ) -> Result<(), Error> {
         if let Some(by) = &self.gone {
             return Err(self.gone_during(name, by.clone()));
-        }
-        let mut request = json!({ "execute": name, "id": id });
-        if !arguments.is_null() {
-            request["arguments"] = arguments;
         }
         tracing::trace!(socket = self.socket, %request, "QMP command");
         let mut line = request.to_string().into_bytes();

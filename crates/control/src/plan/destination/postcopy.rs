@@ -1,0 +1,228 @@
+//! A waiting QEMU that takes a guest by postcopy: set, told where to listen, asked what became of it, told to listen again.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use towline_channel::Address;
+use towline_protocol::RamBlock;
+use towline_protocol::ram::PAGE_SIZE;
+
+use super::super::private_dir::PrivateDir;
+use super::super::{Error, blame};
+use super::QmpDestination;
+use crate::qemu::{Qemu, Settings, Wanted};
+use crate::qmp::commands::{
+    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus,
+};
+use crate::{qemu, qmp};
+
+/// How long an answer of a QEMU is waited for whose machine may stand still for want of a page.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
+/// How long a destination that has everything may take to say so.
+const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// A QEMU whose connection was lost.
+#[derive(Debug)]
+pub(in super::super) enum Fate {
+    /// It listens there again.
+    Listens(Address),
+    /// It is not ready to.
+    NotYet,
+    /// It has everything.
+    Complete,
+    /// It gave the guest up.
+    Failed(String),
+}
+
+impl QmpDestination {
+    /// As [`QmpDestination::prepare`], of one that is to take a guest by postcopy.
+    pub(in super::super) fn prepare_postcopy(path: &Path) -> Result<Self, Error> {
+        let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
+        Self::of(Qemu::connect(path, &options)?)
+    }
+
+    /// Connects to one that runs a guest whose memory stopped coming.
+    pub(in super::super) fn prepare_lost(path: &Path) -> Result<Self, Error> {
+        let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
+        let qemu = Qemu::connect(path, &options)?;
+        let facts = qemu.facts();
+        if facts.migration.status != Some(MigrationStatus::POSTCOPY_PAUSED) {
+            let status = facts.migration.status.as_ref().map_or("none", MigrationStatus::as_str).to_owned();
+            return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
+        }
+        let dir = PrivateDir::new(facts.peer.as_ref())?;
+        Ok(Self { qemu, settings: None, dir, fdset: None, told: true, listened: 0 })
+    }
+
+    /// Whether it takes urgent pages on a channel of their own.
+    pub(in super::super) fn preempts(&self) -> bool {
+        self.facts().capabilities.get(&Capability::POSTCOPY_PREEMPT) == Some(&true)
+    }
+
+    /// Whether a guest runs here now.
+    pub(in super::super) fn ran(&self) -> bool {
+        self.facts().status.running
+    }
+
+    /// The size of the pages behind each of these blocks here.
+    pub(in super::super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
+        let of = |block: &RamBlock| {
+            let here = self.facts().migrated_blocks().find(|here| here.name == block.name);
+            here.map_or(PAGE_SIZE, |here| here.page_bytes)
+        };
+        blocks.iter().map(of).collect()
+    }
+
+    /// Sets QEMU and has it listen. It runs the guest by itself when it is told to within the stream, if `runs`.
+    pub(in super::super) fn start_postcopy(&mut self, preempt: bool, runs: bool) -> Result<Address, Error> {
+        self.refuse_what_cannot(preempt)?;
+        let known = &self.facts().capabilities;
+        let mut wanted = Wanted {
+            capabilities: super::off(known).collect(),
+            parameters: MigrationParameters {
+                tls_creds: Some(String::new()),
+                ..MigrationParameters::default()
+            },
+        };
+        for name in [Capability::MULTIFD, Capability::MAPPED_RAM] {
+            if known.contains_key(&name) {
+                wanted.capabilities.insert(name, false);
+            }
+        }
+        wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
+        wanted.capabilities.insert(Capability::EVENTS, true);
+        if preempt || known.contains_key(&Capability::POSTCOPY_PREEMPT) {
+            wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
+        }
+        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
+        match runs {
+            // Told while it waits: so it is even if it was started with -S.
+            true => self.qemu.cont()?,
+            false => self.qemu.stop()?,
+        }
+        let path = self.stream_path();
+        let version = &self.facts().version.qemu;
+        let stays = (version.major, version.minor) >= (9, 1);
+        let uri = format!("unix:{}", path.display());
+        let command =
+            MigrateIncoming { exit_on_error: stays.then_some(false), ..MigrateIncoming::on_uri(uri) };
+        self.told = true;
+        self.qemu.client().execute(&command)?;
+        Ok(Address::Unix(path))
+    }
+
+    fn refuse_what_cannot(&self, preempt: bool) -> Result<(), Error> {
+        let (facts, socket) = (self.facts(), self.qemu.socket());
+        let unknown = |capability| {
+            let version = self.qemu.version_text();
+            Err(qemu::Error::UnknownCapability { capability, socket: socket.to_owned(), version }.into())
+        };
+        if !facts.capabilities.contains_key(&Capability::POSTCOPY_RAM) {
+            return unknown(Capability::POSTCOPY_RAM);
+        }
+        if preempt && !facts.capabilities.contains_key(&Capability::POSTCOPY_PREEMPT) {
+            return unknown(Capability::POSTCOPY_PREEMPT);
+        }
+        Ok(())
+    }
+
+    /// Whether the guest runs; `None` where QEMU does not answer just now, as when its machine waits for a page.
+    pub(in super::super) fn runs_now(&mut self) -> Result<Option<bool>, Error> {
+        Ok(self.patiently(|qemu| qemu.status())?.map(|status| status.running))
+    }
+
+    /// The connection was lost: what is to be done about it. Where it can, QEMU is told to listen again.
+    pub(in super::super) fn fate(&mut self) -> Result<Fate, Error> {
+        // Out of band: the machine may stand still for want of a page, and nothing else is answered then.
+        let path = self.dir.join(&format!("recover-{}.sock", self.listened + 1));
+        let uri = format!("unix:{}", path.display());
+        match self.qemu.client().execute_out_of_band(&MigrateRecover { uri }) {
+            Ok(_) => {
+                self.listened += 1;
+                return Ok(Fate::Listens(Address::Unix(path)));
+            }
+            // A QEMU that was told once and lost nobody since goes on listening where it was told.
+            Err(qmp::Error::Refusal { desc, .. })
+                if desc.contains("triggered already") && self.listened > 0 =>
+            {
+                let path = self.dir.join(&format!("recover-{}.sock", self.listened));
+                return Ok(Fate::Listens(Address::Unix(path)));
+            }
+            Err(qmp::Error::Refusal { desc, .. }) => tracing::debug!(desc, "no recovery yet"),
+            Err(qmp::Error::Timeout { .. }) => return Ok(Fate::NotYet),
+            Err(error) => return Err(error.into()),
+        }
+        let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(Fate::NotYet) };
+        Ok(match migration.status {
+            Some(status) if status == MigrationStatus::COMPLETED => Fate::Complete,
+            Some(status) if status == MigrationStatus::FAILED => {
+                Fate::Failed(migration.error_desc.unwrap_or_else(|| "its own log says why".into()))
+            }
+            _ => Fate::NotYet,
+        })
+    }
+
+    /// A connection of which only this side knows that it is lost: QEMU is told.
+    pub(in super::super) fn break_connection(&mut self) {
+        if let Err(error) = self.qemu.client().execute_out_of_band(&MigratePause) {
+            tracing::debug!(%error, "migrate-pause");
+        }
+    }
+
+    /// The destination said that it has everything: waits until it is done with the migration.
+    pub(in super::super) fn wait_completed(&mut self) -> Result<(), Error> {
+        let deadline = Instant::now() + COMPLETED_TIMEOUT;
+        loop {
+            let status = self.qemu.migration()?.status.unwrap_or(MigrationStatus::NONE);
+            if status == MigrationStatus::COMPLETED {
+                return Ok(());
+            }
+            if Instant::now() >= deadline || status == MigrationStatus::FAILED {
+                let (socket, status) = (self.qemu.socket().to_owned(), status.as_str().into());
+                return Err(Error::NotCompleted { socket, status, waited: COMPLETED_TIMEOUT });
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// An error with QEMU's own words.
+    pub(in super::super) fn failed(&self, text: &str) -> Error {
+        Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
+    }
+
+    /// The guest is to run; does it?
+    pub(in super::super) fn check_runs(&mut self) -> Result<(), Error> {
+        let status = self.qemu.status()?;
+        match status.running {
+            true => Ok(()),
+            false => {
+                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
+                Err(Error::NotRunning { socket, status })
+            }
+        }
+    }
+
+    /// Leaves QEMU as it is set, for whoever recovers it.
+    pub(in super::super) fn leave(&mut self) {
+        if let Some(settings) = self.settings.take() {
+            settings.keep();
+        }
+    }
+
+    /// Asks something that may not be answered for a while.
+    fn patiently<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Qemu) -> Result<T, qemu::Error>,
+    ) -> Result<Option<T>, Error> {
+        let deadline = self.qemu.client().deadline();
+        self.qemu.client().set_deadline(SILENCE_MAX);
+        let answer = ask(&mut self.qemu);
+        self.qemu.client().set_deadline(deadline);
+        match answer.map_err(Error::from) {
+            Ok(answer) => Ok(Some(answer)),
+            Err(error) if blame::is_silent(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! An image's guest runs at its destination at once, and its memory follows.
+//!
+//! ```text
+//!   prepare ─► offer ─► run ─► serve ─► completed ─► release
+//!      │undo     │undo    │       └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
+//!      └─────────┴────────┘ from `run` on the guest may run there: a failure says where it is and how it is gone on with
+//! ```
+//! The image stays as it is. Before `run` nothing runs anywhere, and whatever fails leaves the guest in its image; after it
+//! the guest lives at the destination, which waits for its pages, and this process or another one (`--recover`) brings them.
+//! A running guest's two QEMUs do it themselves, see [`live`].
+
+mod end;
+mod live;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_channel::{Address, Channel, connect_with};
+use towline_image::WorkingSet;
+use towline_migration::postcopy::{FaultCounts, Link, Lost, Options as EngineOptions, Running};
+use towline_migration::{Compression, Guest, Postcopy, Session, Statistics, ZeroCopySend};
+
+use super::copy::Run;
+use super::destination::Fate;
+use super::{
+    Destination, DestinationState, Error, Failure, GuestState, Options, Phase, Progress, Report, Source,
+    SourceState, blame, tls,
+};
+use end::End;
+pub(super) use live::migrate;
+
+/// How often a guest that is to run is looked at, and how often one that runs.
+const STARTS_INTERVAL: Duration = Duration::from_millis(1);
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// How long it is looked at so closely.
+const STARTS_MAX: Duration = Duration::from_secs(2);
+/// How long a lost connection is made again before somebody else has to.
+const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often that is tried.
+const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
+/// Connections in a row that bring nothing forward.
+const IDLE_RECOVERIES_MAX: u32 = 5;
+/// When a destination that has not noticed by itself is told that its connection is lost.
+const BREAK_AFTER: Duration = Duration::from_secs(1);
+
+/// How a copy by postcopy is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PostcopyOptions {
+    /// Pages that are waited for go on a channel of their own.
+    pub preempt: bool,
+    /// Goes on with a guest that runs at its destination, and whose memory stopped coming.
+    pub recover: bool,
+    /// Remembers beside the image what the guest needed at once, for the next time.
+    pub record_working_set: bool,
+}
+
+/// How a guest's memory followed it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PostcopyReport {
+    /// What it waited for.
+    pub faults: FaultCounts,
+    /// Pages that the working set of earlier restores named.
+    pub working_set_pages: u64,
+    /// From the first question to a guest that was seen to run; `None`: nobody could look.
+    pub running_after: Option<Duration>,
+    /// Connections that were lost and made again.
+    pub recoveries: u64,
+}
+
+/// Refuses what does not go with it, before anything is touched.
+pub(super) fn check(source: &Source, options: &Options) -> Result<(), Error> {
+    let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
+    let text = match source {
+        Source::Stream(_) => {
+            "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
+        }
+        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is none",
+        Source::Qmp(_) if recovers => {
+            "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
+        }
+        Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
+        _ if options.multifd_channels.is_some_and(|lanes| lanes > 0) => {
+            "--multifd-channels with --postcopy: QEMUs before 10.1 refuse it, and none takes pages on lanes once the guest runs; leave it out"
+        }
+        _ if options.compression != Compression::None => {
+            "--compression is of lanes, and --postcopy has none: leave it out"
+        }
+        _ if options.zero_copy_send == ZeroCopySend::On => {
+            "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
+        }
+        _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
+        _ if recovers && options.run.is_some() => {
+            "--recover goes on with a guest that runs or is paused already: leave --run and --paused out"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
+}
+
+/// A stored guest.
+pub(super) struct Stored<'a> {
+    pub(super) guest: &'a dyn Guest,
+    /// It ran when it was stored.
+    pub(super) ran: bool,
+    /// The image's path, beside which its working set is.
+    pub(super) path: Option<&'a Path>,
+}
+
+/// Runs it at `destination`.
+pub(super) fn restore(
+    stored: &Stored<'_>,
+    destination: &Destination,
+    options: PostcopyOptions,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    let end = End::prepare(destination, stored, options, run).map_err(Failure::untouched)?;
+    let working_set = working_set(stored, options).map_err(Failure::untouched)?;
+    let statistics = Arc::new(Statistics::default());
+    let engine_options = EngineOptions {
+        max_bandwidth: run.options.max_bandwidth,
+        answer_timeout: run.options.connect_timeout,
+        working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
+    };
+    let page_bytes = end.page_bytes(stored.guest.blocks());
+    let engine = Postcopy::new(stored.guest, &page_bytes, engine_options, Arc::clone(&statistics));
+    let pages =
+        working_set.as_ref().map_or(0, |set| set.runs().iter().map(|(_, length)| length / 4096).sum());
+    let report = PostcopyReport { working_set_pages: pages, ..PostcopyReport::default() };
+    let restore =
+        Restore { engine: &engine, statistics: &statistics, options, run, end, report, told: false };
+    let restored = restore.go(stored.ran);
+    if let Some(mut set) = working_set
+        && set.add(&engine.demanded())
+        && let Err(error) = set.store()
+    {
+        run.observer.notice(&format!("the next restore will not know what this one needed: {error}"));
+    }
+    restored
+}
+
+fn working_set(stored: &Stored<'_>, options: PostcopyOptions) -> Result<Option<WorkingSet>, Error> {
+    let Some(path) = stored.path.filter(|_| options.record_working_set) else { return Ok(None) };
+    let state = stored.guest.device_state()?;
+    Ok(Some(WorkingSet::load(path, stored.guest.blocks(), &state)))
+}
+
+struct Restore<'a> {
+    engine: &'a Postcopy<'a>,
+    statistics: &'a Statistics,
+    options: PostcopyOptions,
+    run: &'a Run<'a>,
+    end: End,
+    report: PostcopyReport,
+    /// The user was told that it is too late to cancel.
+    told: bool,
+}
+
+impl<'a> Restore<'a> {
+    fn go(mut self, ran: bool) -> Result<Report, Failure> {
+        let runs = match self.options.recover {
+            true => self.end.ran(),
+            false => self.run.options.run.unwrap_or(ran),
+        };
+        let mut running = match self.options.recover {
+            true => self.recover(None)?,
+            false => self.start(runs).map(Some)?,
+        };
+        let (mut idle, mut left) = (0, u64::MAX);
+        while let Some(connection) = running {
+            let Err(lost) = self.serve(connection, runs) else { break };
+            // What is wrong with the image, or with every connection alike, no further one makes right.
+            idle = if self.engine.remaining() < left { 0 } else { idle + 1 };
+            left = self.engine.remaining();
+            if blame::is_of_guest(&lost.error) && !lost.had_loaded {
+                let (error, notes) = (Box::new(lost.error.into()), self.end.give_back());
+                return Err(Failure { error, guest: GuestState::Safe, notes });
+            }
+            if blame::is_of_guest(&lost.error) || idle == IDLE_RECOVERIES_MAX {
+                return Err(self.end.left(lost.error.into()));
+            }
+            running = self.recover(Some(lost))?;
+        }
+        self.finish(runs)
+    }
+
+    /// Up to the point of no return, and over it.
+    fn start(&mut self, runs: bool) -> Result<Running<'a>, Failure> {
+        let (run, engine) = (self.run, self.engine);
+        let session = Arc::new(Session::default());
+        let offered = (|| {
+            run.observer.phase(Phase::Connect);
+            let address = self.end.listen(self.options, runs)?;
+            let (main, preempt) = self.connect(&address)?;
+            run.check_cancelled()?;
+            run.observer.phase(Phase::Transfer);
+            let link = Link { main, preempt: self.options.preempt.then_some(&preempt) };
+            let mut look = || {
+                run.report(self.statistics, Progress::default());
+                Ok(())
+            };
+            run.supervise(&session, &mut look, || engine.offer(&session, &link))
+        })();
+        let offered = offered.and_then(|offered| match run.check_cancelled() {
+            Ok(()) => Ok(offered),
+            Err(error) => {
+                drop(offered.withdraw(towline_migration::Error::Cancelled));
+                Err(error)
+            }
+        });
+        match offered {
+            Ok(offered) => {
+                run.observer.phase(Phase::Switchover);
+                Ok(offered.run())
+            }
+            Err(error) => {
+                let (error, notes) = self.end.undo(error);
+                Err(Failure { error: Box::new(error), guest: GuestState::Safe, notes })
+            }
+        }
+    }
+
+    /// Serves the guest over one connection, and watches it.
+    fn serve(&mut self, running: Running<'a>, runs: bool) -> Result<(), Lost> {
+        let (watcher, done, begun) = (thread::current(), AtomicBool::new(false), Instant::now());
+        thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                let served = running.serve();
+                done.store(true, Ordering::Release);
+                watcher.unpark();
+                served
+            });
+            while !done.load(Ordering::Acquire) && !worker.is_finished() {
+                self.look(runs);
+                let starts = runs && self.end.is_driven() && self.report.running_after.is_none();
+                let closely = starts && begun.elapsed() < STARTS_MAX;
+                thread::park_timeout(if closely { STARTS_INTERVAL } else { LOOK_INTERVAL });
+            }
+            match worker.join() {
+                Ok(served) => served,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+
+    fn look(&mut self, runs: bool) {
+        if runs && self.report.running_after.is_none() && self.end.runs_now() {
+            self.report.running_after = Some(self.run.elapsed());
+            self.run.observer.phase(Phase::Running);
+        }
+        self.tell_progress();
+        if self.run.cancel.is_cancelled() && !self.told {
+            self.told = true;
+            let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
+            self.run.observer.notice(text);
+        }
+    }
+
+    fn tell_progress(&self) {
+        let (faults, remaining) = (self.engine.faults(), self.engine.remaining());
+        let progress = Progress { remaining: Some(remaining), faults: Some(faults), ..Progress::default() };
+        self.run.report(self.statistics, progress);
+    }
+
+    /// Makes a lost connection again; `None` if it is not needed any more.
+    fn recover(&mut self, lost: Option<Lost>) -> Result<Option<Running<'a>>, Failure> {
+        let begun = Instant::now();
+        let mut had_loaded = true;
+        let mut why = match lost {
+            Some(Lost { error, had_loaded: loaded }) => {
+                had_loaded = loaded;
+                self.report.recoveries += 1;
+                error
+            }
+            None => towline_migration::Error::Cancelled,
+        };
+        let mut was_told = false;
+        loop {
+            match self.end.fate() {
+                Ok(Fate::Complete) => return Ok(None),
+                Ok(Fate::Failed(text)) => return Err(self.end.given_up(why, &text, had_loaded)),
+                Ok(Fate::Listens(address)) => match self.try_recover(&address) {
+                    Ok(running) => {
+                        self.run.observer.notice(&format!("{why}; connected again"));
+                        return Ok(Some(running));
+                    }
+                    Err(Error::Migration(error)) => why = error,
+                    Err(error) => tracing::debug!(%error, "not recovered yet"),
+                },
+                Ok(Fate::NotYet) => {}
+                Err(error) => return Err(self.end.ended(error, had_loaded)),
+            }
+            if begun.elapsed() >= BREAK_AFTER && !was_told {
+                was_told = true;
+                self.end.wait_for_help(&why, self.run);
+            }
+            let is_over = self.end.is_driven() && begun.elapsed() >= RECOVER_TIMEOUT;
+            if is_over || self.run.cancel.is_cancelled() && begun.elapsed() >= BREAK_AFTER {
+                let error = Error::NotRecovered { source: why, waited: begun.elapsed() };
+                return Err(self.end.left(error));
+            }
+            thread::sleep(RECOVER_INTERVAL);
+        }
+    }
+
+    fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
+        let session = Arc::new(Session::default());
+        let (main, preempt) = self.connect(address)?;
+        let link = Link { main, preempt: self.options.preempt.then_some(&preempt) };
+        Ok(self.engine.recover(&session, &link)?)
+    }
+
+    /// The main channel, and how the preempt channel is connected.
+    #[allow(clippy::type_complexity, reason = "a closure behind a name would be boxed")]
+    fn connect(
+        &self,
+        address: &Address,
+    ) -> Result<
+        (Arc<dyn Channel>, impl Fn() -> towline_migration::Result<Arc<dyn Channel>> + Sync + use<'a>),
+        Error,
+    > {
+        let (run, address) = (self.run, address.clone());
+        let options = tls::connecting(run.options)?;
+        let connect = move || -> towline_migration::Result<Arc<dyn Channel>> {
+            let deadline = Instant::now() + run.options.connect_timeout;
+            // Not the user's cancellation: a guest that runs is to get its memory.
+            let never = towline_channel::Cancel::new()?;
+            Ok(connect_with(&address, deadline, &never, &options)?.into())
+        };
+        Ok((connect()?, connect))
+    }
+
+    fn finish(mut self, runs: bool) -> Result<Report, Failure> {
+        self.run.observer.phase(Phase::Release);
+        self.report.faults = self.engine.faults();
+        self.tell_progress();
+        let state = match &self.end {
+            End::Qmp(_) if runs => DestinationState::Running,
+            End::Qmp(_) => DestinationState::Paused,
+            End::Stream(_) => DestinationState::Loaded,
+        };
+        let notes = self.end.finish(runs)?;
+        if runs && self.report.running_after.is_none() && self.end.is_driven() {
+            self.report.running_after = Some(self.run.elapsed());
+            self.run.observer.phase(Phase::Running);
+        }
+        notes.iter().for_each(|note| self.run.observer.notice(note));
+        let moved = self.statistics.snapshot();
+        let report = self.run.done(moved, SourceState::Unchanged, state);
+        Ok(Report { postcopy: Some(self.report), ..report })
+    }
+}

@@ -1,0 +1,247 @@
+//! A running guest goes from a QEMU to another one by postcopy: a pass over its memory while it runs, then it runs over there and
+//! the rest follows.
+//!
+//! The two QEMUs are connected to each other directly, and this process drives them: nothing that it could do with the pages on
+//! their way is worth another hop for every fault. A connection between them that breaks is made again.
+//!
+//! ```text
+//!   both set ─► migrate ─► a pass ─► migrate-start-postcopy ─► postcopy-active ─► completed ─► released, or ended
+//!                 │ cancel: the guest runs on                    └─ paused ─► migrate-recover · migrate resume ─┘
+//! ```
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_migration::Snapshot;
+
+use super::super::copy::Run;
+use super::super::destination::{Fate, QmpDestination};
+use super::super::fit::Guest;
+use super::super::hand_over::{look_at, release};
+use super::super::source::QmpSource;
+use super::super::{Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame};
+use super::{BREAK_AFTER, PostcopyOptions, PostcopyReport, RECOVER_TIMEOUT};
+use crate::qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
+
+/// How often the QEMUs are asked.
+const ASK_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Moves or copies the guest of the QEMU at `path`.
+pub(in super::super) fn migrate(
+    path: &Path,
+    destination: &Destination,
+    options: PostcopyOptions,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    let Destination::Qmp(to) = destination else {
+        return Err(Failure::untouched(Error::Usage(
+            "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too".into(),
+        )));
+    };
+    let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
+        let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
+        Failure { guest, ..Failure::untouched(error) }
+    })?;
+    let mut target = match prepare(to, &source) {
+        Ok(target) => target,
+        Err(error) => return Err(undo(error, source, None)),
+    };
+    let runs = run.options.run.unwrap_or(source.ran);
+    run.observer.phase(Phase::Connect);
+    let begun = target.start_postcopy(options.preempt, runs);
+    let begun = begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.options));
+    if let Err(error) = begun.and_then(|()| switch(&mut source, run)) {
+        let error = target.explain(error);
+        return Err(undo(error, source, Some(target)));
+    }
+    run.observer.phase(Phase::Switchover);
+    let (report, moved) = (PostcopyReport::default(), Snapshot::default());
+    let mut live = Live { source, target, run, report, moved, runs, told: false };
+    match live.follow() {
+        Ok(downtime_ms) => live.finish(downtime_ms),
+        Err(failure) => Err(failure),
+    }
+}
+
+fn prepare(path: &Path, source: &QmpSource) -> Result<QmpDestination, Error> {
+    let target = QmpDestination::prepare_postcopy(path)?;
+    target.check(&Guest::of_qemu(source.facts()), 0)?;
+    Ok(target)
+}
+
+/// Waits for the end of the first pass, and switches.
+fn switch(source: &mut QmpSource, run: &Run<'_>) -> Result<(), Error> {
+    run.observer.phase(Phase::Transfer);
+    let mut cancelled = false;
+    loop {
+        let migration = source.migration()?;
+        run.observer.progress(&source.progress);
+        match &migration.status {
+            Some(status) if *status == MigrationStatus::COMPLETED => return Ok(()),
+            Some(status) if status.is_final() && cancelled => return Err(Error::Cancelled),
+            Some(status) if status.is_final() => return Err(source.failed(&migration)),
+            Some(status) if *status == MigrationStatus::ACTIVE => {
+                let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
+                if passes > 1 && !cancelled && !run.cancel.is_cancelled() {
+                    return source.switch();
+                }
+            }
+            _ => {}
+        }
+        if run.cancel.is_cancelled() && !cancelled {
+            cancelled = true;
+            source.cancel()?;
+        }
+        thread::sleep(ASK_INTERVAL);
+    }
+}
+
+/// Before the switch: the guest runs on at its source.
+fn undo(error: Error, source: QmpSource, target: Option<QmpDestination>) -> Failure {
+    let (guest, mut notes) = source.undo("the destination has only a part of it, which does not run");
+    notes.extend(target.map(|mut target| target.undo()).unwrap_or_default());
+    Failure { error: Box::new(error), guest, notes }
+}
+
+/// From the switch on: the source holds the guest's memory, and the destination its processors.
+struct Live<'a> {
+    source: QmpSource,
+    target: QmpDestination,
+    run: &'a Run<'a>,
+    report: PostcopyReport,
+    /// What the source's QEMU counted.
+    moved: Snapshot,
+    runs: bool,
+    told: bool,
+}
+
+impl Live<'_> {
+    /// Until the source says that it is done. Returns how long the guest stood still, in milliseconds.
+    fn follow(&mut self) -> Result<Option<u64>, Failure> {
+        loop {
+            let migration = self.source.migration().map_err(|error| self.lost(error))?;
+            self.run.observer.progress(&self.source.progress);
+            self.look(&migration);
+            match &migration.status {
+                Some(status) if *status == MigrationStatus::COMPLETED => {
+                    return Ok(migration.downtime.and_then(|downtime| u64::try_from(downtime).ok()));
+                }
+                Some(status) if *status == MigrationStatus::POSTCOPY_PAUSED => self.recover()?,
+                Some(status) if status.is_final() => {
+                    let error = self.source.failed(&migration);
+                    return Err(self.failed(error));
+                }
+                _ => {}
+            }
+            thread::sleep(ASK_INTERVAL);
+        }
+    }
+
+    fn look(&mut self, migration: &MigrationInfo) {
+        if self.runs
+            && self.report.running_after.is_none()
+            && self.target.runs_now().is_ok_and(|runs| runs == Some(true))
+        {
+            self.report.running_after = Some(self.run.elapsed());
+            self.run.observer.phase(Phase::Running);
+        }
+        if let Some(ram) = &migration.ram {
+            self.report.faults.requests = ram.postcopy_requests;
+            self.moved = moved(ram);
+        }
+        if self.run.cancel.is_cancelled() && !self.told {
+            self.told = true;
+            let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
+            self.run.observer.notice(text);
+        }
+    }
+
+    /// Both QEMUs lost their connection: the destination listens again, and the source goes on.
+    fn recover(&mut self) -> Result<(), Failure> {
+        let begun = Instant::now();
+        let mut was_told = false;
+        self.report.recoveries += 1;
+        loop {
+            match self.target.fate() {
+                Ok(Fate::Complete) => return Ok(()),
+                Ok(Fate::Failed(text)) => {
+                    let error = self.target.failed(&text);
+                    return Err(self.failed(error));
+                }
+                Ok(Fate::Listens(address)) => match self.source.resume_to(&address) {
+                    Ok(()) => {
+                        self.run.observer.notice("the QEMUs lost their connection; connected again");
+                        return Ok(());
+                    }
+                    Err(error) if blame::is_gone(&error) => return Err(self.lost(error)),
+                    Err(error) => tracing::debug!(%error, "the source does not resume yet"),
+                },
+                Ok(Fate::NotYet) if begun.elapsed() >= BREAK_AFTER && !was_told => {
+                    was_told = true;
+                    self.target.break_connection();
+                }
+                Ok(Fate::NotYet) => {}
+                Err(error) => return Err(self.lost(error)),
+            }
+            if begun.elapsed() >= RECOVER_TIMEOUT {
+                let error = Error::NotConnectedAgain { waited: begun.elapsed() };
+                return Err(self.lost(error));
+            }
+            thread::sleep(ASK_INTERVAL);
+        }
+    }
+
+    /// The source gave up, by its own word. Until the destination had all device state it keeps its guest.
+    fn failed(&mut self, error: Error) -> Failure {
+        self.source.forget();
+        self.target.leave();
+        look_at(
+            error,
+            "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there",
+        )
+    }
+
+    /// One of the monitors is lost, or the connection.
+    fn lost(&mut self, error: Error) -> Failure {
+        self.source.forget();
+        self.target.leave();
+        look_at(
+            error,
+            "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on",
+        )
+    }
+
+    fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
+        self.run.observer.phase(Phase::Release);
+        let finished = self.target.wait_completed();
+        let finished = finished.and_then(|()| if self.runs { self.target.check_runs() } else { Ok(()) });
+        let notes = match finished.and_then(|()| self.target.release()) {
+            Ok(notes) => notes,
+            Err(error) => {
+                self.source.forget();
+                return Err(look_at(
+                    error,
+                    "at its destination, with all of its memory: look what it does there",
+                ));
+            }
+        };
+        notes.iter().for_each(|note| self.run.observer.notice(note));
+        let source = release(self.source, self.run)?;
+        let state = if self.runs { DestinationState::Running } else { DestinationState::Paused };
+        let report = self.run.done(self.moved, source, state);
+        Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
+    }
+}
+
+fn moved(ram: &RamStats) -> Snapshot {
+    Snapshot {
+        total: ram.total,
+        transferred: ram.transferred,
+        normal: ram.normal,
+        duplicate: ram.duplicate,
+        normal_bytes: ram.normal_bytes,
+        dirty_sync_count: ram.dirty_sync_count,
+        ..Snapshot::default()
+    }
+}

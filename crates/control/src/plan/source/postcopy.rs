@@ -1,0 +1,63 @@
+//! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
+
+use towline_channel::Address;
+
+use super::super::{Error, Options, converge};
+use super::{BANDWIDTH_UNLIMITED, QmpSource};
+use crate::qemu::Settings;
+use crate::qmp::commands::{Capability, Migrate, MigrateCancel, MigrateStartPostcopy, MigrationInfo};
+
+impl QmpSource {
+    /// Sets QEMU and has it migrate to `address`, pass after pass until it is told to switch.
+    pub(in super::super) fn start_postcopy(
+        &mut self,
+        address: &Address,
+        preempt: bool,
+        options: &Options,
+    ) -> Result<(), Error> {
+        let mut wanted = self.wanted(0, options);
+        wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
+        if preempt {
+            wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
+        }
+        wanted.parameters.max_bandwidth = Some(options.max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
+        // So much of what nobody waits for, too; 0 is QEMU's way to say "as fast as it goes".
+        wanted.parameters.max_postcopy_bandwidth = Some(options.max_bandwidth.unwrap_or(0));
+        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
+        self.wait_tidy()?;
+        self.qemu.client().execute(&Migrate::to_uri(address.to_string()))?;
+        Ok(())
+    }
+
+    /// How the migration goes now.
+    pub(in super::super) fn migration(&mut self) -> Result<MigrationInfo, Error> {
+        let migration = self.qemu.migration()?;
+        self.progress = converge::progress(&migration);
+        Ok(migration)
+    }
+
+    /// Has the guest go to its destination, and its memory follow.
+    pub(in super::super) fn switch(&mut self) -> Result<(), Error> {
+        self.qemu.client().execute(&MigrateStartPostcopy)?;
+        Ok(())
+    }
+
+    /// Ends it before that.
+    pub(in super::super) fn cancel(&mut self) -> Result<(), Error> {
+        self.qemu.client().execute(&MigrateCancel)?;
+        Ok(())
+    }
+
+    /// Goes on, over another connection, with what was interrupted.
+    pub(in super::super) fn resume_to(&mut self, address: &Address) -> Result<(), Error> {
+        let command = Migrate { resume: Some(true), ..Migrate::to_uri(address.to_string()) };
+        self.qemu.client().execute(&command)?;
+        Ok(())
+    }
+
+    /// QEMU's words for what is wrong.
+    pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
+        let text = migration.error_desc.clone().unwrap_or_else(|| "it does not say why".into());
+        Error::SourceFailed { socket: self.qemu.socket().into(), text }
+    }
+}
