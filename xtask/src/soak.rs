@@ -52,6 +52,30 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "restores",
+        about: "1,000 instant restores of a small guest, each half of them with a preempt channel (TOWLINE_SOAK_RESTORES: of each)",
+        run: || {
+            for test in [
+                "restores::a_guest_runs_at_once_and_gets_each_page_once",
+                "restores::and_with_a_preempt_channel_and_its_working_set_ahead",
+            ] {
+                lab_test("postcopy", test, &[("TOWLINE_SOAK_RESTORES", "500")])?;
+            }
+            Ok(())
+        },
+    },
+    Soak {
+        name: "cuts",
+        about: "100 connections cut at random moments while a guest's memory follows it (TOWLINE_SOAK_CUTS, TOWLINE_SOAK_SEED)",
+        run: || {
+            lab_test(
+                "postcopy",
+                "cuts::cut_at_random_moments_it_is_recovered",
+                &[("TOWLINE_SOAK_CUTS", "100")],
+            )
+        },
+    },
+    Soak {
         name: "moves",
         about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
         run: || {

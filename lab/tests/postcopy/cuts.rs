@@ -1,0 +1,121 @@
+//! Connections that break while the guest runs and its memory is on its way: every page comes all the same, and each once.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use towline_lab::{Qemu, Towline, Version, require_lab, wait_until};
+
+use crate::support::{
+    Scratch, WITHIN, completed, number, prove_alive, qmp, run, set_postcopy, small, start, store, tells,
+    tells_running, waiting,
+};
+
+/// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had everything already.
+fn cut(destination: &Qemu) -> bool {
+    let cut = destination.qmp().execute("migrate-pause", Value::Null);
+    if cut.is_err() {
+        // Between two connections, or behind the last page.
+        return false;
+    }
+    true
+}
+
+fn remaining(towline: &Towline) -> Option<u64> {
+    let events = crate::support::events(&towline.stdout());
+    events.iter().rev().find(|event| event["event"] == "progress")?["remaining"].as_u64()
+}
+
+/// One restore with up to `cuts` cuts at random moments. Returns how many there were.
+fn restore_with_cuts(options: &str, cuts: u64, random: &mut fastrand::Rng) -> u64 {
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    let line = format!("copy --postcopy {options} --max-bandwidth 6M --json {image} {}", qmp(&destination));
+    let mut towline = start(&line);
+    tells_running(&mut towline);
+    let mut made = 0;
+    for _ in 0..cuts {
+        std::thread::sleep(Duration::from_micros(random.u64(0..400_000)));
+        if !towline.runs().unwrap() || remaining(&towline) == Some(0) {
+            break;
+        }
+        made += u64::from(cut(&destination));
+    }
+    let finished = towline.wait(WITHIN).unwrap();
+    let completed = completed(&finished);
+    let recoveries = completed["postcopy"]["recoveries"].as_u64().unwrap();
+    assert!(recoveries <= made, "{recoveries} recoveries of {made} cuts: {}", finished.stderr);
+    prove_alive(&destination, count);
+    made
+}
+
+#[test]
+fn cut_at_random_moments_it_is_recovered() {
+    if !require_lab("cut_at_random_moments_it_is_recovered") {
+        return;
+    }
+    let seed = number("TOWLINE_SOAK_SEED", 1);
+    let (wanted, mut random) = (number("TOWLINE_SOAK_CUTS", 4), fastrand::Rng::with_seed(seed));
+    let mut made = 0;
+    for (restore, options) in (0..).zip(["", "--postcopy-preempt"].iter().cycle()) {
+        if made >= wanted {
+            break;
+        }
+        assert!(restore < 4 * wanted, "only {made} cuts in {restore} restores");
+        made += restore_with_cuts(options, 2.min(wanted - made), &mut random);
+        println!("{made} of {wanted} cuts, seed {seed}");
+    }
+}
+
+#[test]
+fn another_towline_goes_on_where_one_was_killed() {
+    if !require_lab("another_towline_goes_on_where_one_was_killed") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    let mut towline =
+        start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
+    tells_running(&mut towline);
+    towline.kill().unwrap();
+    destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
+    let finished = run(&format!("copy --postcopy --recover --json {image} {}", qmp(&destination)));
+    assert_eq!(completed(&finished)["destination-state"], "runs");
+    prove_alive(&destination, count);
+    // There is nothing to go on with any more.
+    let finished = run(&format!("copy --postcopy --recover {image} {}", qmp(&destination)));
+    crate::support::assert_ended(&finished, 1, &["expected `postcopy-paused`", "in its image"]);
+}
+
+#[test]
+fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
+    if !require_lab("a_destination_of_somebody_else_s_is_recovered_when_it_listens_again") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    set_postcopy(&destination);
+    let address = format!("unix:{}", scratch.text("destination.sock"));
+    destination.qmp().execute("migrate-incoming", json!({ "uri": address })).unwrap();
+    let mut towline = start(&format!("copy --postcopy --max-bandwidth 2M --json {image} {address}"));
+    destination.qmp().wait_status("running", WITHIN).unwrap();
+    destination.qmp().wait_migration("postcopy-active", WITHIN).unwrap();
+    // Nobody finds the socket again on which it listens still.
+    std::fs::remove_file(scratch.path("destination.sock")).unwrap();
+    destination.qmp().execute("migrate-pause", Value::Null).unwrap();
+    destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
+    tells(&mut towline, "a word of what is to be done", |event| {
+        event["text"].as_str().is_some_and(|text| text.contains("tell it `migrate-recover`"))
+    });
+    destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();
+    let completed = completed(&towline.wait(WITHIN).unwrap());
+    assert_eq!(completed["postcopy"]["recoveries"], 1);
+    wait_until("a guest that runs", WITHIN, || Ok((destination.qmp().status()? == "running").then_some(())))
+        .unwrap();
+    prove_alive(&destination, count);
+}

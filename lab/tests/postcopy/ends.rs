@@ -1,0 +1,142 @@
+//! Ends before the guest runs, and after: what is said of where it is.
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::UnixListener;
+use std::process::Command;
+use std::thread;
+
+use towline_lab::{BootSector, Towline, Version, require_lab};
+
+use crate::support::{
+    Scratch, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, start, store, tells_running,
+    waiting,
+};
+
+fn interrupt(towline: &Towline) {
+    let killed = Command::new("kill").args(["-INT", &towline.pid().to_string()]).status().unwrap();
+    assert!(killed.success());
+}
+
+#[test]
+fn what_does_not_go_with_it_is_refused_beforehand() {
+    if !require_lab("what_does_not_go_with_it_is_refused_beforehand") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    for (options, text) in [
+        ("--multifd-channels 2", "QEMUs before 10.1 refuse it"),
+        ("--compression zstd", "--compression is of lanes"),
+        ("--zero-copy-send on", "--zero-copy-send on is of lanes"),
+        ("--return-path off", "needs the return path"),
+        ("--recover --paused", "leave --run and --paused out"),
+    ] {
+        let finished = run(&format!("copy --postcopy {options} {image} {}", qmp(&destination)));
+        assert_ended(&finished, 2, &[text]);
+    }
+    assert_ended(
+        &run(&format!("copy --postcopy {image} {}", scratch.text("new.img"))),
+        2,
+        &["that runs the guest"],
+    );
+    // A guest that does not fit is refused as always, and the destination is as it was.
+    let other = waiting(&small(Version::V10_0).memory_mib(96));
+    let finished = run(&format!("copy --postcopy {image} {}", qmp(&other)));
+    assert_ended(&finished, 1, &["does not fit", "in its image"]);
+    assert_eq!(
+        completed(&run(&format!("copy --postcopy --json {image} {}", qmp(&destination))))["event"],
+        "completed"
+    );
+    prove_alive(&destination, count);
+}
+
+#[test]
+fn a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image() {
+    if !require_lab("a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    store(&builder, &image);
+    // Takes the head and goes; the first time without a word, the second after its first answer says that it failed.
+    for answer in [&[][..], &[0, 1, 0, 4, 0, 0, 0, 1]] {
+        let listener = UnixListener::bind(scratch.path("gone.sock")).unwrap();
+        let gone = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            assert!(stream.read(&mut [0; 64]).unwrap() > 0);
+            stream.write_all(answer).unwrap();
+        });
+        let finished = run(&format!("copy --postcopy {image} unix:{}", scratch.text("gone.sock")));
+        gone.join().unwrap();
+        assert_ended(&finished, 1, &["towline: ", "the guest: in its image, which is as it was"]);
+        std::fs::remove_file(scratch.path("gone.sock")).unwrap();
+    }
+}
+
+#[test]
+fn a_destination_that_ends_when_the_guest_ran_is_told() {
+    if !require_lab("a_destination_that_ends_when_the_guest_ran_is_told") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    store(&builder, &image);
+    let destination = waiting(&builder);
+    let mut towline =
+        start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
+    tells_running(&mut towline);
+    destination.kill().unwrap();
+    let finished = towline.wait(WITHIN).unwrap();
+    assert_ended(
+        &finished,
+        3,
+        &["the guest: it ran at its destination, which has ended", "the image holds it"],
+    );
+}
+
+#[test]
+fn once_it_runs_it_is_too_late_to_cancel() {
+    if !require_lab("once_it_runs_it_is_too_late_to_cancel") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    let mut towline =
+        start(&format!("copy --postcopy --max-bandwidth 4M --json {image} {}", qmp(&destination)));
+    tells_running(&mut towline);
+    interrupt(&towline);
+    crate::support::tells(&mut towline, "a word about it", |event| {
+        event["text"].as_str().is_some_and(|text| text.contains("too late to cancel"))
+    });
+    assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "runs");
+    prove_alive(&destination, count);
+}
+
+#[test]
+fn damage_that_is_found_when_the_guest_runs_is_named() {
+    if !require_lab("damage_that_is_found_when_the_guest_runs_is_named") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    store(&builder, &image);
+    let mut bytes = std::fs::read(&image).unwrap();
+    // The head of a page that nothing writes and nobody needs at once.
+    let page = &BootSector::default().page(3000)[..64];
+    let at = bytes.windows(64).position(|window| window == page).unwrap();
+    bytes[at + 2000] ^= 1;
+    std::fs::write(&image, bytes).unwrap();
+    let destination = waiting(&builder);
+    let finished = run(&format!("copy --postcopy --verify {image} {}", qmp(&destination)));
+    // Its QEMU is slow now and then, and the damage is found before it runs anything.
+    match finished.status.code() {
+        Some(1) => assert_ended(&finished, 1, &["pc.ram", "the guest: in its image"]),
+        _ => {
+            assert_ended(&finished, 3, &["pc.ram", "the guest: it runs at its destination and stands still"])
+        }
+    }
+}

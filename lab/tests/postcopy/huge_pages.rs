@@ -1,0 +1,75 @@
+//! A destination whose memory is of huge pages takes them whole.
+
+use std::fs;
+
+use towline_lab::{BootSector, Builder, Qemu, Version, require_lab, skip};
+
+use crate::support::{
+    Scratch, assert_each_page_once, completed, prove_alive, qmp, run, small, store, waiting,
+};
+
+const POOL: &str = "/proc/sys/vm/nr_hugepages";
+const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+/// 64 MiB of 2 MiB each, and a few.
+const PAGES: u64 = 36;
+
+/// Huge pages, some of them made for the test.
+struct HugePages {
+    before: u64,
+}
+
+fn read(path: &str) -> u64 {
+    fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+}
+
+impl HugePages {
+    /// `None`: there are none, and none can be made.
+    fn reserve() -> Option<Self> {
+        let before = read(POOL);
+        let pages = Self { before };
+        if read(FREE) < PAGES {
+            let _ = fs::write(POOL, (before + PAGES).to_string());
+        }
+        (read(FREE) >= PAGES).then_some(pages)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if read(POOL) != self.before {
+            let _ = fs::write(POOL, self.before.to_string());
+        }
+    }
+}
+
+fn huge() -> Builder {
+    let memory = "memory-backend-memfd,id=pc.ram,size=64M,share=on,hugetlb=on,hugetlbsize=2M";
+    let machine = "pc-q35-10.0,memory-backend=pc.ram";
+    let builder = Qemu::builder(Version::V10_0).machine(machine).memory_mib(64);
+    builder.boot_sector(BootSector::default()).args(["-object", memory])
+}
+
+#[test]
+fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
+    let name = "memory_of_huge_pages_comes_a_huge_page_at_a_time";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(_pages) = HugePages::reserve() else {
+        return skip(
+            name,
+            &format!("{PAGES} huge pages of 2 MiB are neither there nor can be made ({POOL})"),
+        );
+    };
+    let scratch = Scratch::new();
+    let image = scratch.text("guest.img");
+    let count = store(&small(Version::V10_0), &image);
+    for options in ["", " --postcopy-preempt", " --max-bandwidth 16M"] {
+        let destination = waiting(&huge());
+        let finished = run(&format!("copy --postcopy{options} --json {image} {}", qmp(&destination)));
+        let completed = completed(&finished);
+        assert_eq!(completed["destination-state"], "runs");
+        assert_each_page_once(&completed);
+        prove_alive(&destination, count);
+    }
+}

@@ -1,0 +1,65 @@
+//! Linux guests that run and write while they go from QEMU to QEMU, their memory behind them.
+
+use serde_json::Value;
+use towline_lab::{Builder, LinuxGuest, Qemu, Version, require_lab};
+
+use crate::support::{WITHIN, completed, qmp, run, start, statuses, tells, tells_running, waiting};
+
+const MIB: u64 = 1 << 20;
+const WRITTEN: u64 = 24 * MIB;
+
+fn builder() -> Builder {
+    Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2)
+}
+
+/// A Linux that writes its memory; and how far it has counted.
+fn writing() -> (Qemu, u64) {
+    let qemu = builder().start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    guest.dirty(48 * MIB, WRITTEN).unwrap();
+    let tick = guest.wait_ticking(WITHIN).unwrap();
+    (qemu, tick)
+}
+
+fn prove_alive(qemu: &Qemu, tick: u64) {
+    let mut guest: LinuxGuest = qemu.linux(WITHIN).unwrap();
+    assert!(guest.wait_ticking(WITHIN).unwrap() > tick);
+    assert_eq!(guest.check().unwrap(), WRITTEN / 4096);
+}
+
+#[test]
+fn a_guest_that_writes_moves_and_its_memory_follows() {
+    if !require_lab("a_guest_that_writes_moves_and_its_memory_follows") {
+        return;
+    }
+    let ((source, tick), destination) = (writing(), waiting(&builder()));
+    let line = format!("move --postcopy --postcopy-preempt --json {} {}", qmp(&source), qmp(&destination));
+    let completed = completed(&run(&line));
+    assert_eq!(
+        (&completed["source-state"], &completed["destination-state"]),
+        (&"ended".into(), &"runs".into())
+    );
+    assert!(source.wait_exit(WITHIN).unwrap().success());
+    let statuses = statuses(&destination);
+    assert!(statuses.iter().any(|status| status == "postcopy-active"), "{statuses:?}");
+    prove_alive(&destination, tick);
+}
+
+#[test]
+fn two_qemus_that_lose_each_other_are_brought_together() {
+    if !require_lab("two_qemus_that_lose_each_other_are_brought_together") {
+        return;
+    }
+    let ((source, tick), destination) = (writing(), waiting(&builder()));
+    let line = format!("copy --postcopy --max-bandwidth 24M --json {} {}", qmp(&source), qmp(&destination));
+    let mut towline = start(&line);
+    tells_running(&mut towline);
+    destination.qmp().execute("migrate-pause", Value::Null).unwrap();
+    tells(&mut towline, "a connection made again", |event| {
+        event["text"].as_str().is_some_and(|text| text.contains("connected again"))
+    });
+    let completed = completed(&towline.wait(WITHIN).unwrap());
+    assert_eq!(completed["postcopy"]["recoveries"], 1);
+    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    prove_alive(&destination, tick);
+}

@@ -1,0 +1,92 @@
+//! The small guest, restored again and again: it runs, counts on, and gets each page once.
+
+use towline_lab::{Version, require_lab, wait_until};
+
+use crate::support::{
+    Scratch, WITHIN, assert_each_page_once, completed, number, prove_alive, qmp, run, small, start, statuses,
+    store, tells_running, waiting,
+};
+
+/// Restores it `times` times, and looks at it now and then.
+fn restores(version: Version, options: &str, times: u64) {
+    let scratch = Scratch::new();
+    let (builder, image) = (small(version), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    for time in 0..times {
+        let destination = waiting(&builder);
+        let finished = run(&format!("copy --postcopy {options} --json {image} {}", qmp(&destination)));
+        let completed = completed(&finished);
+        assert_eq!(completed["destination-state"], "runs");
+        assert_eq!(completed["postcopy"]["recoveries"], 0);
+        assert_each_page_once(&completed);
+        let statuses = statuses(&destination);
+        assert!(statuses.iter().any(|status| status == "postcopy-active"), "restore {time}: {statuses:?}");
+        assert!(!statuses.iter().any(|status| status == "postcopy-paused"), "restore {time}: {statuses:?}");
+        assert_eq!(destination.qmp().status().unwrap(), "running");
+        prove_alive(&destination, count);
+    }
+}
+
+#[test]
+fn a_guest_runs_at_once_and_gets_each_page_once() {
+    if require_lab("a_guest_runs_at_once_and_gets_each_page_once") {
+        restores(Version::V10_0, "--record-working-set off", number("TOWLINE_SOAK_RESTORES", 2));
+    }
+}
+
+#[test]
+fn and_with_a_preempt_channel_and_its_working_set_ahead() {
+    if require_lab("and_with_a_preempt_channel_and_its_working_set_ahead") {
+        restores(Version::V10_0, "--postcopy-preempt", number("TOWLINE_SOAK_RESTORES", 2));
+    }
+}
+
+#[test]
+fn on_qemu_7_2_too() {
+    if require_lab("on_qemu_7_2_too") {
+        restores(Version::V7_2, "--verify", 1);
+        restores(Version::V7_2, "--postcopy-preempt", 1);
+    }
+}
+
+#[test]
+fn a_guest_that_was_paused_or_shall_be_stays_so_and_its_memory_comes() {
+    if !require_lab("a_guest_that_was_paused_or_shall_be_stays_so_and_its_memory_comes") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    let finished = run(&format!("copy --postcopy --paused --json {image} {}", qmp(&destination)));
+    assert_eq!(completed(&finished)["destination-state"], "loaded, paused");
+    assert_eq!(destination.qmp().status().unwrap(), "paused");
+    destination.check_filled().unwrap();
+    destination.qmp().execute("cont", serde_json::Value::Null).unwrap();
+    prove_alive(&destination, count);
+}
+
+#[test]
+fn it_counts_while_most_of_its_memory_is_not_there() {
+    if !require_lab("it_counts_while_most_of_its_memory_is_not_there") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    let count = store(&builder, &image);
+    let destination = waiting(&builder);
+    // Eight seconds for 16 MiB, if nobody asks for any of it.
+    let line = format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination));
+    let mut towline = start(&line);
+    tells_running(&mut towline);
+    let moves = wait_until("a guest that counts on", WITHIN, || {
+        let now = destination.counter()?;
+        Ok((now > count + 1).then_some(now))
+    });
+    let active = destination.qmp().wait_migration("postcopy-active", WITHIN);
+    assert!(moves.is_ok() && active.is_ok(), "{moves:?} {active:?} {}", towline.stdout());
+    let completed = completed(&towline.wait(WITHIN).unwrap());
+    assert!(completed["postcopy"]["faults"]["requests"].as_u64().unwrap() > 0, "{completed}");
+    assert_each_page_once(&completed);
+    prove_alive(&destination, count);
+}

@@ -1,0 +1,152 @@
+//! What these tests share: images of small guests, restores, and what QEMU and towline say of them.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline, wait_until};
+
+/// For anything that must come. Generous: two busy processors.
+pub(crate) const WITHIN: Duration = Duration::from_secs(90);
+pub(crate) const PAGE: u64 = 4096;
+
+/// What this variable says, for long runs.
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+}
+
+/// A directory for images and sockets, that goes with the test.
+pub(crate) struct Scratch(TempDir);
+
+impl Scratch {
+    pub(crate) fn new() -> Self {
+        Self(tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap())
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// A path in it as an argument.
+    pub(crate) fn text(&self, name: &str) -> String {
+        self.path(name).display().to_string()
+    }
+}
+
+/// The endpoint that a QEMU is by its QMP socket.
+pub(crate) fn qmp(qemu: &Qemu) -> String {
+    format!("qmp:{}", qemu.qmp_path().display())
+}
+
+/// Starts `towline` with these arguments, which spaces separate.
+pub(crate) fn start(arguments: &str) -> Towline {
+    towline(arguments.split_whitespace()).unwrap()
+}
+
+/// Runs `towline` to its end.
+pub(crate) fn run(arguments: &str) -> Finished {
+    start(arguments).wait(WITHIN).unwrap()
+}
+
+/// Fails unless it ended with this code and said all this on its standard error, in this order.
+#[track_caller]
+pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
+    let Finished { status, stdout, stderr } = finished;
+    assert_eq!(status.code(), Some(code), "{status}: {stdout}{stderr}");
+    let mut at = 0;
+    for text in texts {
+        match stderr[at..].find(text) {
+            Some(found) => at += found + text.len(),
+            None => panic!("{text:?} is not in (or not in this order): {stderr}"),
+        }
+    }
+}
+
+/// The lines of `--json` so far; the last one may be half written.
+pub(crate) fn events(stdout: &str) -> Vec<Value> {
+    stdout.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+/// The event that `--json` ends with.
+#[track_caller]
+pub(crate) fn completed(finished: &Finished) -> Value {
+    assert_ended(finished, 0, &[]);
+    let last = events(&finished.stdout).pop().unwrap();
+    assert_eq!(last["event"], "completed", "{last}");
+    last
+}
+
+/// Waits until a towline with `--json` has told of such an event; it must not end before.
+pub(crate) fn tells(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    wait_until(what, WITHIN, || {
+        let runs = towline.runs()?;
+        let found = events(&towline.stdout()).into_iter().find(|event| wanted(event));
+        assert!(found.is_some() || runs, "it ended: {}{}", towline.stdout(), towline.stderr());
+        Ok(found)
+    })
+    .unwrap()
+}
+
+/// Waits until the guest is told to run.
+pub(crate) fn tells_running(towline: &mut Towline) {
+    tells(towline, "guest that runs", |event| event["phase"] == "running");
+}
+
+/// The small guest: 16 MiB with content, one of them written for ever.
+pub(crate) fn small(version: Version) -> Builder {
+    Qemu::builder(version).memory_mib(64).boot_sector(BootSector::default())
+}
+
+/// Starts it, stores it when it counts, and ends it. Returns where its counter was before.
+pub(crate) fn store(builder: &Builder, image: &str) -> u64 {
+    let source = builder.clone().start().unwrap();
+    let count = source.wait_counting(WITHIN).unwrap();
+    assert_ended(&run(&format!("copy {} {image}", qmp(&source))), 0, &[]);
+    count
+}
+
+pub(crate) fn waiting(builder: &Builder) -> Qemu {
+    builder.clone().incoming_defer().start().unwrap()
+}
+
+/// The statuses of the migration that QEMU told of since it was asked last.
+pub(crate) fn statuses(qemu: &Qemu) -> Vec<String> {
+    // An answer brings what was told before it.
+    qemu.qmp().status().unwrap();
+    let events = qemu.qmp().take_events();
+    let migration = events.iter().filter(|event| event["event"] == "MIGRATION");
+    migration.filter_map(|event| Some(event["data"]["status"].as_str()?.to_owned())).collect()
+}
+
+/// Every page went, and none twice, when no connection was lost.
+#[track_caller]
+pub(crate) fn assert_each_page_once(completed: &Value) {
+    let ram = &completed["ram"];
+    let pages = ram["normal"].as_u64().unwrap() + ram["duplicate"].as_u64().unwrap();
+    assert_eq!(pages * PAGE, ram["total"].as_u64().unwrap(), "{completed}");
+}
+
+/// The small guest goes on where it was: it counts on, and every page is as it was written.
+#[track_caller]
+pub(crate) fn prove_alive(qemu: &Qemu, count: u64) {
+    assert!(qemu.wait_counting(WITHIN).unwrap() > count);
+    qemu.qmp().execute("stop", Value::Null).unwrap();
+    qemu.check_filled().unwrap();
+    qemu.qmp().execute("cont", Value::Null).unwrap();
+}
+
+/// What `query-migrate` says.
+pub(crate) fn migration_status(qemu: &Qemu) -> String {
+    let info = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
+    info["status"].as_str().unwrap_or("none").to_owned()
+}
+
+/// Sets a QEMU that waits as a destination of postcopy, for a towline that cannot.
+pub(crate) fn set_postcopy(qemu: &Qemu) {
+    let on = json!([
+        { "capability": "postcopy-ram", "state": true },
+        { "capability": "events", "state": true }
+    ]);
+    qemu.qmp().execute("migrate-set-capabilities", json!({ "capabilities": on })).unwrap();
+}
