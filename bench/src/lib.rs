@@ -1,7 +1,7 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! towline bench [TABLE...]  ─►  run  ─►  ram, live, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//! towline bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
 //!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
 //! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
@@ -11,6 +11,7 @@
 //! What this is not: a test. It asserts nothing about speed, and its figures are of the machine that it ran on.
 
 mod counter;
+pub mod instant;
 pub mod lanes;
 pub mod live;
 mod machine;
@@ -36,6 +37,8 @@ pub struct Options {
     pub report: Option<PathBuf>,
     /// Runs of each row, at least 1.
     pub runs: usize,
+    /// MiB of the guests, for tables that have several sizes; theirs if empty.
+    pub sizes_mib: Vec<u64>,
     /// The binary under test.
     pub towline: PathBuf,
     /// Ends the run early; everything is put away.
@@ -58,7 +61,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 5] = [
+const BENCHMARKS: [Benchmark; 6] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -69,6 +72,17 @@ const BENCHMARKS: [Benchmark; 5] = [
         name: "live",
         measure: |options| {
             live::measure(&live::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+        },
+    },
+    Benchmark {
+        name: "instant",
+        measure: |options| {
+            let mut parameters =
+                instant::Parameters::of(&options.towline, options.runs, options.cancel.clone());
+            if !options.sizes_mib.is_empty() {
+                parameters.sizes_mib.clone_from(&options.sizes_mib);
+            }
+            instant::measure(&parameters)
         },
     },
     Benchmark {
@@ -131,7 +145,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, lanes, lanes-busy, calls"
+            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -25,6 +25,8 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_channel::Cancel;
 
+pub(crate) use restore::{drop_cached, read_once};
+
 use crate::machine;
 use crate::rounds::Outcome;
 use crate::stats::Summary;

@@ -322,7 +322,7 @@ impl Restored {
 }
 
 /// Brings what the file holds into the page cache; its holes would only fill it with zeros.
-fn read_once(path: &Path) -> Result<()> {
+pub(crate) fn read_once(path: &Path) -> Result<()> {
     let file = File::open(path)?;
     let mut buffer = vec![0; 1 << 20];
     let mut at = 0;
@@ -341,7 +341,8 @@ fn read_once(path: &Path) -> Result<()> {
     }
 }
 
-fn drop_cached(path: &Path) -> Result<()> {
+/// Takes it out of the page cache.
+pub(crate) fn drop_cached(path: &Path) -> Result<()> {
     let file = File::open(path)?;
     file.sync_all()?;
     fadvise(&file, 0, None, Advice::DontNeed)?;

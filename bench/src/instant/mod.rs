@@ -1,0 +1,401 @@
+//! `towline bench instant`: a stored guest that runs at once, against QEMU's own restore and QEMU's own postcopy.
+//!
+//! ```text
+//!   image ─► waiting QEMU     QEMU's mapped-ram, 4 channels · towline copy · --postcopy · with preempt · with its working set
+//!   QEMU  ─► waiting QEMU     postcopy, with and without preempt
+//!   for each: RUNNING · first new tick · everything there · faults, and how long they took
+//! ```
+//! A Linux of each size, three quarters of it random. Its counter is read out of the destination's memory past QEMU, but only once
+//! QEMU says that it runs: a read between QEMU's discarding its memory and watching it would put a page there.
+//!
+//! Limits: one guest at a time, TCG; how long QEMU's own source takes for a fault is nowhere to be asked before QEMU 10.1, so
+//! p50 and p99 are of towline's, and beside them stands for both what the destination says of its processors' waiting.
+
+mod guest;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_channel::Cancel;
+use towline_lab::{Qemu, Towline};
+
+use crate::rounds::{self, Contender, Outcome};
+use crate::stats::Summary;
+use crate::table::{Content, Row, Table};
+use guest::{Stored, Waiting};
+
+const MIB: u64 = 1 << 20;
+/// How much of a guest is random.
+const DATA_PERCENT: u64 = 75;
+/// MiB that stay with the guest's kernel.
+const KERNEL_MIB: u64 = 128;
+const WITHIN: Duration = Duration::from_secs(300);
+const LOOK_INTERVAL: Duration = Duration::from_micros(500);
+/// Above it two guests and an image do not fit a machine of ordinary size.
+const TWO_GUESTS_MIB_MAX: u64 = 4096;
+
+/// What is measured, on what guests.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// MiB that each guest has.
+    pub sizes_mib: Vec<u64>,
+    /// Runs of each row.
+    pub runs: usize,
+    /// The binary under test.
+    pub towline: PathBuf,
+    /// Where images go, and are removed from.
+    pub directory: PathBuf,
+    /// Ends it early.
+    pub cancel: Cancel,
+}
+
+impl Parameters {
+    /// Guests of 1, 4 and 8 GiB; images under `$TMPDIR`.
+    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+        let (sizes_mib, directory) = (vec![1024, 4096, 8192], std::env::temp_dir());
+        Self { sizes_mib, runs, towline: towline.into(), directory, cancel }
+    }
+}
+
+/// How the guest gets there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Means {
+    Qemu,
+    Copy,
+    Postcopy { preempt: bool, working_set: bool },
+    Live { preempt: bool },
+}
+
+const MEANS: [Means; 7] = [
+    Means::Qemu,
+    Means::Copy,
+    Means::Postcopy { preempt: false, working_set: false },
+    Means::Postcopy { preempt: true, working_set: false },
+    Means::Postcopy { preempt: true, working_set: true },
+    Means::Live { preempt: false },
+    Means::Live { preempt: true },
+];
+
+impl Means {
+    fn label(self) -> &'static str {
+        match self {
+            Self::Qemu => "QEMU's own restore, 4 channels",
+            Self::Copy => "towline copy",
+            Self::Postcopy { preempt: false, .. } => "towline --postcopy",
+            Self::Postcopy { working_set: false, .. } => "towline --postcopy-preempt",
+            Self::Postcopy { .. } => "towline --postcopy-preempt, working set known",
+            Self::Live { preempt: false } => "QEMU to QEMU, postcopy",
+            Self::Live { preempt: true } => "QEMU to QEMU, postcopy-preempt",
+        }
+    }
+}
+
+/// One arrival, from the command on.
+#[derive(Debug, Clone, Default)]
+struct Arrival {
+    running: Duration,
+    tick: Duration,
+    complete: Duration,
+    faults: Option<u64>,
+    /// Of towline's own faults, in microseconds.
+    latency: Option<(u64, u64)>,
+    /// What the destination's processors waited in all, in milliseconds.
+    blocked_ms: Option<u64>,
+}
+
+/// Measures all; with [`Parameters::of`] about a quarter of an hour for three runs.
+///
+/// # Errors
+/// There is no QEMU, a guest does not get going, or it was cancelled. A contender that fails is a row that says so.
+pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
+    let qemu = towline_lab::paths::QEMU_10_0;
+    ensure!(Path::new(qemu).is_file(), "{qemu} is missing; run `cargo xtask setup`");
+    let mut table = table(parameters);
+    for &size in &parameters.sizes_mib {
+        parameters.cancel.check()?;
+        let directory =
+            tempfile::Builder::new().prefix("towline-bench-").tempdir_in(&parameters.directory)?;
+        let bench = Bench { parameters, memory_mib: size, directory };
+        table.rows.extend(bench.rows()?);
+    }
+    Ok(vec![table])
+}
+
+/// What belongs to the guests of one size.
+struct Bench<'a> {
+    parameters: &'a Parameters,
+    memory_mib: u64,
+    directory: TempDir,
+}
+
+impl Bench<'_> {
+    fn data_mib(&self) -> u64 {
+        (self.memory_mib * DATA_PERCENT / 100).min(self.memory_mib.saturating_sub(KERNEL_MIB))
+    }
+
+    fn image(&self) -> PathBuf {
+        self.directory.path().join("guest.img")
+    }
+
+    fn rows(&self) -> Result<Vec<Row>> {
+        let stored = Stored::make(self)?;
+        let all: Vec<(bool, Means)> =
+            [true, false].iter().flat_map(|cached| MEANS.iter().map(|means| (*cached, *means))).collect();
+        let group = |cached: bool| {
+            let cache = if cached { "in" } else { "not in" };
+            format!("{} MiB guest, image {cache} the page cache", self.memory_mib)
+        };
+        let contenders: Vec<Contender> = all
+            .iter()
+            .map(|(cached, means)| Contender { group: group(*cached), label: means.label().into() })
+            .collect();
+        let outcomes = rounds::run(&contenders, self.parameters.runs, &self.parameters.cancel, |index| {
+            let (cached, means) = all[index];
+            self.arrive(&stored, cached, means)
+        })?;
+        let base = |cached: bool| {
+            let at = all.iter().position(|contender| *contender == (cached, Means::Qemu));
+            at.map(|at| seconds(&outcomes[at], |arrival| arrival.running)).unwrap_or_default()
+        };
+        let live = |cached: bool, preempt: bool| {
+            let at = all.iter().position(|contender| *contender == (cached, Means::Live { preempt }));
+            at.map(|at| seconds(&outcomes[at], |arrival| arrival.complete)).unwrap_or_default()
+        };
+        let rows =
+            all.iter().zip(&outcomes).zip(contenders).map(|(((cached, means), outcome), contender)| {
+                let preempt =
+                    matches!(means, Means::Postcopy { preempt: true, .. } | Means::Live { preempt: true });
+                let content = match &outcome.failure {
+                    Some(reason) => Content::Missing(reason.clone()),
+                    None => measured(outcome, &base(*cached), &live(*cached, preempt)),
+                };
+                Row { group: contender.group, label: contender.label, content }
+            });
+        Ok(rows.collect())
+    }
+
+    fn arrive(&self, stored: &Stored, cached: bool, means: Means) -> Result<Arrival> {
+        match means {
+            Means::Live { .. } if !cached => bail!("no image is read: as above"),
+            Means::Live { .. } if self.memory_mib > TWO_GUESTS_MIB_MAX => {
+                bail!(
+                    "two guests of this size do not fit beside each other: measured up to {TWO_GUESTS_MIB_MAX} MiB"
+                )
+            }
+            Means::Live { preempt } => return self.live(stored, preempt),
+            _ => {}
+        }
+        if let Means::Postcopy { working_set: true, .. } = means {
+            stored.know_working_set(self)?;
+        } else {
+            stored.forget_working_set()?;
+        }
+        let waiting = Waiting::start(self, stored)?;
+        match cached {
+            true => crate::ram::read_once(&stored.path)?,
+            false => crate::ram::drop_cached(&stored.path)?,
+        }
+        crate::machine::settle(self.data_mib() * MIB / 4 * 5)?;
+        match means {
+            Means::Qemu => self.by_qemu(stored, &waiting),
+            Means::Copy => self.by_towline(stored, &waiting, &[]),
+            Means::Postcopy { preempt, .. } => {
+                let options: &[&str] =
+                    if preempt { &["--postcopy", "--postcopy-preempt"] } else { &["--postcopy"] };
+                let arrival = self.by_towline(stored, &waiting, options)?;
+                stored.prove(&waiting.qemu)?;
+                Ok(arrival)
+            }
+            Means::Live { .. } => bail!("not of an image"),
+        }
+    }
+
+    fn by_qemu(&self, stored: &Stored, waiting: &Waiting) -> Result<Arrival> {
+        let capability = |name: &str| json!({ "capability": name, "state": true });
+        let capabilities = json!({ "capabilities": [capability("multifd"), capability("mapped-ram")] });
+        waiting.qemu.qmp().execute("migrate-set-capabilities", capabilities)?;
+        waiting.qemu.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }))?;
+        let started = Instant::now();
+        let uri = format!("file:{}", stored.path.display());
+        waiting.qemu.qmp().execute_within("migrate-incoming", json!({ "uri": uri }), WITHIN)?;
+        let (running, tick) = self.watch(&|| Ok(stored.tick), waiting, started, &mut || Ok(()))?;
+        Ok(Arrival { running, tick, complete: running, ..Arrival::default() })
+    }
+
+    fn by_towline(&self, stored: &Stored, waiting: &Waiting, options: &[&str]) -> Result<Arrival> {
+        waiting.count_waits(options.contains(&"--postcopy"))?;
+        let (image, to) =
+            (stored.path.display().to_string(), format!("qmp:{}", waiting.qemu.qmp_path().display()));
+        let arguments = [&["copy", "--json", &image, &to], options].concat();
+        let started = Instant::now();
+        let mut towline = Towline::start(&self.parameters.towline, arguments)?;
+        let (running, tick) = self.watch(&|| Ok(stored.tick), waiting, started, &mut || {
+            let ended = !towline.runs()?;
+            let failed = ended && !towline.stderr().is_empty();
+            ensure!(!failed, "{}", towline.stderr().lines().next().unwrap_or_default());
+            Ok(())
+        })?;
+        self.wait("towline's end", || Ok((!towline.runs()?).then_some(())))?;
+        let complete = started.elapsed();
+        let finished = towline.wait_done(WITHIN)?;
+        let events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let completed = events.last().context("towline said nothing")?;
+        let faults = &completed["postcopy"]["faults"];
+        Ok(Arrival {
+            running,
+            tick,
+            complete,
+            faults: faults["requests"].as_u64(),
+            latency: faults["latency-p50-us"].as_u64().zip(faults["latency-p99-us"].as_u64()),
+            blocked_ms: waiting.blocked_ms()?,
+        })
+    }
+
+    /// From a QEMU that holds the guest, paused, so that it does not compete for the processors.
+    fn live(&self, stored: &Stored, preempt: bool) -> Result<Arrival> {
+        let source = Waiting::start(self, stored)?;
+        let (image, to) =
+            (stored.path.display().to_string(), format!("qmp:{}", source.qemu.qmp_path().display()));
+        Towline::start(&self.parameters.towline, ["copy", "--paused", &image, &to])?.wait_done(WITHIN)?;
+        let waiting = Waiting::start(self, stored)?;
+        waiting.count_waits(true)?;
+        let capability = |name: &str| json!({ "capability": name, "state": true });
+        let mut capabilities = vec![capability("postcopy-ram")];
+        if preempt {
+            capabilities.push(capability("postcopy-preempt"));
+        }
+        let capabilities = json!({ "capabilities": capabilities });
+        for qemu in [&source.qemu, &waiting.qemu] {
+            qemu.qmp().execute("migrate-set-capabilities", capabilities.clone())?;
+        }
+        let returns = json!({ "capabilities": [capability("return-path")] });
+        source.qemu.qmp().execute("migrate-set-capabilities", returns)?;
+        source.qemu.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 }))?;
+        let uri = format!("unix:{}", self.directory.path().join("live.sock").display());
+        waiting.qemu.qmp().execute("migrate-incoming", json!({ "uri": uri }))?;
+        source.qemu.qmp().execute("cont", Value::Null)?;
+        crate::machine::settle(self.data_mib() * MIB / 4 * 5)?;
+        let started = Instant::now();
+        source.qemu.qmp().execute("migrate", json!({ "uri": uri }))?;
+        // At once, as an image's guest goes: no pass before it.
+        source.qemu.qmp().execute("migrate-start-postcopy", Value::Null)?;
+        // The source's counter stands still since the switch.
+        let past = || source.counter.read();
+        let (running, tick) = self.watch(&past, &waiting, started, &mut || Ok(()))?;
+        let info = source.qemu.qmp().wait_migration("completed", WITHIN)?;
+        let complete = started.elapsed();
+        let faults = info["ram"]["postcopy-requests"].as_u64();
+        Ok(Arrival { running, tick, complete, faults, latency: None, blocked_ms: waiting.blocked_ms()? })
+    }
+
+    /// Waits for RUNNING, and for the first tick; `look` fails when they cannot come.
+    fn watch(
+        &self,
+        past: &dyn Fn() -> Result<u64>,
+        waiting: &Waiting,
+        started: Instant,
+        look: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<(Duration, Duration)> {
+        self.wait("a guest that runs", || {
+            look()?;
+            Ok((waiting.qemu.qmp().status()? == "running").then_some(()))
+        })?;
+        let running = started.elapsed();
+        self.wait("the guest's first tick", || Ok((waiting.counter.read()? > past()?).then_some(())))?;
+        Ok((running, started.elapsed()))
+    }
+
+    fn wait<T>(&self, what: &str, mut condition: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+        let deadline = Instant::now() + WITHIN;
+        loop {
+            self.parameters.cancel.check()?;
+            if let Some(value) = condition()? {
+                return Ok(value);
+            }
+            ensure!(Instant::now() < deadline, "{what}: not within {} s", WITHIN.as_secs());
+            std::thread::sleep(LOOK_INTERVAL);
+        }
+    }
+
+    fn builder(&self) -> towline_lab::Builder {
+        Qemu::builder(towline_lab::Version::V10_0).cpu("Nehalem").linux().memory_mib(self.memory_mib)
+    }
+}
+
+fn table(parameters: &Parameters) -> Table {
+    Table {
+        name: "instant",
+        title: format!(
+            "Restore of a Linux guest, {DATA_PERCENT} % of it random, into cold memory, {} runs, median (min–max)",
+            parameters.runs
+        ),
+        columns: vec![
+            "what",
+            "ms to RUNNING",
+            "QEMU's own ×",
+            "ms to first tick",
+            "s until all is there",
+            "× QEMU to QEMU",
+            "faults",
+            "fault p50 ms",
+            "p99 ms",
+            "processors waited ms",
+        ],
+        rows: Vec::new(),
+        notes: vec![
+            "the clock starts with towline's process, or with `migrate-incoming` (QEMU to QEMU: `migrate`); the destination was ready".into(),
+            "QEMU's own ×: how many times sooner the guest runs than with QEMU's own restore of the same round".into(),
+            "fault p50, p99: from a request's arrival at towline until its page was handed to the kernel".into(),
+            "processors waited: the destination's own word (postcopy-blocktime), of all its processors together".into(),
+            "after each --postcopy the guest hashed its data: equal, or the row says otherwise".into(),
+        ],
+    }
+}
+
+fn seconds(outcome: &Outcome<Arrival>, of: impl Fn(&Arrival) -> Duration) -> Vec<f64> {
+    outcome.values.iter().map(|arrival| of(arrival).as_secs_f64()).collect()
+}
+
+fn measured(outcome: &Outcome<Arrival>, base: &[f64], live: &[f64]) -> Content {
+    let summary = |values: Vec<f64>, digits: usize| match Summary::of(values) {
+        Some(summary) => format!("{summary:.digits$}"),
+        None => "–".into(),
+    };
+    let running = seconds(outcome, |arrival| arrival.running);
+    let complete = seconds(outcome, |arrival| arrival.complete);
+    let ratio =
+        |values: Option<Summary>| values.map_or_else(|| "–".into(), |ratio| format!("{:.2}", ratio.median));
+    let figures =
+        |of: &dyn Fn(&Arrival) -> Option<f64>| outcome.values.iter().filter_map(of).collect::<Vec<_>>();
+    let latency =
+        |of: fn((u64, u64)) -> u64| figures(&|arrival| arrival.latency.map(|all| of(all) as f64 / 1e3));
+    let milliseconds = |values: &[f64]| values.iter().map(|value| value * 1e3).collect::<Vec<_>>();
+    let tick = seconds(outcome, |arrival| arrival.tick);
+    let faults = figures(&|arrival| arrival.faults.map(|faults| faults as f64));
+    let blocked = figures(&|arrival| arrival.blocked_ms.map(|ms| ms as f64));
+    let (p50, p99) = (latency(|all| all.0), latency(|all| all.1));
+    let cells = vec![
+        summary(milliseconds(&running), 0),
+        ratio(Summary::of_ratios(base, &running)),
+        summary(milliseconds(&tick), 0),
+        summary(complete.clone(), 2),
+        ratio(Summary::of_ratios(&complete, live)),
+        summary(faults.clone(), 0),
+        summary(p50.clone(), 2),
+        summary(p99.clone(), 2),
+        summary(blocked.clone(), 0),
+    ];
+    let data = json!({
+        "seconds-to-running": running,
+        "seconds-to-first-tick": tick,
+        "seconds-until-complete": complete,
+        "faults": faults,
+        "fault-p50-ms": p50,
+        "fault-p99-ms": p99,
+        "blocked-ms": blocked,
+    });
+    Content::Measured { cells, data }
+}
