@@ -26,11 +26,8 @@ fn remaining(towline: &Towline) -> Option<u64> {
 }
 
 /// One restore with up to `cuts` cuts at random moments. Returns how many there were.
-fn restore_with_cuts(options: &str, cuts: u64, random: &mut fastrand::Rng) -> u64 {
-    let scratch = Scratch::new();
-    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
-    let count = store(&builder, &image);
-    let destination = waiting(&builder);
+fn restore_with_cuts(image: &str, count: u64, options: &str, cuts: u64, random: &mut fastrand::Rng) -> u64 {
+    let destination = waiting(&small(Version::V10_0));
     let line = format!("copy --postcopy {options} --max-bandwidth 6M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
     tells_running(&mut towline);
@@ -55,15 +52,19 @@ fn cut_at_random_moments_it_is_recovered() {
     if !require_lab("cut_at_random_moments_it_is_recovered") {
         return;
     }
+    let scratch = Scratch::new();
+    let image = scratch.text("guest.img");
+    let count = store(&small(Version::V10_0), &image);
     let seed = number("TOWLINE_SOAK_SEED", 1);
-    let (wanted, mut random) = (number("TOWLINE_SOAK_CUTS", 4), fastrand::Rng::with_seed(seed));
+    let (wanted, mut random) = (number("TOWLINE_SOAK_CUTS", 6), fastrand::Rng::with_seed(seed));
     let mut made = 0;
     for (restore, options) in (0..).zip(["", "--postcopy-preempt"].iter().cycle()) {
         if made >= wanted {
             break;
         }
         assert!(restore < 4 * wanted, "only {made} cuts in {restore} restores");
-        made += restore_with_cuts(options, 2.min(wanted - made), &mut random);
+        let cuts = (wanted - made).min(3 + 2 * (restore % 3));
+        made += restore_with_cuts(&image, count, options, cuts, &mut random);
         println!("{made} of {wanted} cuts, seed {seed}");
     }
 }

@@ -106,7 +106,7 @@ fn once_it_runs_it_is_too_late_to_cancel() {
     let count = store(&builder, &image);
     let destination = waiting(&builder);
     let mut towline =
-        start(&format!("copy --postcopy --max-bandwidth 4M --json {image} {}", qmp(&destination)));
+        start(&format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination)));
     tells_running(&mut towline);
     interrupt(&towline);
     crate::support::tells(&mut towline, "a word about it", |event| {

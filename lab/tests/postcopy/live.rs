@@ -1,6 +1,6 @@
 //! Linux guests that run and write while they go from QEMU to QEMU, their memory behind them.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use towline_lab::{Builder, LinuxGuest, Qemu, Version, require_lab};
 
 use crate::support::{WITHIN, completed, qmp, run, start, statuses, tells, tells_running, waiting};
@@ -51,13 +51,21 @@ fn two_qemus_that_lose_each_other_are_brought_together() {
         return;
     }
     let ((source, tick), destination) = (writing(), waiting(&builder()));
-    let line = format!("copy --postcopy --max-bandwidth 24M --json {} {}", qmp(&source), qmp(&destination));
+    let line = format!("copy --postcopy --max-bandwidth 48M --json {} {}", qmp(&source), qmp(&destination));
     let mut towline = start(&line);
+    // What the guest wrote meanwhile shall take its time.
+    tells(&mut towline, "a pass that began", |event| event["phase"] == "transfer");
+    let follow_at = |rate: u64| {
+        let parameters = json!({ "max-postcopy-bandwidth": rate });
+        source.qmp().execute("migrate-set-parameters", parameters).unwrap();
+    };
+    follow_at(1 << 20);
     tells_running(&mut towline);
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     tells(&mut towline, "a connection made again", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("connected again"))
     });
+    follow_at(0);
     let completed = completed(&towline.wait(WITHIN).unwrap());
     assert_eq!(completed["postcopy"]["recoveries"], 1);
     assert_eq!(source.qmp().status().unwrap(), "postmigrate");

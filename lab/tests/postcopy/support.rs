@@ -136,12 +136,6 @@ pub(crate) fn prove_alive(qemu: &Qemu, count: u64) {
     qemu.qmp().execute("cont", Value::Null).unwrap();
 }
 
-/// What `query-migrate` says.
-pub(crate) fn migration_status(qemu: &Qemu) -> String {
-    let info = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
-    info["status"].as_str().unwrap_or("none").to_owned()
-}
-
 /// Sets a QEMU that waits as a destination of postcopy, for a towline that cannot.
 pub(crate) fn set_postcopy(qemu: &Qemu) {
     let on = json!([
