@@ -50,7 +50,9 @@ pub trait Guest: Sync {
     /// What is known of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
-    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now.
+    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now. Always a unit:
+    /// 2 MiB, or less at the block's end (a live guest's later passes: what was written of one). Postcopy has several threads
+    /// prepare at once, each unit once, those first that somebody waits for.
     ///
     /// # Errors
     /// The memory cannot be had or is not what it should be; the migration ends.
