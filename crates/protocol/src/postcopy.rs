@@ -243,6 +243,11 @@ impl Preempt {
         Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
     }
 
+    /// No further page is asked for. Destinations up to QEMU 7.2 wait for that.
+    pub fn end(self, out: &mut Vec<u8>) {
+        ram::put_flag(RamFlags::EOS, out);
+    }
+
     /// Records go here.
     pub fn records(&mut self) -> &mut RamWriter {
         &mut self.0

@@ -69,6 +69,14 @@ pub(super) fn serve(
         service.feed.close();
     });
     session.check()?;
+    if let Some(preempt) = service.preempt
+        && of.preempts_at_once()
+    {
+        // The destinations of that time wait for it.
+        let (mut writer, preempt) = preempt.into_inner();
+        preempt.end(writer.pending());
+        writer.flush()?;
+    }
     let (mut writer, serving) = service.main.into_inner();
     conversation.inbox.expect_shut();
     let _end = serving.end(writer.pending());
