@@ -45,7 +45,9 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         Some(other) => return Ok(outcome.usage(&format!("--base {other}: a base is an image"))),
     };
     let promise = match args.transfer.postcopy.postcopy {
-        true => "a guest that does not run yet stays where it is, one that runs gets the rest of its memory first",
+        true => {
+            "a guest that does not run yet stays where it is, one that runs gets the rest of its memory first"
+        }
         false => "the source keeps its guest",
     };
     let cancel = cancel_on_signals(promise)?;
