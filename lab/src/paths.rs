@@ -39,6 +39,11 @@ pub fn python(lab: &Path) -> PathBuf {
     lab.join("python/bin/python")
 }
 
+/// The Python that has an S3 server.
+pub fn s3_python(lab: &Path) -> PathBuf {
+    lab.join("python-s3/bin/python")
+}
+
 /// The emulator from the backports, installed.
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 

@@ -130,6 +130,17 @@ const SOAKS: &[Soak] = &[
             )
         },
     },
+    Soak {
+        name: "uploads",
+        about: "50 uploads into a store that are killed at random moments (TOWLINE_SOAK_UPLOADS, TOWLINE_SOAK_SEED)",
+        run: || {
+            lab_test(
+                "store",
+                "kills::an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk",
+                &[("TOWLINE_SOAK_UPLOADS", "50")],
+            )
+        },
+    },
 ];
 
 /// Runs the named one; without a name, lists them.

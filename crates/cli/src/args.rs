@@ -9,6 +9,8 @@ use towline_migration::{Compression, ZeroCopySend};
 use crate::ctl::CtlArgs;
 use crate::endpoint::Endpoint;
 use crate::net::NetArgs;
+#[cfg(feature = "store")]
+use crate::units::hours;
 use crate::units::{bytes, seconds};
 use crate::vsock::VsockArgs;
 
@@ -42,6 +44,10 @@ Endpoints:
   fd:N             an open file descriptor
   exec:COMMAND     the standard input and output of a shell command
   file:PATH, PATH  an image: QEMU's mapped-ram file, and beside it PATH.manifest.json with checksums
+  s3://BUCKET/PREFIX/NAME
+                   an image in an object store: chunks that all images of the PREFIX share, and NAME's index; also gs://, az://,
+                   http(s):// (read-only) and store:PATH, a directory. Credentials come from the environment or the usual
+                   files, S3's endpoint from AWS_ENDPOINT_URL (docs/store.md)
   mem:SIZE         as SOURCE: a synthetic guest of so many bytes (K, M, G) with a checked pattern; options behind
                    commas: dirty=BYTES a second (0), zero=PERCENT of its pages (25), seed=N, threads=N that write,
                    backing=private|memfd|hugetlb
@@ -80,6 +86,9 @@ Examples:
     towline copy --multifd-channels 4 mem:2G,dirty=20M tcp:OTHER:4444
   Encrypted from a QEMU elsewhere, whose `migrate` has tls-creds set, with certificates in DIR (docs/tls.md):
     towline copy --tls-creds DIR tcp:0.0.0.0:4444 guest.img
+  Into an object store, which gets only what it does not have yet, and from there into a QEMU that waits:
+    towline copy --resume qmp:/run/vm/a.qmp s3://BUCKET/vm/a-monday
+    towline copy s3://BUCKET/vm/a-monday qmp:/run/vm/b.qmp
   Or through any filter:
     towline copy guest.img exec:'zstd -1 | ssh other \"zstd -d > guest.stream\"' --return-path off
 "))]
@@ -229,14 +238,21 @@ Examples:
   towline inspect guest.img
   towline inspect --verify --json guest.img
   towline inspect qmp:/run/vm/a.qmp
+  towline inspect --verify s3://BUCKET/vm/a-monday
+Which chunks in a store no image needs, and to remove them:
+  towline inspect --garbage s3://BUCKET/vm
+  towline inspect --remove-garbage s3://BUCKET/vm
 ")]
 pub(crate) struct InspectArgs {
-    /// What to look at: an image, qmp:PATH, or a stream (tcp:, unix:, fd:, exec:)
+    /// What to look at: an image, qmp:PATH, a store's prefix, or a stream (tcp:, unix:, fd:, exec:)
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
     /// Compare the whole image with its checksums
     #[arg(long)]
     pub(crate) verify: bool,
+    #[cfg(feature = "store")]
+    #[command(flatten)]
+    pub(crate) garbage: GarbageArgs,
     /// Lanes that a stream has; 0: none
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) multifd_channels: usize,
@@ -280,6 +296,21 @@ pub(crate) struct BenchArgs {
     /// This process is one end of a measured migration
     #[arg(long, value_name = "ROLE", hide = true, exclusive = true)]
     pub(crate) end: Option<String>,
+}
+
+/// What no image of a store needs.
+#[cfg(feature = "store")]
+#[derive(Debug, clap::Args)]
+pub(crate) struct GarbageArgs {
+    /// SOURCE is a store's prefix: list the chunks that no image in it names
+    #[arg(long)]
+    pub(crate) garbage: bool,
+    /// As --garbage, and remove them; refused while somebody uploads there
+    #[arg(long)]
+    pub(crate) remove_garbage: bool,
+    /// Chunks that are younger are left alone: an upload that broke off may go on with them
+    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours)]
+    pub(crate) garbage_age: std::time::Duration,
 }
 
 /// How streams are encrypted.

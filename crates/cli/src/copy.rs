@@ -23,7 +23,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         Ok(source) => source,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    if args.destinations.len() > 1 && !matches!(source, Source::Image(_)) {
+    if args.destinations.len() > 1 && !source.is_image() {
         let text = format!(
             "{} destinations, but {} can be read only once: copy it to an image first, and the image to all of them",
             args.destinations.len(),

@@ -15,25 +15,35 @@ pub(crate) enum Endpoint {
     Qmp(PathBuf),
     Stream(Address),
     Image(PathBuf),
+    #[cfg(feature = "store")]
+    Store(towline_image::store::Location),
     Memory(Memory),
     Null,
+    /// With a secret in it, and why that cannot be. The parser of the command line would show what it refuses.
+    #[cfg(feature = "store")]
+    Secret(String),
 }
 
-/// Schemes that are planned, with what they will be.
-const PLANNED: [(&str, &str); 5] = [
-    ("s3://", "object stores"),
-    ("gs://", "object stores"),
-    ("az://", "object stores"),
-    ("http://", "object stores"),
-    ("https://", "object stores"),
-];
+/// How endpoints of object stores begin.
+#[cfg(not(feature = "store"))]
+const STORES: [&str; 6] = ["s3://", "gs://", "az://", "http://", "https://", "store:"];
 
 impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some((_, what)) = PLANNED.iter().find(|(scheme, _)| text.starts_with(scheme)) {
-            return Err(format!("{what} are not there yet; use a file: or a stream (tcp:, unix:, exec:)"));
+        #[cfg(feature = "store")]
+        if towline_image::store::Location::is_one(text) {
+            use towline_image::store::Error;
+            return match text.parse() {
+                Ok(location) => Ok(Self::Store(location)),
+                Err(error @ Error::Secret { .. }) => Ok(Self::Secret(error.to_string())),
+                Err(error) => Err(error.to_string()),
+            };
+        }
+        #[cfg(not(feature = "store"))]
+        if STORES.iter().any(|scheme| text.starts_with(scheme)) {
+            return Err("this towline was built without object stores (cargo's feature `store`)".into());
         }
         let Some((scheme, rest)) = text.split_once(':') else { return image(text) };
         match scheme {
@@ -50,7 +60,7 @@ impl FromStr for Endpoint {
             // A path may have a colon in it, but then it has a slash too, or it is written with file: before it.
             _ if text.contains('/') => image(text),
             _ => Err(format!(
-                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, mem:, null:, or a path (a file of this name is file:{text})"
+                "unknown scheme {scheme:?}: qmp:, tcp:, unix:, ws://, wss://, fd:, exec:, file:, s3://, gs://, az://, http(s)://, store:, mem:, null:, or a path (a file of this name is file:{text})"
             )),
         }
     }
@@ -69,21 +79,39 @@ impl fmt::Display for Endpoint {
             Self::Qmp(path) => write!(f, "qmp:{}", path.display()),
             Self::Stream(address) => write!(f, "{address}"),
             Self::Image(path) => write!(f, "file:{}", path.display()),
+            #[cfg(feature = "store")]
+            Self::Store(location) => write!(f, "{location}"),
             Self::Memory(memory) => write!(f, "{memory}"),
             Self::Null => f.write_str("null:"),
+            #[cfg(feature = "store")]
+            Self::Secret(_) => f.write_str("an address with a secret in it"),
         }
     }
 }
 
 impl Endpoint {
+    /// Whether it is a stored guest.
+    pub(crate) fn is_image(&self) -> bool {
+        match self {
+            Self::Image(_) => true,
+            #[cfg(feature = "store")]
+            Self::Store(_) => true,
+            _ => false,
+        }
+    }
+
     /// As a source.
     pub(crate) fn source(&self) -> Result<plan::Source, String> {
         match self {
             Self::Qmp(path) => Ok(plan::Source::Qmp(path.clone())),
             Self::Stream(address) => Ok(plan::Source::Stream(address.clone())),
             Self::Image(path) => Ok(plan::Source::Image(path.clone())),
+            #[cfg(feature = "store")]
+            Self::Store(location) => Ok(plan::Source::Store(location.clone())),
             Self::Memory(memory) => memory.shape().map(plan::Source::Memory),
             Self::Null => Err("null: has no guest to copy".into()),
+            #[cfg(feature = "store")]
+            Self::Secret(why) => Err(why.clone()),
         }
     }
 
@@ -93,8 +121,12 @@ impl Endpoint {
             Self::Qmp(path) => plan::Destination::Qmp(path.clone()),
             Self::Stream(address) => plan::Destination::Stream(address.clone()),
             Self::Image(path) => plan::Destination::Image(path.clone()),
+            #[cfg(feature = "store")]
+            Self::Store(location) => plan::Destination::Store(location.clone()),
             Self::Memory(memory) => plan::Destination::Memory(memory.room()?),
             Self::Null => plan::Destination::Null,
+            #[cfg(feature = "store")]
+            Self::Secret(why) => return Err(why.clone()),
         })
     }
 }
@@ -113,6 +145,10 @@ mod tests {
             ("tcp:127.0.0.1:4444", "tcp:127.0.0.1:4444"),
             ("wss://host/vm/a", "wss://host:443/vm/a"),
             ("exec:cat > x", "exec:cat > x"),
+            #[cfg(feature = "store")]
+            ("s3://bucket/a/guest", "s3://bucket/a/guest"),
+            #[cfg(feature = "store")]
+            ("store:images/guest", "store:images/guest"),
             ("null:", "null:"),
             ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),
         ] {
@@ -124,8 +160,13 @@ mod tests {
     fn what_is_no_endpoint_says_what_would_be() {
         let error = "guest:img".parse::<Endpoint>().unwrap_err();
         assert!(error.contains("file:guest:img"), "{error}");
-        let error = "s3://bucket/guest".parse::<Endpoint>().unwrap_err();
-        assert!(error.starts_with("object stores are not there yet"), "{error}");
+        #[cfg(feature = "store")]
+        {
+            let endpoint = "s3://key:secret@bucket/guest".parse::<Endpoint>().unwrap();
+            assert!(!format!("{endpoint}{endpoint:?}").contains("secret@"));
+            let error = endpoint.source().unwrap_err();
+            assert!(error.contains("no user, password or query") && !error.contains("secret"), "{error}");
+        }
         assert!("qmp:".parse::<Endpoint>().is_err());
     }
 }

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 use towline_control::plan::{self, Options, Source, Survey};
 use towline_control::qemu::Qemu;
 use towline_control::qmp;
+#[cfg(feature = "store")]
+use towline_image::StoredGuest as _;
 use towline_image::{Image, LayerInfo};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
@@ -32,12 +34,18 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
             return Ok(Exit::Usage);
         }
     };
-    if args.verify && !matches!(source, Source::Image(_)) {
+    #[cfg(feature = "store")]
+    if args.garbage.garbage || args.garbage.remove_garbage {
+        return crate::garbage::run(&reporter, &source, args);
+    }
+    if args.verify && !source.is_image() {
         eprintln!("towline: --verify compares an image with its checksums; {} is none", args.source);
         return Ok(Exit::Usage);
     }
     match source {
         Source::Image(path) => image(&reporter, &path, args.verify),
+        #[cfg(feature = "store")]
+        Source::Store(location) => stored_image(&reporter, &location, args.verify),
         Source::Qmp(path) => qemu(&reporter, &path),
         Source::Memory(_) => {
             eprintln!("towline: {} is made when it is copied; there is nothing to look at", args.source);
@@ -152,6 +160,65 @@ impl Link {
             self.path
         ));
     }
+}
+
+#[cfg(feature = "store")]
+fn stored_image(
+    reporter: &Reporter,
+    location: &towline_image::store::Location,
+    verify: bool,
+) -> Result<Exit> {
+    let cancel = cancel_on_signals("nothing was changed")?;
+    let image = towline_image::store::StoredImage::open(location, Some(cancel))?;
+    if verify {
+        image.verify(&|_| {})?;
+    }
+    let index = image.index();
+    let blocks: Vec<Value> = image
+        .blocks()
+        .iter()
+        .enumerate()
+        .map(|(number, block)| {
+            let pages = image.count_pages(BlockIndex(number as u32));
+            json!({ "name": block.name, "length": block.length, "plain-pages": pages.plain, "zero-pages": pages.zero })
+        })
+        .collect();
+    let devices = image.devices();
+    let chunks = index.all_names().count();
+    let facts = json!({
+        "kind": "stored-image",
+        "location": location.to_string(),
+        "machine-type": image.configuration().machine_type,
+        "run-state": devices.run_state(),
+        "chunk-size": index.chunk_bytes(),
+        "chunks": chunks,
+        "index-length": image.index_bytes(),
+        "blocks": blocks,
+        "device-state": { "length": devices.bytes().len() },
+        "devices": devices_json(devices.devices()),
+        "created": index.created().to_string(),
+        "source": index.origin().source,
+        "qemu": index.origin().qemu,
+        "verified": verify,
+        "loadable-by-qemu": false,
+    });
+    reporter.event("inspected", facts.clone());
+    reporter.line(&format!(
+        "{location}: an image in an object store; QEMU loads it when it was copied to a file:"
+    ));
+    tell_head(reporter, &facts);
+    reporter.line(&format!(
+        "  chunks        {} of {}, named by an index of {}: {}",
+        count(chunks as u64),
+        size(index.chunk_bytes()),
+        size(image.index_bytes()),
+        if verify { "all there, and every one is right" } else { "not compared (--verify)" }
+    ));
+    let qemu = index.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default();
+    reporter.line(&format!("  made          {}, from {}{qemu}", index.created(), index.origin().source));
+    tell_blocks(reporter, &blocks);
+    tell_devices(reporter, devices.devices(), devices.bytes().len());
+    Ok(Exit::Done)
 }
 
 fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {

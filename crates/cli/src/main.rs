@@ -8,6 +8,8 @@ mod bench;
 mod copy;
 mod ctl;
 mod endpoint;
+#[cfg(feature = "store")]
+mod garbage;
 mod inspect;
 mod memory;
 mod net;

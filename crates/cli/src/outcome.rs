@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use towline_control::plan::{
     self, DestinationState, Error, Failure, GuestState, PostcopyReport, Report, SourceState,
 };
-use towline_image::Increment;
 use towline_image::checksum::CHUNK_BYTES;
+use towline_image::{Increment, Uploaded};
 
 use crate::Exit;
 use crate::endpoint::Endpoint;
@@ -66,6 +66,7 @@ impl Outcome<'_> {
                 "destination-state": state,
                 "ram": ram(moved),
                 "postcopy": report.postcopy.as_ref().map(postcopy),
+                "uploaded": report.uploaded.as_ref().map(uploaded),
                 "memory": report.memory.as_ref().map(memory::json),
                 "increment": report.increment.map(|Increment { stored, in_base }| {
                     json!({ "chunks-stored": stored, "chunks-in-base": in_base })
@@ -86,6 +87,15 @@ impl Outcome<'_> {
             count(moved.normal),
             count(moved.duplicate)
         ));
+        if let Some(uploaded) = &report.uploaded {
+            reporter.line(&format!(
+                "  uploaded     {} chunks in {}; {} were there, {} are zero",
+                count(uploaded.sent_chunks),
+                size(uploaded.sent_bytes),
+                count(uploaded.known_chunks),
+                count(uploaded.zero_chunks)
+            ));
+        }
         match report.handed_over {
             true => reporter.line(&format!(
                 "  moved        by QEMU, {} channels, from the image itself",
@@ -139,9 +149,7 @@ impl Outcome<'_> {
             (_, GuestState::LookAt(_)) => Exit::LookAt,
         };
         let guest = match &failure.guest {
-            GuestState::Safe if matches!(self.source, Endpoint::Image(_)) => {
-                "in its image, which is as it was"
-            }
+            GuestState::Safe if self.source.is_image() => "in its image, which is as it was",
             GuestState::Safe if matches!(self.source, Endpoint::Memory(_)) => {
                 "gone, as a synthetic one goes with its process"
             }
@@ -224,4 +232,15 @@ fn tell_postcopy(reporter: &Reporter, report: &PostcopyReport) {
     if report.recoveries > 0 {
         reporter.line(&format!("  recovered    from {} lost connections", count(report.recoveries)));
     }
+}
+
+/// What was sent to an object store, for machines.
+fn uploaded(uploaded: &Uploaded) -> Value {
+    json!({
+        "sent-chunks": uploaded.sent_chunks,
+        "sent-bytes": uploaded.sent_bytes,
+        "sent-memory-bytes": uploaded.sent_memory_bytes,
+        "known-chunks": uploaded.known_chunks,
+        "zero-chunks": uploaded.zero_chunks,
+    })
 }

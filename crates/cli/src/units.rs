@@ -30,6 +30,16 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     }
 }
 
+/// Hours, with a fraction if wanted.
+#[cfg(feature = "store")]
+pub(crate) fn hours(text: &str) -> Result<Duration, String> {
+    let hours: f64 = text.parse().map_err(|_| format!("{text:?} is no number of hours"))?;
+    match (0.0..=1e6).contains(&hours) {
+        true => Ok(Duration::from_secs_f64(hours * 3600.0)),
+        false => Err(format!("{text:?} is out of range: 0 to 1000000")),
+    }
+}
+
 /// `1.50 GiB`.
 pub(crate) fn size(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];

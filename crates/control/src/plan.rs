@@ -28,6 +28,8 @@ mod private_dir;
 mod receive;
 mod restore;
 mod source;
+#[cfg(feature = "store")]
+mod store;
 mod supervise;
 mod survey;
 mod target;
@@ -38,7 +40,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use towline_channel::Address;
-use towline_image::Increment;
+use towline_image::{Increment, Uploaded};
 use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
 
 pub use clones::{CLONES_AT_ONCE, CLONES_MAX, Outcome, Recipient, copy_to_all};
@@ -58,6 +60,9 @@ pub enum Source {
     Stream(Address),
     /// An image.
     Image(PathBuf),
+    /// An image in an object store.
+    #[cfg(feature = "store")]
+    Store(towline_image::store::Location),
     /// A synthetic guest of this process.
     Memory(synthetic::Shape),
 }
@@ -71,10 +76,37 @@ pub enum Destination {
     Stream(Address),
     /// An image to be made.
     Image(PathBuf),
+    /// An image to be made in an object store.
+    #[cfg(feature = "store")]
+    Store(towline_image::store::Location),
     /// Memory of this process, where it is verified (or hashed) and then dropped.
     Memory(MemoryRoom),
     /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
     Null,
+}
+
+impl Source {
+    /// Whether it is a stored guest.
+    pub fn is_image(&self) -> bool {
+        match self {
+            Self::Image(_) => true,
+            #[cfg(feature = "store")]
+            Self::Store(_) => true,
+            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) => false,
+        }
+    }
+}
+
+impl Destination {
+    /// Whether it becomes a stored guest.
+    pub fn is_image(&self) -> bool {
+        match self {
+            Self::Image(_) => true,
+            #[cfg(feature = "store")]
+            Self::Store(_) => true,
+            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) | Self::Null => false,
+        }
+    }
 }
 
 /// How to copy. See the command line for what each does.
@@ -235,6 +267,8 @@ pub struct Report {
     pub source: SourceState,
     /// The destination's guest now.
     pub destination: DestinationState,
+    /// What was sent to an object store.
+    pub uploaded: Option<Uploaded>,
     /// What arrived in memory of this process.
     pub memory: Option<synthetic::Outcome>,
     /// How much an incremental image holds itself.

@@ -174,6 +174,10 @@ pub enum Error {
     /// The image's file cannot be made.
     #[error(transparent)]
     AtomicFile(#[from] crate::atomic_file::Error),
+    /// A store, or an image in one.
+    #[cfg(feature = "store")]
+    #[error(transparent)]
+    Store(#[from] crate::store::Error),
     /// A stream came in another order than the engine's.
     #[error("{}: {what}", path.display())]
     Order {

@@ -12,9 +12,11 @@
 //! - [`checksum`]: BLAKE3 of each 2 MiB of memory, computed while pages arrive in any order.
 //! - [`manifest`]: the JSON sidecar that holds the checksums and binds itself to its image.
 //! - [`working_set`]: what earlier restores of an image needed at once.
+//! - [`index`]: what stands for an image in an object store, where its memory is chunks named by their hashes.
+//! - `store` (a feature): images in object stores.
 //! - [`atomic_file`]: files that appear under their final name complete or not at all.
 //!
-//! What it is not: it knows no QMP and starts no threads but to hash. Limits: one file on one host; Linux.
+//! What it is not: it knows no QMP and starts no threads but to hash and to reach stores. Limits: Linux.
 
 #![deny(unsafe_code)]
 
@@ -23,9 +25,13 @@ mod chain;
 pub mod checksum;
 mod error;
 mod increment;
+pub mod index;
 mod layer;
 pub mod manifest;
 mod reader;
+#[cfg(feature = "store")]
+pub mod store;
+mod stored;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
 mod verified;
@@ -34,9 +40,11 @@ mod writer;
 
 pub use atomic_file::Existing;
 pub use chain::LAYERS_MAX;
+pub use checksum::ChunkHash;
 pub use error::{Error, Result};
 pub use increment::Increment;
 pub use manifest::{Manifest, Origin};
 pub use reader::{Image, LayerInfo, PageCount};
+pub use stored::{StoredGuest, Uploaded};
 pub use working_set::WorkingSet;
 pub use writer::ImageWriter;

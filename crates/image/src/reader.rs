@@ -172,6 +172,22 @@ impl Image {
         PageCount { plain: plain.min(pages), zero: pages.saturating_sub(plain) }
     }
 
+    /// The content of `length` bytes of a block, within one chunk; `None` where they are zero. Compared with the manifest where that
+    /// was asked for.
+    ///
+    /// # Errors
+    /// The chunk is not what the manifest says.
+    #[cfg(feature = "store")]
+    pub(crate) fn content(&self, block: BlockIndex, offset: u64, length: u64) -> Result<Option<&[u8]>> {
+        let page = PageRef { block, offset };
+        if self.verify {
+            self.verify_chunk(PageRef { offset: offset - offset % CHUNK_BYTES, ..page })?;
+        }
+        let extent = self.extent(page);
+        let is_zero = extent.kind == ExtentKind::Zero && extent.pages * PAGE_SIZE >= length;
+        Ok((!is_zero).then(|| self.bytes(page, length)))
+    }
+
     /// What it means that a QEMU loaded the file itself: its pages, none of which we have touched.
     pub fn loaded_by_qemu(&self) -> Snapshot {
         let count =

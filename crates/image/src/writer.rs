@@ -409,18 +409,18 @@ impl ImageWriter {
 }
 
 /// Takes bytes off the front of a list of slices.
-struct Slices<'a> {
+pub(crate) struct Slices<'a> {
     left: &'a [&'a [u8]],
     /// Bytes taken of the first.
     taken: usize,
 }
 
 impl<'a> Slices<'a> {
-    fn new(slices: &'a [&'a [u8]]) -> Self {
+    pub(crate) fn new(slices: &'a [&'a [u8]]) -> Self {
         Self { left: slices, taken: 0 }
     }
 
-    fn take(&mut self, length: usize) -> Vec<&'a [u8]> {
+    pub(crate) fn take(&mut self, length: usize) -> Vec<&'a [u8]> {
         let mut slices = Vec::new();
         let mut wanted = length;
         while let (Some(first), 1..) = (self.left.first(), wanted) {

@@ -1,4 +1,5 @@
-//! Python's `websockets`, the other end of the WebSocket tests, in an environment of its own.
+//! Python's `websockets`, the other end of the WebSocket tests, and `moto`, the S3 server of the store tests, each in an
+//! environment of its own.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,25 +10,45 @@ use towline_lab::paths;
 use super::unpack::{into_place, scratch};
 use crate::command::output;
 
-const PACKAGE: &str = "websockets==15.0.1";
+/// Not `moto[server]`, which brings every service's packages.
+const S3_PACKAGES: [&str; 3] = ["moto[s3]==5.2.5", "flask==3.1.3", "flask-cors==6.0.5"];
 
-/// The environment. True if it was made now. Without Python's `venv`, or without its package index, the tests that want it
-/// are skipped, and this says why.
+/// The environment of the WebSocket tests. True if it was made now. Without Python's `venv`, or without its package index, the
+/// tests that want it are skipped, and this says why.
 pub(super) fn websockets(lab: &Path) -> Result<bool> {
-    if paths::python(lab).is_file() {
+    let (python, packages) = (paths::python(lab), ["websockets==15.0.1"]);
+    environment(lab, &python, "python", &packages, "import websockets", "WebSocket")
+}
+
+/// The environment of the store tests; as [`websockets`].
+pub(super) fn s3(lab: &Path) -> Result<bool> {
+    let python = paths::s3_python(lab);
+    environment(lab, &python, "python-s3", &S3_PACKAGES, "import moto.server", "S3")
+}
+
+fn environment(
+    lab: &Path,
+    python: &Path,
+    name: &str,
+    packages: &[&str],
+    probe: &str,
+    tests: &str,
+) -> Result<bool> {
+    if python.is_file() {
         return Ok(false);
     }
     let scratch = scratch(lab)?;
-    let place = scratch.path().join("python");
+    let place = scratch.path().join(name);
     let made = output(Command::new("python3").args(["-m", "venv"]).arg(&place)).and_then(|_| {
         let python = place.join("bin/python");
-        output(Command::new(&python).args(["-m", "pip", "install", "--quiet", PACKAGE]))?;
-        output(Command::new(&python).args(["-c", "import websockets"]))
+        output(Command::new(&python).args(["-m", "pip", "install", "--quiet"]).args(packages))?;
+        output(Command::new(&python).args(["-c", probe]))
     });
     match made {
-        Ok(_) => into_place(&place, &lab.join("python")).map(|()| true),
+        Ok(_) => into_place(&place, &lab.join(name)).map(|()| true),
         Err(error) => {
-            println!("setup: no {PACKAGE} for the WebSocket tests, which are skipped: {error:#}");
+            let packages = packages.join(", ");
+            println!("setup: no {packages} for the {tests} tests, which are skipped: {error:#}");
             Ok(false)
         }
     }

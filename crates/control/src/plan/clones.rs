@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use towline_channel::{Address, Cancel};
-use towline_image::Image;
+use towline_image::StoredGuest;
 
 use super::copy::{Run, checked};
 use super::{Destination, Error, Failure, Observer, Options, Phase, Report, Source, restore};
@@ -54,14 +54,14 @@ pub fn copy_to_all(
     observer: &dyn Observer,
     ended: &(dyn Fn(usize, &Outcome) + Sync),
 ) -> Result<Vec<Outcome>, Failure> {
-    let Source::Image(path) = source else {
+    if !source.is_image() {
         return Err(Failure::untouched(Error::Usage(
             "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
                 .into(),
         )));
-    };
+    }
     let plans = plans(source, recipients, options).map_err(Failure::untouched)?;
-    let image = restore::open(path, options, observer).map_err(Failure::untouched)?;
+    let image = open(source, options, cancel, observer).map_err(Failure::untouched)?;
     let destinations: Vec<_> = recipients.iter().map(|recipient| recipient.destination).collect();
     let found = neighbours::look(&destinations);
     found.notes.iter().for_each(|note| observer.notice(note));
@@ -79,7 +79,7 @@ pub fn copy_to_all(
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
             let ((options, lanes), recipient) = (&plans[index], &recipients[index]);
             let run = Run::new(options, *lanes, cancel, recipient.observer);
-            end(index, one(&image, recipient, &run));
+            end(index, one(image.as_ref(), recipient, &run));
         }
     };
     thread::scope(|scope| {
@@ -93,11 +93,30 @@ pub fn copy_to_all(
         .collect())
 }
 
-fn one(image: &Image, recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
+fn one(image: &dyn StoredGuest, recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
     // One that had to wait for its turn.
     run.check_cancelled().map_err(Failure::untouched)?;
     recipient.observer.phase(Phase::Prepare);
     restore::restore_from(image, recipient.destination, run)
+}
+
+/// The image, to be read by all copies.
+fn open(
+    source: &Source,
+    options: &Options,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Box<dyn StoredGuest>, Error> {
+    match source {
+        Source::Image(path) => Ok(Box::new(restore::open(path, options, observer)?)),
+        #[cfg(feature = "store")]
+        Source::Store(location) => Ok(Box::new(super::store::open(location, options, cancel)?)),
+        _ => {
+            // Asked before.
+            let _ = cancel;
+            Err(Error::Usage("only an image can be read several times".into()))
+        }
+    }
 }
 
 /// Refuses what can be refused before anything is touched: all of it, as it is one command.
@@ -136,6 +155,8 @@ impl Place {
             Destination::Stream(address) if !matches!(address, Address::Exec(_)) => {
                 Self::Address(address.to_string())
             }
+            #[cfg(feature = "store")]
+            Destination::Store(location) => Self::Address(location.to_string()),
             other => Self::Many(std::ptr::from_ref(other).addr()),
         }
     }
@@ -145,6 +166,8 @@ fn shown(destination: &Destination) -> String {
     match destination {
         Destination::Qmp(path) => format!("qmp:{}", path.display()),
         Destination::Image(path) => format!("file:{}", path.display()),
+        #[cfg(feature = "store")]
+        Destination::Store(location) => location.to_string(),
         Destination::Stream(address) => address.to_string(),
         Destination::Memory(_) => "mem:".into(),
         Destination::Null => "null:".into(),

@@ -16,9 +16,9 @@ pub(super) fn check(
         return Ok(());
     }
     let name = options.compression.method().name();
-    if let (Source::Image(_), Destination::Image(_)) = (source, destination) {
+    if source.is_image() && destination.is_image() {
         return Err(Error::Usage(format!(
-            "--compression {name} between two images, which are both files here: leave the option out"
+            "--compression {name} between two images, neither of which is a stream: leave the option out"
         )));
     }
     match lanes {

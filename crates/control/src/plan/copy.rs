@@ -5,9 +5,11 @@ use std::sync::OnceLock;
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
-use towline_image::{Existing, ImageWriter, Increment, Origin};
+use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
 use towline_migration::{LaneSends, Session, Snapshot, Statistics, outgoing, synthetic};
 
+#[cfg(feature = "store")]
+use super::store;
 use super::{
     Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression,
     memory, postcopy, receive, restore, tls, zero_copy,
@@ -34,6 +36,8 @@ pub fn copy(
     observer.phase(Phase::Prepare);
     match source {
         Source::Image(path) => restore::restore(path, destination, &run),
+        #[cfg(feature = "store")]
+        Source::Store(location) => store::restore(location, destination, &run),
         Source::Qmp(path) => receive::from_qemu(path, destination, &run),
         Source::Stream(address) => receive::from_stream(address, destination, &run),
         Source::Memory(shape) => memory::from_memory(shape, destination, &run),
@@ -86,6 +90,7 @@ pub(super) struct Run<'a> {
     pub(super) observer: &'a dyn Observer,
     begun: Instant,
     memory: OnceLock<synthetic::Outcome>,
+    uploaded: OnceLock<Uploaded>,
     lane_sends: OnceLock<Vec<LaneSends>>,
     increment: OnceLock<Increment>,
 }
@@ -97,8 +102,10 @@ impl<'a> Run<'a> {
         cancel: &'a Cancel,
         observer: &'a dyn Observer,
     ) -> Self {
-        let (memory, lane_sends, increment) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
-        Self { options, lanes, cancel, observer, begun: Instant::now(), memory, lane_sends, increment }
+        let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
+        let (lane_sends, increment) = (OnceLock::new(), OnceLock::new());
+        let begun = Instant::now();
+        Self { options, lanes, cancel, observer, begun, memory, uploaded, lane_sends, increment }
     }
 
     /// Begins the image that will be `path`.
@@ -126,6 +133,12 @@ impl<'a> Run<'a> {
     /// Notes what arrived in memory of this process, for the report.
     pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
         self.memory.get_or_init(|| outcome);
+    }
+
+    /// Notes what was sent to an object store, for the report.
+    #[cfg(feature = "store")]
+    pub(super) fn set_uploaded(&self, uploaded: Uploaded) {
+        self.uploaded.get_or_init(|| uploaded);
     }
 
     /// Connects to a stream's destination.
@@ -191,6 +204,7 @@ impl<'a> Run<'a> {
             handed_over: false,
             source,
             destination,
+            uploaded: self.uploaded.get().copied(),
             memory: self.memory.get().cloned(),
             increment: self.increment.get().copied(),
             postcopy: None,
@@ -225,14 +239,14 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
 fn stream_address(source: &Source) -> Option<&Address> {
     match source {
         Source::Stream(address) => Some(address),
-        Source::Qmp(_) | Source::Image(_) | Source::Memory(_) => None,
+        _ => None,
     }
 }
 
 fn destination_address(destination: &Destination) -> Option<&Address> {
     match destination {
         Destination::Stream(address) => Some(address),
-        Destination::Qmp(_) | Destination::Image(_) | Destination::Memory(_) | Destination::Null => None,
+        _ => None,
     }
 }
 
@@ -244,6 +258,8 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
     }
     match destination {
         Destination::Image(_) | Destination::Memory(_) | Destination::Null => {}
+        #[cfg(feature = "store")]
+        Destination::Store(_) => {}
         Destination::Qmp(_) if options.run == Some(true) => {
             return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
         }
@@ -259,7 +275,8 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
 
 fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
     match source {
-        Source::Stream(_) | Source::Image(_) if options.throttle => Err(Error::Usage(
+        Source::Qmp(_) | Source::Memory(_) => Ok(()),
+        _ if options.throttle => Err(Error::Usage(
             "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
         )),
         _ => Ok(()),
@@ -270,9 +287,7 @@ fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
 fn check_end(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
     let text = match (source, destination) {
         _ if !options.end_source => return Ok(()),
-        (Source::Stream(_) | Source::Image(_) | Source::Memory(_), _) => {
-            "only a qmp: source can be ended: copy this one"
-        }
+        (source, _) if !matches!(source, Source::Qmp(_)) => "only a qmp: source can be ended: copy this one",
         (_, Destination::Memory(_)) => {
             "mem: is gone with this process, so its source is not ended: copy to it"
         }
@@ -318,17 +333,21 @@ fn check_return_path(source: &Source, destination: &Destination, options: &Optio
     if options.return_path {
         return Ok(());
     }
+    let from_stream = matches!(source, Source::Stream(_));
     match (source, destination) {
-        // An image is as safe afterwards as before, and so is the file behind a pipe.
-        (Source::Image(_) | Source::Memory(_), Destination::Stream(_))
-        | (Source::Stream(_), Destination::Image(_) | Destination::Memory(_) | Destination::Null) => {
-            Ok(())
-        }
-        (Source::Image(_) | Source::Stream(_) | Source::Memory(_), _) => Err(Error::Usage(
-            "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
-        )),
         (Source::Qmp(_), _) => Err(Error::Usage(
             "--return-path off with a running guest: QEMU would end it though nobody has said that it arrived".into(),
         )),
+        // An image is as safe afterwards as before, and so is the file behind a pipe.
+        (_, Destination::Stream(_)) if !from_stream => Ok(()),
+        (_, Destination::Qmp(_) | Destination::Stream(_)) => Err(only_streams()),
+        _ if from_stream => Ok(()),
+        _ => Err(only_streams()),
     }
+}
+
+fn only_streams() -> Error {
+    Error::Usage(
+        "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
+    )
 }

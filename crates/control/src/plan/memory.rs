@@ -10,7 +10,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::thread;
 
-use towline_image::{Image, Origin};
+use towline_image::Origin;
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
 use towline_migration::{Guest, Memory, MemoryError, Snapshot};
 
@@ -65,6 +65,14 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
             (sent.map_err(lanes_lost)?, DestinationState::Loaded)
         }
         Destination::Image(path) => (to_image(&source, path, run)?, DestinationState::Stored),
+        #[cfg(feature = "store")]
+        Destination::Store(location) => {
+            let writer =
+                super::store::writer(location, Origin { source: "mem".into(), ..Origin::default() }, run)?;
+            let moved = within(&writer)?;
+            run.set_uploaded(writer.tally());
+            (moved, DestinationState::Stored)
+        }
         Destination::Memory(room) => {
             let memory = self::room(room)?;
             let moved = within(&memory)?;
@@ -88,9 +96,9 @@ fn to_image(source: &Synthetic, path: &Path, run: &Run<'_>) -> Result<Snapshot, 
 }
 
 /// Copies an image into memory.
-pub(super) fn from_image(image: &Image, room: &MemoryRoom, run: &Run<'_>) -> Result<Report, Error> {
+pub(super) fn from_image(image: &dyn Guest, room: &MemoryRoom, run: &Run<'_>) -> Result<Report, Error> {
     let memory = self::room(room)?;
-    let moved = local::copy(image as &dyn Guest, &memory, run.lanes, run)?;
+    let moved = local::copy(image, &memory, run.lanes, run)?;
     run.set_memory(memory.outcome());
     Ok(run.done(moved, SourceState::Unchanged, DestinationState::Received))
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_image::{Image, Origin};
-use towline_migration::{Compression, Guest as _, Outgoing, Session, Statistics, outgoing};
+use towline_image::{Image, Origin, StoredGuest};
+use towline_migration::{Compression, Outgoing, Session, Statistics, outgoing};
 
 use super::copy::Run;
 use super::destination::QmpDestination;
@@ -25,6 +25,10 @@ const ASK_INTERVAL: Duration = Duration::from_millis(2);
 /// Copies the image at `path`; the image stays as it is.
 pub(super) fn restore(path: &Path, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
     let image = open(path, run.options, run.observer).map_err(Failure::untouched)?;
+    #[cfg(feature = "store")]
+    if let Destination::Store(location) = destination {
+        return super::store::from_image(&image, location, run).map_err(Failure::untouched);
+    }
     restore_from(&image, destination, run)
 }
 
@@ -40,13 +44,13 @@ pub(super) fn open(path: &Path, options: &Options, observer: &dyn Observer) -> R
 
 /// Copies an image that is open, and that other copies may read at the same time.
 pub(super) fn restore_from(
-    image: &Image,
+    image: &dyn StoredGuest,
     destination: &Destination,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
     if let Some(options) = run.options.postcopy {
         let ran = image.devices().run_state().is_none_or(|state| state == "running");
-        let stored = Stored { guest: image, ran, path: Some(image.path()) };
+        let stored = Stored { guest: image, ran, path: image.local_path() };
         return postcopy::restore(&stored, destination, options, run);
     }
     match destination {
@@ -60,6 +64,10 @@ pub(super) fn restore_from(
             Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))
         }
         Destination::Image(path) => to_image(image, path, run).map_err(Failure::untouched),
+        #[cfg(feature = "store")]
+        Destination::Store(location) => {
+            super::store::from_stored(image, location, run).map_err(Failure::untouched)
+        }
         Destination::Memory(room) => memory::from_image(image, room, run).map_err(Failure::untouched),
         Destination::Null => Err(Failure::untouched(Error::Usage(
             "null: takes a stream; to check an image, `inspect --verify` it".into(),
@@ -67,18 +75,19 @@ pub(super) fn restore_from(
     }
 }
 
-fn to_qemu(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
+fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
     let mut destination = QmpDestination::prepare(path).map_err(Failure::untouched)?;
     let guest = Guest::of_blocks(&image.configuration().machine_type, image.blocks());
     destination.check(&guest, run.lanes).map_err(Failure::untouched)?;
     // QEMU reads the file itself as fast as it goes, and as it is.
     let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
-    let is_whole = !image.is_incremental();
-    let handed_over = !run.options.stream && destination.loads_images() && is_plain && is_whole;
+    let loads = !run.options.stream && destination.loads_images() && is_plain;
+    let file = image.file_image().filter(|_| loads);
+    let handed_over = file.is_some();
     run.observer.phase(Phase::Connect);
-    let moved = match handed_over {
-        true => load(image, &mut destination, run),
-        false => stream(image, &mut destination, run),
+    let moved = match file {
+        Some(file) => load(file, &mut destination, run),
+        None => stream(image, &mut destination, run),
     };
     let moved = match moved.and_then(|moved| destination.wait_loaded().map(|()| moved)) {
         Ok(moved) => moved,
@@ -107,7 +116,7 @@ fn to_qemu(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Failure>
 }
 
 fn stream(
-    image: &Image,
+    image: &dyn StoredGuest,
     destination: &mut QmpDestination,
     run: &Run<'_>,
 ) -> Result<towline_migration::Snapshot, Error> {
@@ -182,8 +191,8 @@ fn load(
 }
 
 /// Image to image: gives one that QEMU made its manifest, or a damaged copy no second life (`--verify`).
-fn to_image(image: &Image, path: &Path, run: &Run<'_>) -> Result<Report, Error> {
-    let origin = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
+fn to_image(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report, Error> {
+    let origin = Origin { source: format!("image {}", image.name()), ..Origin::default() };
     let writer = run.image_writer(path, origin)?;
     let moved = local::copy(image, &writer, 0, run)?;
     run.set_increment(&writer);

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use towline_channel::Address;
+#[cfg(feature = "store")]
+use towline_image::store::StoreWriter;
 use towline_image::{ImageWriter, Origin};
 use towline_migration::incoming::Connections;
 use towline_migration::synthetic::Checked;
@@ -18,6 +20,8 @@ use super::{Destination, DestinationState, Error, Phase, blame, memory};
 /// Where a stream goes.
 pub(super) enum Target {
     Image(Box<ImageWriter>),
+    #[cfg(feature = "store")]
+    Store(Box<StoreWriter>),
     /// The relay is there once it is connected.
     Qemu {
         destination: Box<QmpDestination>,
@@ -42,6 +46,10 @@ impl Target {
     ) -> Result<Self, Error> {
         Ok(match destination {
             Destination::Image(path) => Self::Image(Box::new(run.image_writer(path, origin)?)),
+            #[cfg(feature = "store")]
+            Destination::Store(location) => {
+                Self::Store(Box::new(super::store::writer(location, origin, run)?))
+            }
             Destination::Qmp(path) => {
                 let destination = Box::new(QmpDestination::prepare(path)?);
                 if let Some(guest) = guest {
@@ -87,7 +95,7 @@ impl Target {
             Self::Stream { address, uuid, relay: to } => {
                 *to = relay(run.reach(address, *uuid)?)?;
             }
-            Self::Image(_) | Self::Memory(_) | Self::Null(_) => {}
+            _ => {}
         }
         Ok(())
     }
@@ -95,6 +103,8 @@ impl Target {
     pub(super) fn sink(&self) -> &dyn Sink {
         match self {
             Self::Image(writer) => writer.as_ref(),
+            #[cfg(feature = "store")]
+            Self::Store(writer) => writer.as_ref(),
             Self::Qemu { relay, .. } | Self::Stream { relay, .. } => {
                 relay.as_deref().expect("connected before anything is received")
             }
@@ -154,6 +164,11 @@ impl Target {
         match self {
             Self::Image(writer) => {
                 run.set_increment(writer);
+                Ok(DestinationState::Stored)
+            }
+            #[cfg(feature = "store")]
+            Self::Store(writer) => {
+                run.set_uploaded(writer.tally());
                 Ok(DestinationState::Stored)
             }
             Self::Stream { .. } => Ok(DestinationState::Loaded),

@@ -19,7 +19,7 @@ pub(super) fn check(
     let why = match destination {
         Destination::Stream(Address::Tcp { .. }) => return over_tcp(options, lanes),
         // Within this process, lanes are TCP over the loopback.
-        Destination::Memory(_) if matches!(source, Source::Memory(_) | Source::Image(_)) => {
+        Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
             return over_tcp(options, lanes);
         }
         Destination::Stream(address) => {
@@ -29,7 +29,7 @@ pub(super) fn check(
             "the stream to a qmp: DEST goes through a Unix socket on this host, where the kernel always copies"
                 .to_owned()
         }
-        Destination::Image(_) | Destination::Memory(_) | Destination::Null => "nothing is sent to DEST".to_owned(),
+        _ => "nothing is sent to DEST".to_owned(),
     };
     Err(refused(&why))
 }

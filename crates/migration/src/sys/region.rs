@@ -35,6 +35,15 @@ impl Region {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
     }
 
+    /// Addresses for `length` bytes, a multiple of the page size and not 0, of which only those take memory that are written. As
+    /// [`Self::anonymous`], but of any length: the kernel does not ask whether there is so much.
+    ///
+    /// # Errors
+    /// The length is none, or there are not so many addresses.
+    pub fn reserved(length: usize) -> io::Result<Self> {
+        Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, None)
+    }
+
     /// Private memory in huge pages of 2 MiB, zero at first; `length` is a multiple of that and not 0.
     ///
     /// # Errors
@@ -96,6 +105,14 @@ impl Region {
             let start = NonNull::new(start.cast()).expect("behind a reservation, which is not at 0");
             Ok(Self { start, length })
         }
+    }
+
+    /// Gives whole pages of it back to the kernel; of private memory they are zero then.
+    ///
+    /// # Panics
+    /// If they are not within it.
+    pub fn discard(&self, offset: usize, length: usize) {
+        self.span().discard(offset, length);
     }
 
     /// The memory, while it is mapped.

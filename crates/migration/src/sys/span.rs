@@ -50,7 +50,10 @@ impl<'a> Span<'a> {
     }
 
     /// Bytes to be sent.
-    pub(crate) fn io_buf(&self, offset: usize, length: usize) -> IoBuf<'a> {
+    ///
+    /// # Panics
+    /// If they are not within the span.
+    pub fn io_buf(&self, offset: usize, length: usize) -> IoBuf<'a> {
         let start = self.at(offset, length);
         // SAFETY: `at` has checked that the range lies in the span, which is mapped for `'a`.
         unsafe { IoBuf::from_raw_parts(start, length) }
@@ -65,7 +68,10 @@ impl<'a> Span<'a> {
     }
 
     /// Whether these whole pages are zero now.
-    pub(crate) fn is_zero(&self, offset: usize, length: usize) -> bool {
+    ///
+    /// # Panics
+    /// If they are none, or not within the span.
+    pub fn is_zero(&self, offset: usize, length: usize) -> bool {
         assert!(
             (offset | length | self.address()).is_multiple_of(PAGE_BYTES),
             "{length} bytes at {offset:#x} are no whole pages"
@@ -132,6 +138,12 @@ impl<'a> Span<'a> {
         self.advise(offset, length, libc::MADV_POPULATE_WRITE)
     }
 
+    /// Has the kernel take the pages of this range back. Nobody's reference is harmed: there are none.
+    pub(crate) fn discard(&self, offset: usize, length: usize) {
+        // A kernel that does not keeps the memory a little longer.
+        let _ = self.advise(offset, length, libc::MADV_DONTNEED);
+    }
+
     /// Writes a byte of each page back as it is.
     pub(crate) fn touch(&self, offset: usize, length: usize) {
         let start = self.at(offset, length);
@@ -143,7 +155,8 @@ impl<'a> Span<'a> {
     fn advise(&self, offset: usize, length: usize, advice: i32) -> io::Result<()> {
         let start = self.at(offset, length);
         loop {
-            // SAFETY: the range lies in the span (`at`), and neither advice changes what the memory holds.
+            // SAFETY: the range lies in the span (`at`). No advice takes the mapping away; one of them changes what the memory
+            // holds, which anybody may do: all access through Rust is atomic or volatile.
             if unsafe { libc::madvise(start.cast(), length, advice) } == 0 {
                 return Ok(());
             }

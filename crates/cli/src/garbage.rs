@@ -1,0 +1,72 @@
+//! `towline inspect --garbage` and `--remove-garbage`.
+
+use anyhow::Result;
+use serde_json::json;
+use towline_control::plan::Source;
+use towline_image::store::Garbage;
+
+use crate::Exit;
+use crate::args::InspectArgs;
+use crate::progress::Reporter;
+use crate::signals::cancel_on_signals;
+use crate::units::{count, size};
+
+/// Runs the command.
+pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
+    let Source::Store(prefix) = source else {
+        eprintln!(
+            "towline: --garbage looks through a store's prefix, as s3://BUCKET/PREFIX; {} is none",
+            args.source
+        );
+        return Ok(Exit::Usage);
+    };
+    let removes = args.garbage.remove_garbage;
+    let cancel = Some(cancel_on_signals("what was removed stays removed")?);
+    let tell = |object: &towline_image::store::Object| {
+        let (key, age) = (&object.key, object.age.as_secs());
+        let what = if removes { "removed" } else { "garbage" };
+        reporter.event(what, json!({ "object": key, "bytes": object.bytes, "age": age }));
+        reporter.line(&format!("  {what} {key} {:>11}, {} h old", size(object.bytes), age / 3600));
+    };
+    let age = args.garbage.garbage_age;
+    let found = if removes {
+        Garbage::remove(prefix, age, cancel, &mut |object| tell(object))?
+    } else {
+        let found = Garbage::find(prefix, age, cancel)?;
+        found.objects.iter().for_each(tell);
+        found
+    };
+    let bytes: u64 = found.objects.iter().map(|object| object.bytes).sum();
+    reporter.event(
+        "inspected",
+        json!({
+            "kind": "store",
+            "location": prefix.to_string(),
+            "images": found.images,
+            "uploads": found.uploads,
+            "used": { "chunks": found.used.0, "bytes": found.used.1 },
+            "young": { "chunks": found.young.0, "bytes": found.young.1 },
+            "garbage": { "objects": found.objects.len(), "bytes": bytes },
+            "removed": removes,
+        }),
+    );
+    reporter.line(&format!(
+        "{prefix}: {} images name {} chunks in {}",
+        count(found.images as u64),
+        count(found.used.0),
+        size(found.used.1)
+    ));
+    reporter.line(&format!(
+        "  garbage       {} objects in {}, {}",
+        count(found.objects.len() as u64),
+        size(bytes),
+        if removes { "removed" } else { "not removed (--remove-garbage)" }
+    ));
+    reporter.line(&format!(
+        "  too young     {} chunks in {} (--garbage-age); uploads under way: {}",
+        count(found.young.0),
+        size(found.young.1),
+        found.uploads
+    ));
+    Ok(Exit::Done)
+}

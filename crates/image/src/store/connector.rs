@@ -1,0 +1,101 @@
+//! The HTTP client under the stores: hyper over rustls, HTTP/1.1, with the host's certificate authorities.
+//!
+//! What it is not: it follows no redirects, knows no proxies, and tries nothing again, which is `object_store`'s work.
+
+use std::error::Error as StdError;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use object_store::ClientOptions;
+use object_store::client::{
+    ClientConfigKey, HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
+    HttpResponse, HttpResponseBody, HttpService,
+};
+
+/// How long a connection may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a server may take to answer a request, its body sent.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a connection is kept for the next request.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Makes clients.
+#[derive(Debug, Default)]
+pub(super) struct Connector;
+
+#[derive(Debug)]
+struct Service {
+    client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
+}
+
+/// A server that says nothing.
+#[derive(Debug, thiserror::Error)]
+#[error("no answer within {} s", ANSWER_TIMEOUT.as_secs())]
+struct Silent;
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
+        let mut roots = rustls::RootCertStore::empty();
+        // Whoever has none can still reach a server that is not encrypted.
+        let (added, ignored) =
+            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        tracing::debug!(added, ignored, "certificate authorities");
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let tls = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+        let tls =
+            tls.map_err(|source| object_store::Error::Generic { store: "TLS", source: Box::new(source) })?;
+        let tls = tls.with_root_certificates(roots).with_no_client_auth();
+        let mut tcp = TcpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        let builder = HttpsConnectorBuilder::new().with_tls_config(tls);
+        let builder = if allows_http { builder.https_or_http() } else { builder.https_only() };
+        let https = builder.enable_http1().wrap_connector(tcp);
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE_TIMEOUT)
+            .build(https);
+        Ok(HttpClient::new(Service { client }))
+    }
+}
+
+#[async_trait::async_trait]
+impl HttpService for Service {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.client.request(request)).await;
+        let answer = answer.map_err(|_| HttpError::new(HttpErrorKind::Timeout, Silent))?;
+        let answer = answer.map_err(|error| {
+            let kind = if error.is_connect() { HttpErrorKind::Connect } else { kind(&error) };
+            HttpError::new(kind, error)
+        })?;
+        let (parts, body) = answer.into_parts();
+        let body = http_body_util::BodyExt::map_err(body, |error| HttpError::new(kind(&error), error));
+        Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
+    }
+}
+
+/// What went wrong, as far as it decides whether it is worth another try.
+fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<hyper::Error>() {
+            if error.is_timeout() {
+                return HttpErrorKind::Timeout;
+            }
+            if error.is_closed() || error.is_incomplete_message() || error.is_body_write_aborted() {
+                return HttpErrorKind::Request;
+            }
+        }
+        if error.downcast_ref::<std::io::Error>().is_some() {
+            return HttpErrorKind::Interrupted;
+        }
+        cause = error.source();
+    }
+    HttpErrorKind::Unknown
+}

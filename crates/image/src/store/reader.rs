@@ -1,0 +1,406 @@
+//! Reading an image in a store, as a [`Guest`] that the engine can send.
+//!
+//! ```text
+//!   prepare ─► ask for its chunks, and for some behind them ─► decompress · compare with the name ─► memory of ours ─► memory()
+//! ```
+//!
+//! Chunks are asked for at once when they are needed, whatever else is under way; what is fetched ahead follows the order in which
+//! pages are asked for. What a thread prepared stays until the same thread prepares something else, or, with postcopy, until it is given back.
+//!
+//! Every byte was compared with a hash before it leaves here, with and without `--verify`. Limits: [`CACHE_BYTES`] of memory, some
+//! more with many lanes (2 MiB each), and [`AHEAD_BYTES`] on the way.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use bytes::Bytes;
+use towline_channel::{Cancel, IoBuf};
+use towline_migration::{Extent, ExtentKind, Guest, Region};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::device_state::DeviceState;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use super::access::Store;
+use super::cache::{Cache, Turn};
+use super::location::{Location, SUFFIX};
+use super::spool::Number;
+use super::upload::{first_reason, threads};
+use super::{AHEAD_BYTES, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
+use crate::index::{INDEX_BYTES_MAX, Index};
+use crate::{ChunkHash, PageCount, StoredGuest};
+
+/// What is needed now waits for nothing else.
+const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
+
+/// An image in a store, open.
+#[derive(Debug)]
+pub struct StoredImage {
+    image: String,
+    store: Arc<Store>,
+    index: Index,
+    /// As the index has them.
+    configuration: Configuration,
+    blocks: Vec<RamBlock>,
+    device_state: DeviceState,
+    index_bytes: u64,
+    /// For each block its first chunk's number.
+    firsts: Vec<Number>,
+    /// For each block room for its memory, of which only resident chunks take any; `None` for one without pages.
+    memory: Vec<Option<Region>>,
+    cache: Arc<Cache>,
+    /// What is prepared stays until it is given back.
+    is_given_back: bool,
+}
+
+impl StoredImage {
+    /// Fetches and checks the index, and the device state. `cancel` ends every wait for the store.
+    ///
+    /// # Errors
+    /// There is no such image, it is damaged, or the store cannot be reached or refuses.
+    pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
+        let image = location.to_string();
+        let store = Arc::new(Store::open(&location.parent(), cancel)?);
+        let key = format!("{}{SUFFIX}", location.name()?);
+        let found = store.get(&key, INDEX_BYTES_MAX)?;
+        let bytes =
+            found.ok_or_else(|| Error::NoImage { image: image.clone(), object: store.shown(&key) })?;
+        let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
+        let device_state = device_state(&store, &image, &index)?;
+        let blocks = index.blocks();
+        let (mut firsts, mut next) = (Vec::with_capacity(blocks.len()), 0);
+        let mut memory = Vec::with_capacity(blocks.len());
+        for (number, block) in blocks.iter().enumerate() {
+            firsts.push(next);
+            next += index.names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
+            memory.push(match usize::try_from(block.length) {
+                Ok(0) => None,
+                Ok(length) => Some(
+                    Region::reserved(length)
+                        .map_err(|why| Error::Host { what: "addresses for the guest's memory", why })?,
+                ),
+                Err(_) => return Err(Error::TooLong { object: store.shown(&key), limit: usize::MAX as u64 }),
+            });
+        }
+        let (configuration, index_bytes) = (index.configuration(), bytes.len() as u64);
+        let cache = Arc::default();
+        Ok(Self {
+            image,
+            store,
+            index,
+            configuration,
+            blocks,
+            device_state,
+            index_bytes,
+            firsts,
+            memory,
+            cache,
+            is_given_back: false,
+        })
+    }
+
+    /// Says that what is prepared is given back ([`Guest::release`]) and stays until then, whichever thread prepared it.
+    #[must_use]
+    pub fn given_back(mut self) -> Self {
+        self.is_given_back = true;
+        self
+    }
+
+    /// Fetches every chunk and compares it with its name; `progress` is told of bytes of memory done.
+    ///
+    /// # Errors
+    /// The first that was found missing or damaged.
+    pub fn verify(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
+        let numbers: Vec<_> = self.data_chunks().collect();
+        let next = AtomicUsize::new(0);
+        let worker = || {
+            // One is fetched while another is compared.
+            let at = |place: usize| numbers.get(place).copied();
+            while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
+                let (name, length, place) = self.chunk(block, index);
+                let Some(name) = name else { continue };
+                let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
+                let object = object.ok_or_else(|| self.missing(&name, place.clone()))?;
+                chunk::decompress(&object, &name, length).map_err(|why| self.damaged(&name, place, why))?;
+                progress(length);
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let count = REQUESTS_MAX.min(4 * threads());
+            let workers: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
+            let joined = workers.into_iter().map(|worker| worker.join().expect("comparing does not panic"));
+            first_reason(joined.collect()).map(drop)
+        })
+    }
+
+    /// Its index.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    /// The index's length as it is stored.
+    pub fn index_bytes(&self) -> u64 {
+        self.index_bytes
+    }
+
+    /// A block's pages that are in stored chunks, and those in chunks of zeros; among the first some may be zero too.
+    pub fn count_pages(&self, block: BlockIndex) -> PageCount {
+        let length = self.blocks[block.index()].length;
+        let bytes = self.index.chunk_bytes();
+        let stored = |(index, name): (usize, &ChunkHash)| match name {
+            ChunkHash::Zero => 0,
+            ChunkHash::Data(_) => bytes.min(length - index as u64 * bytes),
+        };
+        let stored: u64 = self.index.names(block).iter().enumerate().map(stored).sum();
+        PageCount { plain: stored / PAGE_SIZE, zero: (length - stored) / PAGE_SIZE }
+    }
+
+    fn data_chunks(&self) -> impl Iterator<Item = (BlockIndex, usize)> + '_ {
+        (0..self.blocks.len()).flat_map(|block| {
+            let block = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
+            let names = self.index.names(block).iter().enumerate();
+            names.filter(|(_, name)| **name != ChunkHash::Zero).map(move |(index, _)| (block, index))
+        })
+    }
+
+    /// A chunk's name, unless it is zero, its length and where it belongs.
+    fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, Place) {
+        let held = &self.blocks[block.index()];
+        let offset = index as u64 * self.index.chunk_bytes();
+        let name = match self.index.names(block)[index] {
+            ChunkHash::Zero => None,
+            ChunkHash::Data(name) => Some(name),
+        };
+        let place = Place { block: Some(held.name.clone()), offset };
+        (name, self.index.chunk_bytes().min(held.length - offset), place)
+    }
+
+    fn number(&self, block: BlockIndex, index: usize) -> Number {
+        self.firsts[block.index()] + index
+    }
+
+    /// The block and the index in it of a chunk with this number.
+    fn of_number(&self, number: Number) -> (BlockIndex, usize) {
+        // Of blocks without chunks, which begin where the next one does, the last is the one that has any.
+        let block = self.firsts.partition_point(|&first| first <= number) - 1;
+        (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.firsts[block])
+    }
+
+    fn missing(&self, name: &[u8; 32], place: Place) -> Error {
+        Error::Missing { image: self.image.clone(), place, chunk: self.store.shown(&chunk::key(name)) }
+    }
+
+    fn damaged(&self, name: &[u8; 32], place: Place, why: String) -> Error {
+        let chunk = self.store.shown(&chunk::key(name));
+        Error::Damaged { image: self.image.clone(), place, chunk, why }
+    }
+
+    /// Asks for a chunk, unless it is here or on its way, or as many are as may be.
+    fn ask(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
+        let (name, length, place) = self.chunk(block, index);
+        let number = self.number(block, index);
+        let Some(name) = name.filter(|_| self.cache.claim(number, limit, requests)) else { return false };
+        let get = self.store.getting(&chunk::key(&name), chunk::object_bytes_max(length));
+        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, place));
+        self.store.spawn(async move {
+            let result = get.await.and_then(|found| found.ok_or(missing));
+            cache.fetched(number, result);
+        });
+        true
+    }
+
+    /// Asks for what follows.
+    fn ask_ahead(&self, block: BlockIndex, behind: usize) {
+        let limit = (AHEAD_BYTES / self.index.chunk_bytes()) as usize;
+        // Looking costs too: no further than what could be ahead, were everything data.
+        let (mut block, mut index) = (block, behind);
+        for _ in 0..limit {
+            while index >= self.index.names(block).len() {
+                (block, index) = (BlockIndex(block.0 + 1), 0);
+                if block.index() >= self.blocks.len() {
+                    return;
+                }
+            }
+            self.ask(block, index, (limit, REQUESTS_MAX));
+            index += 1;
+        }
+    }
+
+    /// Sees to it that a chunk's bytes are in memory, used by this thread.
+    fn fetch(&self, block: BlockIndex, index: usize) -> Result<()> {
+        let (Some(name), length, place) = self.chunk(block, index) else { return Ok(()) };
+        let thread = (!self.is_given_back).then(|| thread::current().id());
+        let number = self.number(block, index);
+        let look = || self.store.check_cancelled();
+        let object = loop {
+            self.ask(block, index, AT_ONCE);
+            match self.cache.take(thread, number, &look)? {
+                None => {}
+                Some(Turn::Here) => return Ok(()),
+                Some(Turn::Fill(object)) => break object,
+            }
+        };
+        let filled = self.fill(block, place.offset, &object, &name, length);
+        self.cache.filled(thread, number, filled.is_ok());
+        filled.map_err(|why| self.damaged(&name, place, why))
+    }
+
+    fn fill(
+        &self,
+        block: BlockIndex,
+        offset: u64,
+        object: &Bytes,
+        name: &[u8; 32],
+        length: u64,
+    ) -> Result<(), String> {
+        let bytes = chunk::decompress(object, name, length)?;
+        let memory = self.memory[block.index()].as_ref().ok_or("its block has no pages")?;
+        memory.span().write(offset as usize, &bytes);
+        Ok(())
+    }
+
+    fn make_ready(&self, page: PageRef, length: u64) -> Result<()> {
+        let chunk_bytes = self.index.chunk_bytes();
+        let limit = (CACHE_BYTES / chunk_bytes) as usize;
+        if !self.is_given_back {
+            self.cache.release(thread::current().id(), limit, |number| self.forget(number));
+        }
+        let first = (page.offset / chunk_bytes) as usize;
+        let behind = (page.offset + length).div_ceil(chunk_bytes) as usize;
+        for index in first..behind {
+            self.ask(page.block, index, AT_ONCE);
+        }
+        // Who gives back has preparers of its own, in an order of its own.
+        if !self.is_given_back {
+            self.ask_ahead(page.block, behind);
+        }
+        (first..behind).try_for_each(|index| self.fetch(page.block, index))
+    }
+
+    /// Gives the memory of a chunk back.
+    fn forget(&self, number: Number) {
+        let (block, index) = self.of_number(number);
+        let (_, length, place) = self.chunk(block, index);
+        if let Some(memory) = &self.memory[block.index()] {
+            memory.discard(place.offset as usize, length as usize);
+        }
+    }
+}
+
+impl StoredGuest for StoredImage {
+    fn name(&self) -> String {
+        self.image.clone()
+    }
+
+    fn devices(&self) -> &DeviceState {
+        &self.device_state
+    }
+}
+
+impl Guest for StoredImage {
+    fn configuration(&self) -> &Configuration {
+        &self.configuration
+    }
+
+    fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    fn ram_section_id(&self) -> u32 {
+        self.index.section_id()
+    }
+
+    fn extent(&self, page: PageRef) -> Extent {
+        let (names, chunk_bytes) = (self.index.names(page.block), self.index.chunk_bytes());
+        let first = (page.offset / chunk_bytes) as usize;
+        let is_zero = |name: &ChunkHash| *name == ChunkHash::Zero;
+        let alike = names[first..].iter().take_while(|name| is_zero(name) == is_zero(&names[first])).count();
+        let end = ((first + alike) as u64 * chunk_bytes).min(self.blocks[page.block.index()].length);
+        let kind = if is_zero(&names[first]) { ExtentKind::Zero } else { ExtentKind::Unknown };
+        Extent { pages: (end - page.offset) / PAGE_SIZE, kind }
+    }
+
+    fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
+        self.make_ready(page, length).map_err(guest)
+    }
+
+    fn release(&self, page: PageRef, length: u64) {
+        if self.is_given_back {
+            let (block, chunk_bytes) = (page.block, self.index.chunk_bytes());
+            let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
+            let numbers = chunks.map(|index| self.number(block, index as usize));
+            self.cache.give_back(numbers, |number| self.forget(number));
+        }
+    }
+
+    fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
+        let chunk_bytes = self.index.chunk_bytes();
+        let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
+        for index in chunks {
+            let index = index as usize;
+            let is_zero = self.index.names(page.block)[index] == ChunkHash::Zero;
+            let here = is_zero || self.cache.is_resident(self.number(page.block, index));
+            assert!(here, "pages are prepared by the thread that sends them");
+        }
+        let memory = self.memory[page.block.index()].as_ref().expect("a block with pages has memory");
+        memory.span().io_buf(page.offset as usize, length as usize)
+    }
+
+    /// A page that is not here is not known to be zero.
+    fn is_zero(&self, page: PageRef) -> bool {
+        let index = (page.offset / self.index.chunk_bytes()) as usize;
+        match &self.memory[page.block.index()] {
+            Some(memory) if self.cache.is_resident(self.number(page.block, index)) => {
+                memory.span().is_zero(page.offset as usize, PAGE_SIZE as usize)
+            }
+            _ => false,
+        }
+    }
+
+    fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
+        Ok(self.device_state.bytes().to_vec())
+    }
+}
+
+/// Fetches the device state.
+fn device_state(store: &Store, image: &str, index: &Index) -> Result<DeviceState> {
+    let (length, hash) = index.device_state();
+    let mut bytes = Vec::with_capacity(length as usize);
+    for name in index.device_state_names() {
+        let left = index.chunk_bytes().min(length - bytes.len() as u64);
+        let ChunkHash::Data(name) = name else {
+            bytes.resize(bytes.len() + left as usize, 0);
+            continue;
+        };
+        let place = || Place { block: None, offset: bytes.len() as u64 };
+        let key = chunk::key(name);
+        let object = store.get(&key, chunk::object_bytes_max(left))?;
+        let object = object.ok_or_else(|| Error::Missing {
+            image: image.into(),
+            place: place(),
+            chunk: store.shown(&key),
+        })?;
+        let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
+            image: image.into(),
+            place: place(),
+            chunk: store.shown(&key),
+            why,
+        })?;
+        bytes.extend_from_slice(&part);
+    }
+    let wrong = |why: String| Error::DeviceState { image: image.into(), why };
+    let found = crate::manifest::Digest::of(&bytes);
+    if found != hash {
+        return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));
+    }
+    DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
+}
+
+fn guest(error: Error) -> towline_migration::Error {
+    match error {
+        Error::Cancelled => towline_migration::Error::Cancelled,
+        error => towline_migration::Error::guest(crate::Error::Store(error)),
+    }
+}

@@ -1,0 +1,145 @@
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Mutex;
+
+use towline_channel::{Cancel, gather};
+use towline_migration::{ExtentKind, Guest, Pages, Sink, Stream};
+use towline_protocol::configuration::Configuration;
+use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::device_state::{self, DeviceState};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::{BlockIndex, PageRef, RamBlock};
+
+use super::{CACHE_BYTES, CHUNK_BYTES, Location, StoreWriter, StoredImage};
+use crate::{Existing, Origin};
+
+const PAGE: usize = PAGE_SIZE as usize;
+
+fn blocks(lengths: &[u64]) -> Vec<RamBlock> {
+    let block = |(index, &length)| RamBlock { name: format!("block{index}"), length, mapped: None };
+    lengths.iter().enumerate().map(block).collect()
+}
+
+fn location(directory: &tempfile::TempDir) -> Location {
+    format!("store:{}/vm/a", directory.path().display()).parse().unwrap()
+}
+
+/// Stores this memory page by page in a random order, some pages with something else first.
+fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
+    let writer =
+        StoreWriter::create(location, Existing::Refuse, Origin::default(), &Cancel::new().unwrap()).unwrap();
+    let lengths: Vec<u64> = memory.iter().map(|block| block.len() as u64).collect();
+    let machine_type = "pc-q35-10.0".to_owned();
+    writer.configuration(&Configuration { machine_type, ..Configuration::default() }).unwrap();
+    writer.section_start(RamSection { id: 2, kind: SectionKind::Start }).unwrap();
+    writer.blocks(&blocks(&lengths)).unwrap();
+    let mut pages: Vec<(usize, usize)> = Vec::new();
+    for (block, memory) in memory.iter().enumerate() {
+        pages.extend((0..memory.len() / PAGE).map(|page| (block, page)));
+    }
+    let put = |block: usize, page: usize, bytes: &[u8]| {
+        let (block, offsets) = (BlockIndex(block as u32), [(page * PAGE) as u64]);
+        match bytes.iter().all(|&byte| byte == 0) {
+            true => writer.zero(Stream::Main, block, &offsets).unwrap(),
+            false => {
+                let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
+                writer.pages(Stream::Main, &pages).unwrap();
+            }
+        }
+    };
+    for &(block, page) in pages.iter().filter(|_| random.bool()) {
+        put(block, page, &[7; PAGE]);
+    }
+    random.shuffle(&mut pages);
+    for (block, page) in pages {
+        put(block, page, &memory[block][page * PAGE..][..PAGE]);
+    }
+    let state = device_state::encode(&[("device", 1, &[1, 2, 3])]);
+    writer.device_state(DeviceState::parse(&state).unwrap()).unwrap();
+    writer.commit().unwrap();
+    writer.publish().unwrap();
+}
+
+fn memory(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
+    let mut of_length = |&length: &usize| {
+        let mut bytes = vec![0; length];
+        for page in bytes.chunks_exact_mut(PAGE) {
+            if random.u8(..) < 180 {
+                random.fill(page);
+            }
+        }
+        // Whole chunks of zeros too.
+        bytes.iter_mut().skip(CHUNK_BYTES as usize).take(CHUNK_BYTES as usize).for_each(|byte| *byte = 0);
+        bytes
+    };
+    lengths.iter().map(&mut of_length).collect()
+}
+
+#[test]
+fn what_came_in_any_order_is_read_in_any_order() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(5);
+    let chunk = CHUNK_BYTES as usize;
+    let memory = memory(&[5 * chunk + PAGE, 0, PAGE, 40 * chunk], &mut random);
+    store(&location, &memory, &mut random);
+    let image = StoredImage::open(&location, None).unwrap();
+    assert_eq!(image.device_state().unwrap(), device_state::encode(&[("device", 1, &[1, 2, 3])]));
+    image.verify(&|_| {}).unwrap();
+    let units: Mutex<Vec<(u32, u64)>> = Mutex::default();
+    for (block, held) in image.blocks().iter().enumerate() {
+        let offsets = (0..held.length).step_by(2 << 20);
+        units.lock().unwrap().extend(offsets.map(|offset| (block as u32, offset)));
+    }
+    random.shuffle(&mut units.lock().unwrap());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let Some((block, offset)) = units.lock().unwrap().pop() else { return };
+                    let expected = &memory[block as usize];
+                    let length = (expected.len() as u64 - offset).min(2 << 20);
+                    read(&image, PageRef { block: BlockIndex(block), offset }, length, expected);
+                }
+            });
+        }
+    });
+}
+
+/// As a lane does.
+fn read(image: &StoredImage, page: PageRef, length: u64, expected: &[u8]) {
+    image.prepare(page, length).unwrap();
+    let mut bytes = vec![1; length as usize];
+    assert_eq!(gather(&[image.memory(page, length)], &mut bytes), bytes.len());
+    assert!(bytes == expected[page.offset as usize..][..bytes.len()], "{page:?}");
+    let mut at = page.offset;
+    while at < page.offset + length {
+        let here = PageRef { offset: at, ..page };
+        let extent = image.extent(here);
+        assert!(extent.pages > 0 && at + extent.pages * PAGE_SIZE <= expected.len() as u64);
+        let is_zero = expected[at as usize..][..PAGE].iter().all(|&byte| byte == 0);
+        match extent.kind {
+            ExtentKind::Zero => assert!(is_zero),
+            ExtentKind::Unknown => assert_eq!(image.is_zero(here), is_zero),
+            ExtentKind::Data => panic!("a store knows chunks only"),
+        }
+        at += PAGE_SIZE;
+    }
+}
+
+#[test]
+fn more_than_the_cache_is_read_and_what_goes_comes_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let length = CACHE_BYTES as usize + 64 * CHUNK_BYTES as usize;
+    let mut memory = vec![vec![0; length]];
+    for (index, page) in memory[0].chunks_exact_mut(PAGE).enumerate() {
+        page[..8].copy_from_slice(&(index as u64 + 1).to_le_bytes());
+    }
+    let mut random = fastrand::Rng::with_seed(6);
+    store(&location, &memory, &mut random);
+    let image = StoredImage::open(&location, None).unwrap();
+    for offset in (0..length as u64).step_by(2 << 20).chain([0, 2 << 20]) {
+        read(&image, PageRef { block: BlockIndex(0), offset }, 2 << 20, &memory[0]);
+    }
+}

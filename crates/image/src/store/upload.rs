@@ -1,0 +1,298 @@
+//! Sending chunks: each once, unless the store has it, and several at the same time.
+//!
+//! Hashing and compressing is done by whoever brings a chunk; its thread then waits only if too many requests are under way.
+
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use towline_channel::Cancel;
+use towline_migration::{Guest as _, Snapshot};
+use towline_protocol::BlockIndex;
+
+use super::access::{Put, Store};
+use super::location::{Location, SUFFIX};
+use super::presence::Presence;
+use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
+use crate::index::{Contents, Index};
+use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
+
+/// Chunks of the store that are remembered, 32 bytes each; of others the store is asked one by one.
+const KNOWN_MAX: usize = 4 << 20;
+/// Threads that hash and compress.
+const THREADS_MAX: usize = 8;
+/// How often who waits for requests looks whether somebody wants to end.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// An image on its way into a store.
+#[derive(Debug)]
+pub(super) struct Upload {
+    store: Arc<Store>,
+    image: String,
+    key: String,
+    existing: Existing,
+    shared: Arc<Shared>,
+    tally: Counters,
+    known: Mutex<Known>,
+    presence: Presence,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// The second says that they were seen in the store or are sent now.
+    names: HashMap<[u8; 32], ()>,
+    /// The store has more than are remembered.
+    is_partial: bool,
+}
+
+/// What requests under way and those who wait for them have in common.
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    under_way: usize,
+    failed: Option<Error>,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    sent_chunks: AtomicU64,
+    sent_bytes: AtomicU64,
+    sent_memory_bytes: AtomicU64,
+    known_chunks: AtomicU64,
+    zero_chunks: AtomicU64,
+}
+
+impl Upload {
+    /// Asks the store for what it has. After this, what can be refused has been.
+    pub(super) fn begin(image: &Location, existing: Existing, cancel: Cancel) -> Result<Self> {
+        let name = image.name()?;
+        if !image.scheme().is_writable() {
+            let text = format!(
+                "{image}: http:// and https:// are only read: store it at s3://, gs://, az:// or store:"
+            );
+            return Err(Error::Location { text });
+        }
+        let store = Arc::new(Store::open(&image.parent(), Some(cancel))?);
+        let key = format!("{name}{SUFFIX}");
+        if existing == Existing::Refuse && store.head(&key)?.is_some() {
+            return Err(Error::Exists { image: image.to_string() });
+        }
+        let presence = Presence::upload(&store, &image.to_string())?;
+        let mut known = Known::default();
+        store.list(chunk::DIRECTORY, &mut |object| {
+            // An empty object is a crash's remainder in a directory.
+            match chunk::name(&store.key(&object)).filter(|_| object.size > 0) {
+                Some(_) if known.names.len() >= KNOWN_MAX => known.is_partial = true,
+                Some(name) => drop(known.names.insert(name, ())),
+                None => {}
+            }
+            Ok(())
+        })?;
+        let (shared, tally, known) = (Arc::default(), Counters::default(), Mutex::new(known));
+        Ok(Self { store, image: image.to_string(), key, existing, shared, tally, known, presence })
+    }
+
+    /// The image, for people.
+    pub(super) fn image(&self) -> &str {
+        &self.image
+    }
+
+    /// What was done so far.
+    pub(super) fn tally(&self) -> Uploaded {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Uploaded {
+            sent_chunks: read(&self.tally.sent_chunks),
+            sent_bytes: read(&self.tally.sent_bytes),
+            sent_memory_bytes: read(&self.tally.sent_memory_bytes),
+            known_chunks: read(&self.tally.known_chunks),
+            zero_chunks: read(&self.tally.zero_chunks),
+        }
+    }
+
+    /// Sees to it that this chunk (`None`: zeros) will be in the store; says how it is called.
+    pub(super) fn bring(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
+        let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
+        let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
+            self.tally.zero_chunks.fetch_add(1, Ordering::Relaxed);
+            return Ok(hash);
+        };
+        if self.is_known(name)? {
+            self.tally.known_chunks.fetch_add(1, Ordering::Relaxed);
+            return Ok(hash);
+        }
+        let object = chunk::compress(bytes);
+        self.take_turn()?;
+        self.tally.sent_chunks.fetch_add(1, Ordering::Relaxed);
+        self.tally.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
+        self.tally.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let put = self.store.putting(&chunk::key(&name), object, Put::Replace);
+        let shared = Arc::clone(&self.shared);
+        self.store.spawn(async move {
+            let result = put.await;
+            let mut state = shared.lock();
+            state.under_way -= 1;
+            if let Err(error) = result {
+                state.failed.get_or_insert(error);
+            }
+            drop(state);
+            shared.changed.notify_all();
+        });
+        Ok(hash)
+    }
+
+    /// Brings bytes that are not memory, in chunks.
+    pub(super) fn bring_all(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
+        bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.bring(Some(bytes))).collect()
+    }
+
+    /// Waits until everything that was brought is in the store.
+    pub(super) fn settle(&self) -> Result<()> {
+        let mut state = self.shared.lock();
+        while state.under_way > 0 && state.failed.is_none() {
+            self.store.check_cancelled()?;
+            state = self.shared.wait(state);
+        }
+        match state.failed.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes the image visible. Everything that `index` names is in the store.
+    pub(super) fn publish(&self, index: &Index) -> Result<()> {
+        self.presence.check()?;
+        let bytes = index.encode();
+        let bytes = bytes.map_err(|why| Error::Index { image: self.image.clone(), why })?;
+        let mode = if self.existing == Existing::Refuse { Put::Create } else { Put::Replace };
+        self.store.put_anyway(&self.key, bytes.into(), mode)
+    }
+
+    /// Whether the chunk is in the store, or on its way there; if not, it is the caller's now.
+    fn is_known(&self, name: [u8; 32]) -> Result<bool> {
+        let is_partial = {
+            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            if known.names.insert(name, ()).is_some() {
+                return Ok(true);
+            }
+            known.is_partial
+        };
+        Ok(is_partial && self.store.head(&chunk::key(&name))?.is_some())
+    }
+
+    /// Waits until one more request may be made.
+    fn take_turn(&self) -> Result<()> {
+        let mut state = self.shared.lock();
+        while state.under_way >= REQUESTS_MAX && state.failed.is_none() {
+            self.store.check_cancelled()?;
+            state = self.shared.wait(state);
+        }
+        self.store.check_cancelled()?;
+        if let Some(error) = state.failed.take() {
+            // Others are to see it too.
+            state.failed = Some(Error::Cancelled);
+            return Err(error);
+        }
+        state.under_way += 1;
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// How many threads hash and compress.
+pub(super) fn threads() -> usize {
+    thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS_MAX)
+}
+
+/// Stores an image that is a file: straight from its mapping. `progress` is told of bytes of memory done.
+///
+/// # Errors
+/// The store or the image; nothing is visible then, and the chunks that were sent are found again by the next try.
+pub fn store_image(
+    image: &Image,
+    to: &Location,
+    existing: Existing,
+    cancel: &Cancel,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(Snapshot, Uploaded)> {
+    let upload = Upload::begin(to, existing, cancel.clone())?;
+    let blocks = image.ram_blocks();
+    let counts: Vec<usize> = blocks.iter().map(|block| block.length.div_ceil(CHUNK_BYTES) as usize).collect();
+    let places: Vec<(usize, usize)> = counts
+        .iter()
+        .enumerate()
+        .flat_map(|(block, &count)| (0..count).map(move |chunk| (block, chunk)))
+        .collect();
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some(&(block, chunk)) = places.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let offset = chunk as u64 * CHUNK_BYTES;
+            let length = CHUNK_BYTES.min(blocks[block].length - offset);
+            let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
+            let bytes =
+                image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
+            done.push(((block, chunk), upload.bring(bytes)?));
+            progress(length);
+        }
+        Ok(done)
+    };
+    let done = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads()).map(|_| scope.spawn(worker)).collect();
+        let joined = workers.into_iter().map(|worker| worker.join().expect("sending does not panic"));
+        // The first error is the reason; those of others may only say that they ended too.
+        let results: Vec<Result<Vec<_>>> = joined.collect();
+        first_reason(results)
+    })?;
+    let mut names: Vec<_> = counts.iter().map(|&count| vec![ChunkHash::Zero; count]).collect();
+    for ((block, chunk), hash) in done.into_iter().flatten() {
+        names[block][chunk] = hash;
+    }
+    let device_state = image.devices().bytes();
+    let device_state_names = upload.bring_all(device_state)?;
+    upload.settle()?;
+    let was_running = image.devices().run_state().map(|state| state == "running");
+    let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
+    let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
+    let index = Index::new(Contents {
+        configuration: image.configuration(),
+        section_id: image.ram_section_id(),
+        origin: &Origin { was_running, ..origin },
+        chunk_bytes: CHUNK_BYTES,
+        blocks,
+        names,
+        device_state,
+        device_state_names,
+    });
+    upload.publish(&index)?;
+    Ok((image.loaded_by_qemu(), upload.tally()))
+}
+
+/// All values, or the error that says most.
+pub(super) fn first_reason<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+    let (mut values, mut reason) = (Vec::new(), None);
+    for result in results {
+        match (result, &reason) {
+            (Ok(value), _) => values.push(value),
+            (Err(error), None | Some(Error::Cancelled)) => reason = Some(error),
+            (Err(_), Some(_)) => {}
+        }
+    }
+    reason.map_or(Ok(values), Err)
+}
