@@ -11,7 +11,8 @@
 //! What it is not: a way to begin a copy; that is the command line. Capabilities are those of the command line too: what lanes are
 //! made of cannot change under way.
 
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
@@ -19,7 +20,7 @@ use towline_channel::Cancel;
 use towline_migration::ZeroCopySend;
 
 use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
-use crate::qmp::{Commands, Refusal, Server};
+use crate::qmp::{Commands, Emitter, Refusal, Server};
 
 const NAMES: [&str; 9] = [
     "query-status",
@@ -43,7 +44,7 @@ pub struct Monitor {
     capabilities: Vec<(&'static str, bool)>,
     parameters: Value,
     state: Mutex<State>,
-    server: OnceLock<Server>,
+    emitter: OnceLock<Emitter>,
 }
 
 #[derive(Debug)]
@@ -79,14 +80,19 @@ impl Monitor {
             capabilities: capabilities(options),
             parameters: parameters(options),
             state: Mutex::new(state),
-            server: OnceLock::new(),
+            emitter: OnceLock::new(),
         }
     }
 
-    /// Has its events told by this server, which ends with the monitor.
-    pub fn tell(&self, server: Server) {
-        // Only the first one.
-        let _ = self.server.set(server);
+    /// Listens at `path` for who asks, until the server is dropped.
+    ///
+    /// # Errors
+    /// Those of [`Server::start`].
+    pub fn serve(self: &Arc<Self>, path: &Path) -> towline_channel::Result<Server> {
+        let server = Server::start(path, Arc::clone(self) as Arc<dyn Commands>)?;
+        // One server is enough; another one would have no events.
+        let _ = self.emitter.set(server.emitter());
+        Ok(server)
     }
 
     /// The copy is over; who asks now hears how it ended.
@@ -129,8 +135,8 @@ impl Monitor {
     }
 
     fn emit(&self, event: &str, data: &Value) {
-        if let Some(server) = self.server.get() {
-            server.emit(event, data.as_object().cloned().unwrap_or_default());
+        if let Some(emitter) = self.emitter.get() {
+            emitter.emit(event, data.as_object().cloned().unwrap_or_default());
         }
     }
 

@@ -214,6 +214,24 @@ pub trait Observer: Sync {
     }
 }
 
+/// Two that hear the same.
+impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
+    fn phase(&self, phase: Phase) {
+        self.0.phase(phase);
+        self.1.phase(phase);
+    }
+
+    fn progress(&self, progress: &Progress) {
+        self.0.progress(progress);
+        self.1.progress(progress);
+    }
+
+    fn notice(&self, text: &str) {
+        self.0.notice(text);
+        self.1.notice(text);
+    }
+}
+
 /// How far the memory is.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Progress {

@@ -30,4 +30,4 @@ pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{Error, GoneBy};
 pub use events::EVENTS_MAX;
-pub use server::{CLIENTS_MAX, Commands, REQUEST_BYTES_MAX, Refusal, Server};
+pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};

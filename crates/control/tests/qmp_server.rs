@@ -142,7 +142,7 @@ fn events_reach_those_who_negotiated() {
     let place = Place::new();
     let (_silent, mut silent_lines) = place.raw();
     let mut client = place.client();
-    place.server.emit("MIGRATION", object(json!({ "status": "active" })).unwrap());
+    place.server.emitter().emit("MIGRATION", object(json!({ "status": "active" })).unwrap());
     let event = client.next_event(WITHIN).unwrap().unwrap();
     assert_eq!((event.name.as_str(), &event.data["status"]), ("MIGRATION", &json!("active")));
     assert!(event.timestamp.seconds > 1_600_000_000, "{event:?}");
@@ -164,7 +164,7 @@ fn a_client_that_waits_or_does_not_read_holds_up_no_other() {
         // More than its outbox and its socket's buffer hold.
         let data = object(json!({ "text": "x".repeat(10_000) })).unwrap();
         for number in 0..1000_u64 {
-            place.server.emit("NOISE", data.clone());
+            place.server.emitter().emit("NOISE", data.clone());
             let sum = client.execute_raw("sum", object(json!({ "number": number })));
             assert_eq!(sum.unwrap(), number);
         }

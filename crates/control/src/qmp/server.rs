@@ -16,7 +16,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -116,14 +116,26 @@ impl Server {
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
-    /// Tells every client that something happened. Does not wait for any.
+    /// Who tells its clients of events; it may outlive the server.
+    pub fn emitter(&self) -> Emitter {
+        Emitter(Arc::downgrade(&self.shared))
+    }
+}
+
+/// Tells a server's clients that something happened.
+#[derive(Debug, Clone)]
+pub struct Emitter(Weak<Shared>);
+
+impl Emitter {
+    /// Tells every client that has negotiated. Does not wait for any.
     pub fn emit(&self, event: &str, data: Map<String, Value>) {
+        let Some(shared) = self.0.upgrade() else { return };
         let mut message = json!({ "event": event, "timestamp": timestamp() });
         if !data.is_empty() {
             message["data"] = Value::Object(data);
         }
         let text = line(&message);
-        for client in self.shared.clients().iter() {
+        for client in shared.clients().iter() {
             if client.negotiated.load(Ordering::Acquire) {
                 client.post(text.clone());
             }
