@@ -9,7 +9,7 @@
 //! answer does not wait for data that moves.
 //!
 //! What it is not: a way to begin a copy; that is the command line. Capabilities are those of the command line too: what lanes are
-//! made of cannot change under way.
+//! made of cannot change under way. Rate and downtime can ([`Tuning`]).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
-use towline_migration::ZeroCopySend;
+use towline_migration::{Tuning, ZeroCopySend};
 
 use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
 use crate::qmp::{Commands, Emitter, Refusal, Server};
@@ -42,9 +42,18 @@ pub struct Monitor {
     cancel: Cancel,
     name: String,
     capabilities: Vec<(&'static str, bool)>,
-    parameters: Value,
+    parameters: Parameters,
+    tuning: Tuning,
     state: Mutex<State>,
     emitter: OnceLock<Emitter>,
+}
+
+/// Those that it began with.
+#[derive(Debug)]
+struct Parameters {
+    multifd_channels: Option<usize>,
+    max_bandwidth: Option<u64>,
+    downtime_limit: Duration,
 }
 
 #[derive(Debug)]
@@ -78,7 +87,12 @@ impl Monitor {
             cancel: cancel.clone(),
             name: name.into(),
             capabilities: capabilities(options),
-            parameters: parameters(options),
+            parameters: Parameters {
+                multifd_channels: options.multifd_channels,
+                max_bandwidth: options.max_bandwidth,
+                downtime_limit: options.downtime_limit,
+            },
+            tuning: options.tuning.clone(),
             state: Mutex::new(state),
             emitter: OnceLock::new(),
         }
@@ -182,18 +196,49 @@ impl Monitor {
         Ok(json!({}))
     }
 
+    /// Those that it has a say in; QEMU's others are `query-migrate-parameters` of its own monitor.
+    fn query_parameters(&self) -> Value {
+        let max_bandwidth = self.tuning.max_bandwidth().unwrap_or(self.parameters.max_bandwidth);
+        let downtime = self.tuning.downtime_limit().unwrap_or(self.parameters.downtime_limit);
+        let mut parameters = json!({
+            "downtime-limit": milliseconds(downtime),
+            // As in QEMU, 0 is no limit.
+            "max-bandwidth": max_bandwidth.unwrap_or(0),
+        });
+        if let Some(lanes) = self.parameters.multifd_channels.filter(|&lanes| lanes > 0) {
+            parameters["multifd-channels"] = lanes.into();
+        }
+        parameters
+    }
+
+    /// All or none of them.
     fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        let known = self.query_parameters();
         for (name, value) in arguments {
-            match self.parameters.get(name) {
-                Some(same) if same == value => {}
-                Some(found) => {
-                    let text = format!(
-                        "{name} is {found} for this copy and cannot change under way: begin it anew with --{name} {value}"
-                    );
-                    return Err(Refusal::Because(text));
+            match name.as_str() {
+                "max-bandwidth" | "downtime-limit" if value.is_u64() => {}
+                "max-bandwidth" | "downtime-limit" => {
+                    return Err(Refusal::because(format!(
+                        "Parameter '{name}' expects a number, found {value}"
+                    )));
                 }
-                None => return Err(Refusal::because(format!("Parameter '{name}' is unexpected"))),
+                name => match known.get(name) {
+                    Some(same) if same == value => {}
+                    Some(found) => {
+                        let text = format!(
+                            "{name} is {found} for this copy and cannot change under way: begin it anew with --{name} {value}"
+                        );
+                        return Err(Refusal::Because(text));
+                    }
+                    None => return Err(Refusal::because(format!("Parameter '{name}' is unexpected"))),
+                },
             }
+        }
+        if let Some(rate) = arguments.get("max-bandwidth").and_then(Value::as_u64) {
+            self.tuning.set_max_bandwidth((rate > 0).then_some(rate));
+        }
+        if let Some(limit) = arguments.get("downtime-limit").and_then(Value::as_u64) {
+            self.tuning.set_downtime_limit(Duration::from_millis(limit));
         }
         Ok(json!({}))
     }
@@ -247,7 +292,7 @@ impl Commands for Monitor {
                 Ok(self.capabilities.iter().map(one).collect())
             }
             "migrate-set-capabilities" => self.set_capabilities(arguments),
-            "query-migrate-parameters" => Ok(self.parameters.clone()),
+            "query-migrate-parameters" => Ok(self.query_parameters()),
             "migrate-set-parameters" => self.set_parameters(arguments),
             "query-name" => Ok(json!({ "name": self.name })),
             "migrate_cancel" | "quit" => {
@@ -267,18 +312,6 @@ fn capabilities(options: &Options) -> Vec<(&'static str, bool)> {
         ("return-path", options.return_path),
         ("zero-copy-send", options.zero_copy_send == ZeroCopySend::On),
     ]
-}
-
-/// As far as they are given; QEMU's own of the same name are `query-migrate-parameters` of the source's monitor.
-fn parameters(options: &Options) -> Value {
-    let mut parameters = json!({
-        "downtime-limit": milliseconds(options.downtime_limit),
-        "max-bandwidth": options.max_bandwidth.unwrap_or(0),
-    });
-    if let Some(lanes) = options.multifd_channels.filter(|&lanes| lanes > 0) {
-        parameters["multifd-channels"] = lanes.into();
-    }
-    parameters
 }
 
 /// The counters, and the rates that QEMU makes of them.

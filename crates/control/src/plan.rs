@@ -41,7 +41,7 @@ use std::time::Duration;
 
 use towline_channel::Address;
 use towline_image::{Increment, Uploaded};
-use towline_migration::{Compression, LaneSends, Snapshot, ZeroCopySend, synthetic};
+use towline_migration::{Compression, LaneSends, Snapshot, Tuning, ZeroCopySend, synthetic};
 
 pub use clones::{CLONES_AT_ONCE, CLONES_MAX, Outcome, Recipient, copy_to_all};
 pub use copy::{copy, survey};
@@ -148,6 +148,8 @@ pub struct Options {
     pub postcopy: Option<PostcopyOptions>,
     /// How long the other end may take to connect or to be reached.
     pub connect_timeout: Duration,
+    /// Changes rate and downtime while it goes on.
+    pub tuning: Tuning,
 }
 
 impl Default for Options {
@@ -171,6 +173,7 @@ impl Default for Options {
             live: false,
             postcopy: None,
             connect_timeout: Duration::from_secs(10),
+            tuning: Tuning::default(),
         }
     }
 }

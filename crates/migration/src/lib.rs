@@ -40,6 +40,7 @@ mod statistics;
 pub mod synthetic;
 mod sys;
 pub mod tracker;
+mod tuning;
 
 pub use compression::Compression;
 pub use dirty::DirtyMap;
@@ -55,3 +56,4 @@ pub use session::Session;
 pub use statistics::{LaneSends, SendReason, SendWay, Snapshot, Statistics, Tally};
 pub use sys::{Region, Span};
 pub use tracker::{DirtyTracker, TrackerError};
+pub use tuning::Tuning;

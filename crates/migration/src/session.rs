@@ -12,12 +12,12 @@
 
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
 
-use crate::{Error, Result};
+use crate::{Error, Result, Tuning};
 
 /// See the module's picture.
 #[derive(Debug, Default)]
@@ -26,6 +26,7 @@ pub struct Session {
     changed: Condvar,
     failed: AtomicBool,
     finished: AtomicBool,
+    tuning: OnceLock<Tuning>,
 }
 
 #[derive(Debug, Default)]
@@ -52,6 +53,16 @@ pub(crate) enum Released {
 }
 
 impl Session {
+    /// Has limits changed under way by `tuning`, the first that is given.
+    pub fn follow(&self, tuning: &Tuning) {
+        self.tuning.get_or_init(|| tuning.clone());
+    }
+
+    /// What they were changed to.
+    pub fn tuning(&self) -> &Tuning {
+        self.tuning.get_or_init(Tuning::default)
+    }
+
     /// Has `channel` shut down when the migration fails.
     pub fn watch(&self, channel: &Arc<dyn Channel>) {
         let mut state = self.lock();

@@ -45,6 +45,11 @@ impl Convergence {
         }
     }
 
+    /// Allows another downtime from now on.
+    pub(super) fn set_downtime(&mut self, limit: Duration) {
+        self.policy.set_downtime(limit);
+    }
+
     /// Takes in an answer to `query-migrate`.
     ///
     /// # Errors

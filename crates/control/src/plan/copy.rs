@@ -174,6 +174,7 @@ impl<'a> Run<'a> {
         look: &mut dyn FnMut() -> Result<(), Error>,
         work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
     ) -> Result<T, Error> {
+        session.follow(&self.options.tuning);
         let mut look = || look().map_err(towline_migration::Error::guest);
         let result = super::supervise::supervise(session, self.cancel, &mut look, work);
         result.map_err(|error| match error {

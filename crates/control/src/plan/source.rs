@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Cancel, Listener};
+use towline_migration::Tuning;
 use towline_migration::incoming::{Connections, gather};
 
 use super::converge::{self, Convergence};
@@ -16,7 +17,7 @@ use super::private_dir::{PrivateDir, open_to_peer};
 use super::{Error, GuestState, Options, Progress, blame, compression};
 use crate::qemu::{Facts, Qemu, Settings, Wanted};
 use crate::qmp::commands::{
-    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
+    Capability, Migrate, MigrateCancel, MigrateSetParameters, MigrationParameters, MigrationStatus, RunState,
 };
 use crate::qmp::{self, Event};
 
@@ -74,6 +75,9 @@ pub(super) struct QmpSource {
     asked: Instant,
     pub(super) progress: Progress,
     convergence: Convergence,
+    tuning: Tuning,
+    /// How many of its changes QEMU was told.
+    tuned: u64,
 }
 
 impl QmpSource {
@@ -105,7 +109,8 @@ impl QmpSource {
         let dir = PrivateDir::new(qemu.facts().peer.as_ref())?;
         let (asked, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
-        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence })
+        let tuning = options.tuning.clone();
+        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence, tuning, tuned: 0 })
     }
 
     /// What was found.
@@ -262,8 +267,30 @@ impl QmpSource {
         Wanted { capabilities, parameters }
     }
 
+    /// Tells QEMU of limits that were changed. They are put back with all others. One that it refuses ends no copy.
+    fn tune(&mut self) {
+        let changes = self.tuning.changes();
+        if std::mem::replace(&mut self.tuned, changes) == changes {
+            return;
+        }
+        let milliseconds = |limit: Duration| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        let bandwidth = self.tuning.max_bandwidth().map(|rate| rate.unwrap_or(BANDWIDTH_UNLIMITED));
+        let parameters = MigrationParameters {
+            max_bandwidth: bandwidth,
+            downtime_limit: self.tuning.downtime_limit().map(milliseconds),
+            ..MigrationParameters::default()
+        };
+        if let Err(error) = self.qemu.client().execute(&MigrateSetParameters(parameters)) {
+            tracing::warn!(%error, "the source does not take limits that were changed");
+        }
+        if let Some(limit) = self.tuning.downtime_limit() {
+            self.convergence.set_downtime(limit);
+        }
+    }
+
     /// Looks how far QEMU is, from time to time.
     pub(super) fn look(&mut self) -> Result<Progress, Error> {
+        self.tune();
         if self.asked.elapsed() >= ASK_INTERVAL {
             self.asked = Instant::now();
             let migration = self.qemu.migration()?;

@@ -259,6 +259,9 @@ impl Outgoing {
             pass = Pass::harvested(shared.guest)?;
             let sent = self.statistics.snapshot().normal_bytes - sent_before;
             let observation = Observation::of_pass(begun.elapsed(), sent, pass.bytes());
+            if let Some(limit) = self.session.tuning().downtime_limit() {
+                policy.set_downtime(limit);
+            }
             let decision = policy.observe(&observation);
             tracing::debug!(?observation, ?decision, "pass");
             match decision {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::{Guest, Result, Session};
+use crate::{Guest, Result, Session, Tuning};
 
 /// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
 const UNIT_BYTES: u64 = 2 << 20;
@@ -78,37 +78,64 @@ impl Pass {
 #[derive(Debug)]
 pub(crate) struct Limiter {
     bytes_per_second: Option<u64>,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug)]
+struct Taken {
     /// When what was taken so far has passed.
-    free: Mutex<Instant>,
+    free: Instant,
+    /// The rate it was taken at.
+    rate: Option<u64>,
+    /// How often the rate had been changed by then.
+    changes: u64,
 }
 
 impl Limiter {
     pub(crate) fn new(bytes_per_second: Option<u64>) -> Self {
-        Self { bytes_per_second, free: Mutex::new(Instant::now()) }
+        let taken = Taken { free: Instant::now(), rate: bytes_per_second, changes: 0 };
+        Self { bytes_per_second, taken: Mutex::new(taken) }
     }
 
-    /// Waits until `bytes` more may be sent.
+    /// Waits until `bytes` more may be sent. A rate that changes meanwhile holds from that moment.
     pub(crate) fn take(&self, bytes: u64, session: &Session) -> Result<()> {
-        let Some(rate) = self.bytes_per_second else { return Ok(()) };
-        let due = {
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            // Time that passed unused is not made up for.
-            let due = (*free).max(Instant::now());
-            *free = due + time_of(bytes, rate);
-            due
-        };
-        while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-            session.check()?;
-            std::thread::sleep(left.min(LOOK_INTERVAL));
+        loop {
+            let Some((due, changes)) = self.due(bytes, session.tuning()) else { return Ok(()) };
+            loop {
+                let left = due.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Ok(());
+                }
+                session.check()?;
+                std::thread::sleep(left.min(LOOK_INTERVAL));
+                if session.tuning().changes() != changes {
+                    break;
+                }
+            }
         }
-        Ok(())
+    }
+
+    /// When `bytes` more may be sent, and at which rate that is; `None`: at once.
+    fn due(&self, bytes: u64, tuning: &Tuning) -> Option<(Instant, u64)> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let (now, changes) = (Instant::now(), tuning.changes());
+        if std::mem::replace(&mut taken.changes, changes) != changes {
+            // What was taken at another rate has no say in this one.
+            taken.free = now;
+        }
+        taken.rate = tuning.max_bandwidth().unwrap_or(self.bytes_per_second);
+        let rate = taken.rate?;
+        // Time that passed unused is not made up for.
+        let due = taken.free.max(now);
+        taken.free = due + time_of(bytes, rate);
+        Some((due, changes))
     }
 
     /// Of what was taken, `bytes` were not sent: those of zero pages, and what compression saved.
     pub(crate) fn give_back(&self, bytes: u64) {
-        let Some(rate) = self.bytes_per_second else { return };
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        *free = free.checked_sub(time_of(bytes, rate)).unwrap_or(*free);
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(rate) = taken.rate else { return };
+        taken.free = taken.free.checked_sub(time_of(bytes, rate)).unwrap_or(taken.free);
     }
 }
 
@@ -119,6 +146,21 @@ fn time_of(bytes: u64, rate: u64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// At a byte a second the second one would wait for an hour.
+    #[test]
+    fn a_rate_that_is_raised_frees_who_waits() {
+        let (limiter, session, tuning) = (Limiter::new(Some(1)), Session::default(), Tuning::default());
+        session.follow(&tuning);
+        limiter.take(3600, &session).unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| limiter.take(3600, &session));
+            tuning.set_max_bandwidth(Some(1 << 40));
+            waits.join().unwrap().unwrap();
+        });
+        tuning.set_max_bandwidth(None);
+        limiter.take(u64::MAX, &session).unwrap();
+    }
 
     #[test]
     fn units_cover_every_run_and_respect_their_alignment() {
