@@ -44,6 +44,11 @@ pub fn s3_python(lab: &Path) -> PathBuf {
     lab.join("python-s3/bin/python")
 }
 
+/// The Python that has QEMU's own `qemu.qmp`.
+pub fn qmp_python(lab: &Path) -> PathBuf {
+    lab.join("python-qmp/bin/python")
+}
+
 /// The emulator from the backports, installed.
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 

@@ -8,6 +8,7 @@
 //!               initramfs   the agent, busybox, modules: one newc archive
 //!               python/     Python's websockets, if they can be had        never installed
 //!               python-s3/  Python's moto, an S3 server, likewise          never installed
+//!               python-qmp/ QEMU's own qmp-shell, likewise                 never installed
 //! ```
 //! Each part is made where nobody looks and moved into its place at the end, so a part that is there is whole. With
 //! everything there the task looks at the parts and returns; nothing is fetched.
@@ -49,6 +50,7 @@ pub(crate) fn run(system_only: bool) -> Result<()> {
     let changed = initramfs::make(&lab)? | changed;
     let changed = python::websockets(&lab)? | changed;
     let changed = python::s3(&lab)? | changed;
+    let changed = python::qmp(&lab)? | changed;
     if changed {
         println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
     }

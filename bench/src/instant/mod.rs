@@ -241,8 +241,8 @@ impl Bench<'_> {
         self.wait("towline's end", || Ok((!towline.runs()?).then_some(())))?;
         let complete = started.elapsed();
         let finished = towline.wait_done(WITHIN)?;
-        let events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-        let completed = events.last().context("towline said nothing")?;
+        let mut events = finished.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let completed = events.next_back().context("towline said nothing")?;
         let faults = &completed["postcopy"]["faults"];
         Ok(Arrival {
             running,

@@ -196,6 +196,9 @@ pub(crate) struct TransferArgs {
     pub(crate) overwrite: bool,
     #[command(flatten)]
     pub(crate) postcopy: PostcopyArgs,
+    /// Listen there for QMP while it goes on: `towline ctl`, or any tool that speaks to a QEMU
+    #[arg(long, value_name = "PATH")]
+    pub(crate) qmp: Option<PathBuf>,
     /// How long the other end may take to be reached and to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) connect_timeout: std::time::Duration,

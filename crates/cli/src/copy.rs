@@ -1,11 +1,14 @@
 //! `towline copy` and `towline move`.
 
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
+use towline_control::monitor::Monitor;
 use towline_control::plan::{self, Destination, Options, Recipient, Source};
+use towline_migration::Tuning;
 
 use crate::Exit;
 use crate::args::{CopyArgs, Method, MoveArgs, Switch, TransferArgs};
@@ -52,13 +55,18 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     };
     let cancel = cancel_on_signals(promise)?;
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
+    if destinations.len() > 1 && args.transfer.qmp.is_some() {
+        return Ok(
+            outcome.usage("--qmp shows one copy, and there are several DESTs: start one towline for each")
+        );
+    }
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
     }
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(outcome.usage("a copy needs a destination"));
     };
-    let copied = plan::copy(&source, destination, &options, &cancel, &reporter);
+    let copied = watched(&source, destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
     reporter.finish();
     Ok(match copied {
         Ok(report) => {
@@ -67,6 +75,26 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         }
         Err(failure) => outcome.failed(endpoint, &failure),
     })
+}
+
+/// Copies to one destination, with a control socket if one is wanted.
+fn watched(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+    cancel: &Cancel,
+    reporter: &Reporter,
+    qmp: Option<&Path>,
+) -> Result<plan::Outcome> {
+    let Some(path) = qmp else {
+        return Ok(plan::copy(source, destination, options, cancel, reporter));
+    };
+    let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
+    let server = monitor.serve(path).with_context(|| format!("--qmp {}", path.display()))?;
+    let copied = plan::copy(source, destination, options, cancel, &(reporter, &*monitor));
+    monitor.ended(copied.as_ref());
+    drop(server);
+    Ok(copied)
 }
 
 /// Copies to several destinations at once.
@@ -139,7 +167,7 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
     };
     let cancel = cancel_on_signals("the source keeps its guest")?;
     let options = Options { end_source: true, ..options(&args.transfer) };
-    let moved = plan::copy(&source, &destination, &options, &cancel, &reporter);
+    let moved = watched(&source, &destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
     reporter.finish();
     Ok(match moved {
         Ok(report) => {
@@ -170,6 +198,7 @@ fn options(args: &TransferArgs) -> Options {
         live: false,
         postcopy: args.postcopy.options(),
         connect_timeout: args.connect_timeout,
+        tuning: Tuning::default(),
     }
 }
 

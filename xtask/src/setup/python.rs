@@ -1,5 +1,5 @@
-//! Python's `websockets`, the other end of the WebSocket tests, and `moto`, the S3 server of the store tests, each in an
-//! environment of its own.
+//! Python's `websockets`, the other end of the WebSocket tests, `moto`, the S3 server of the store tests, and `qemu.qmp`, QEMU's own
+//! client of control sockets, each in an environment of its own.
 
 use std::path::Path;
 use std::process::Command;
@@ -24,6 +24,12 @@ pub(super) fn websockets(lab: &Path) -> Result<bool> {
 pub(super) fn s3(lab: &Path) -> Result<bool> {
     let python = paths::s3_python(lab);
     environment(lab, &python, "python-s3", &S3_PACKAGES, "import moto.server", "S3")
+}
+
+/// The environment of the control socket's tests; as [`websockets`].
+pub(super) fn qmp(lab: &Path) -> Result<bool> {
+    let python = paths::qmp_python(lab);
+    environment(lab, &python, "python-qmp", &["qemu.qmp==0.0.6"], "import qemu.qmp", "QMP")
 }
 
 fn environment(

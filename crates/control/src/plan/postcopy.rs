@@ -307,6 +307,7 @@ impl<'a> Restore<'a> {
 
     fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
         let session = Arc::new(Session::default());
+        session.follow(&self.run.options.tuning);
         let (main, preempt) = self.connect(address)?;
         let link = Link { main, preempt: self.options.preempt.then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)

@@ -34,7 +34,7 @@ pub const REQUEST_BYTES_MAX: usize = 64 << 10;
 /// Messages that may wait for a client to read them.
 const OUTBOX_MESSAGES_MAX: usize = 256;
 /// How long a client may take to read one message while others wait behind it.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// An acceptor waits again after so long; nothing depends on it.
 const ACCEPT_WITHIN: Duration = Duration::from_secs(3600);
 /// How long the acceptor rests when it can take nobody (no descriptors left).
@@ -68,7 +68,7 @@ impl Refusal {
     }
 }
 
-/// A server; dropping it ends it, its clients' connections and its file.
+/// A server; dropping it ends it, its file, and its clients' connections when they have read what was said.
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
@@ -79,6 +79,7 @@ struct Shared {
     commands: Arc<dyn Commands>,
     stop: Cancel,
     clients: Mutex<Vec<Arc<Client>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
     served: AtomicUsize,
 }
 
@@ -107,8 +108,8 @@ impl Server {
         if let Err(error) = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)) {
             tracing::warn!(%error, path = %path.display(), "the control socket is open to whoever its directory is open to");
         }
-        let shared =
-            Arc::new(Shared { commands, stop, clients: Mutex::default(), served: AtomicUsize::new(0) });
+        let (clients, threads) = (Mutex::default(), Mutex::default());
+        let shared = Arc::new(Shared { commands, stop, clients, threads, served: AtomicUsize::new(0) });
         let acceptor = thread::spawn({
             let shared = Arc::clone(&shared);
             move || shared.accept(&listener)
@@ -153,12 +154,20 @@ impl Drop for Server {
         for client in self.shared.clients().drain(..) {
             client.leave();
         }
+        for thread in self.shared.threads().drain(..) {
+            // A client's thread that panicked has nothing more to say.
+            let _ = thread.join();
+        }
     }
 }
 
 impl Shared {
     fn clients(&self) -> MutexGuard<'_, Vec<Arc<Client>>> {
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn threads(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn accept(self: &Arc<Self>, listener: &Listener) {
@@ -185,7 +194,9 @@ impl Shared {
         let client = Arc::new(Client { channel, outbox, negotiated: AtomicBool::new(false) });
         self.clients().push(Arc::clone(&client));
         let shared = Arc::clone(self);
-        thread::spawn(move || {
+        let mut threads = self.threads();
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread::spawn(move || {
             thread::scope(|scope| {
                 let writes = &client;
                 scope.spawn(move || writes.write(&messages));
@@ -194,7 +205,7 @@ impl Shared {
             });
             shared.clients().retain(|other| !Arc::ptr_eq(other, &client));
             shared.served.fetch_sub(1, Ordering::AcqRel);
-        });
+        }));
     }
 
     fn answer(&self, client: &Client, mut request: Map<String, Value>) -> Value {

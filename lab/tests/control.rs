@@ -1,0 +1,160 @@
+//! A copy that is asked, hurried and cancelled while it goes on, by `towline ctl`, by a QMP client and by QEMU's own `qmp-shell`.
+#![allow(clippy::unwrap_used)] // Helpers of tests are tests.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_lab::{BootSector, Qemu, Qmp, Towline, Version, paths, require_lab, skip, towline, wait_until};
+
+const WITHIN: Duration = Duration::from_secs(60);
+/// At which 16 MiB would take the whole day.
+const CRAWLING: &str = "200";
+
+struct Place {
+    source: Qemu,
+    directory: TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let guest = Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default());
+        let source = guest.start().unwrap();
+        source.wait_counting(WITHIN).unwrap();
+        Self { source, directory: TempDir::new().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).display().to_string()
+    }
+
+    /// A copy into an image that would never end, once it moves.
+    fn copy(&self) -> Towline {
+        let (qmp, from) = (self.path("ctl.sock"), format!("qmp:{}", self.source.qmp_path().display()));
+        let image = self.path("guest.img");
+        // Without lanes: with them, QEMU sends more than it may.
+        let options = ["--multifd-channels", "0", "--max-bandwidth", CRAWLING, "--resume", "--qmp", &qmp];
+        let mut towline = towline([&["copy", &from, &image][..], &options].concat()).unwrap();
+        wait_until("a copy that moves", WITHIN, || {
+            assert!(towline.runs()?, "{}", towline.stderr());
+            let client = Qmp::connect(self.directory.path().join("ctl.sock").as_path(), WITHIN);
+            let answer = client.and_then(|client| client.execute("query-migrate", Value::Null));
+            let moves = |answer: &Value| answer["status"] == "active" && answer["ram"]["total"] != 0;
+            Ok(answer.is_ok_and(|answer| moves(&answer)).then_some(()))
+        })
+        .unwrap();
+        towline
+    }
+
+    fn ctl(&self, words: &[&str]) -> Value {
+        let finished = towline([&["ctl", &self.path("ctl.sock")], words].concat()).unwrap();
+        let finished = finished.wait_done(WITHIN).unwrap();
+        serde_json::from_str(&finished.stdout).unwrap()
+    }
+
+    fn qmp(&self) -> Qmp {
+        Qmp::connect(self.directory.path().join("ctl.sock").as_path(), WITHIN).unwrap()
+    }
+}
+
+#[test]
+fn a_copy_is_asked_and_hurried() {
+    if !require_lab("a_copy_is_asked_and_hurried") {
+        return;
+    }
+    let place = Place::new();
+    let towline = place.copy();
+    let monitor = place.qmp();
+    let found = place.ctl(&["query-migrate"]);
+    assert_eq!(found["status"], "active", "{found}");
+    assert!(found["ram"]["remaining"].as_u64() > Some(0), "{found}");
+    assert!(found["ram"]["total"].as_u64() >= Some(64 << 20), "{found}");
+    let parameters = place.ctl(&["query-migrate-parameters"]);
+    assert_eq!(parameters, json!({ "downtime-limit": 300, "max-bandwidth": 200 }));
+    assert_eq!(place.ctl(&["query-status"]), json!({ "running": true, "status": "running" }));
+    assert_eq!(place.ctl(&["migrate-set-parameters", "max-bandwidth=0", "downtime-limit=500"]), json!({}));
+    monitor.wait_event("STOP", WITHIN).unwrap();
+    let finished = towline.wait(WITHIN).unwrap();
+    assert!(finished.status.success(), "{}", finished.stderr);
+    let events = monitor.take_events();
+    let last = events.iter().rfind(|event| event["event"] == "MIGRATION").unwrap();
+    assert_eq!(last["data"]["status"], "completed", "{events:?}");
+    assert!(!PathBuf::from(place.path("ctl.sock")).exists(), "a socket that nobody listens on");
+    place.source.wait_counting(WITHIN).unwrap();
+    // What was changed under way is put back like all the rest.
+    let parameters = place.source.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
+    assert_eq!(
+        (&parameters["downtime-limit"], &parameters["max-bandwidth"]),
+        (&json!(300), &json!(134_217_728))
+    );
+}
+
+#[test]
+fn a_copy_is_cancelled_over_its_socket() {
+    if !require_lab("a_copy_is_cancelled_over_its_socket") {
+        return;
+    }
+    let place = Place::new();
+    let towline = place.copy();
+    let refused = place.qmp().execute("migrate-set-parameters", json!({ "multifd-channels": 4 }));
+    assert!(refused.unwrap_err().to_string().contains("multifd-channels"), "lanes cannot change under way");
+    let monitor = place.qmp();
+    assert_eq!(place.ctl(&["migrate_cancel"]), json!({}));
+    monitor.wait_event("MIGRATION", WITHIN).unwrap();
+    let finished = towline.wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+    assert!(finished.stderr.contains("the guest: safe at its source"), "{}", finished.stderr);
+    place.source.wait_counting(WITHIN).unwrap();
+    assert!(!PathBuf::from(place.path("guest.img")).exists());
+    let ended = towline_ctl_fails(&place);
+    assert!(ended.contains("ctl.sock"), "{ended}");
+}
+
+/// What `ctl` says where nobody listens.
+fn towline_ctl_fails(place: &Place) -> String {
+    let finished = towline(["ctl", &place.path("ctl.sock"), "query-status"]).unwrap().wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+    finished.stderr
+}
+
+/// QEMU's own client, which knows nothing of towline.
+#[test]
+fn qmp_shell_works_unchanged() {
+    let shell = paths::qmp_python(&paths::lab_directory()).with_file_name("qmp-shell");
+    if !require_lab("qmp_shell_works_unchanged") {
+        return;
+    }
+    if !shell.is_file() {
+        skip(
+            "qmp_shell_works_unchanged",
+            &format!("{} is missing; run `cargo xtask setup`", shell.display()),
+        );
+        return;
+    }
+    let place = Place::new();
+    let towline = place.copy();
+    let mut child = Command::new(shell)
+        .arg(place.path("ctl.sock"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines =
+        "query-status\nmigrate-set-parameters max-bandwidth=400\nquery-migrate-parameters\nmigrate_cancel\n";
+    child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    for wanted in ["Connected to QEMU", "\"running\": true", "\"max-bandwidth\": 400"] {
+        assert!(
+            said.contains(wanted),
+            "{wanted:?} is not in {said}{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    let finished = towline.wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
+}
