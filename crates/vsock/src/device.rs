@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::event::{PollFd, PollFlags};
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Queues, Refusal, Worker};
 
+use crate::connection::Limits;
 use crate::engine::Engine;
 use crate::gate::Gate;
 use crate::host::{Ears, Event, Host, HostSocket, Listening};
@@ -18,7 +19,6 @@ use crate::rules::{Place, Rule};
 use crate::siblings::{Mailbox, Siblings};
 use crate::sockets::Sockets as _;
 use crate::state::State;
-use crate::table::Limits;
 
 const RECEIVE: usize = 0;
 const TRANSMIT: usize = 1;

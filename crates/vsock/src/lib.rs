@@ -13,6 +13,7 @@
 //! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
 //! bytes; [`STRAYS_MAX`](table::STRAYS_MAX) answers to packets of no connection. For users: `docs/vsock.md`.
 
+mod connection;
 pub mod credit;
 mod device;
 mod engine;
@@ -27,10 +28,11 @@ mod state;
 mod sys;
 mod table;
 
+pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
 pub use device::{DeviceError, Settings, Vsock, allow_descriptors};
 pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
 pub use report::Report;
 pub use rules::{Place, Rule, RuleError, guest_cid};
 pub use siblings::Siblings;
 pub use sockets::{Connect, Received, Sockets};
-pub use table::{Connection, Id, Inbound, Key, Limits, Phase, STRAYS_MAX, Table, TableStatistics};
+pub use table::{STRAYS_MAX, Table};

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::connection::{Key, Phase};
 use crate::engine::{LineStatistics, Statistics};
 use crate::packet::Kind;
-use crate::table::{Key, Phase};
 
 /// How long a thread may take to write it down; then what it last wrote is taken.
 const ANSWER_WITHIN: Duration = Duration::from_secs(1);

@@ -4,8 +4,8 @@ use std::io;
 
 use towline_channel::{IoBuf, IoBufMut};
 
+use crate::connection::{Id, Key};
 use crate::packet::{Kind, Shut};
-use crate::table::{Id, Key};
 
 /// The host's side of connections. Who implements it tells the engine what became ready: with
 /// [`Engine::readable`](crate::Engine::readable) once each time that there is something new, with

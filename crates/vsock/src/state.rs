@@ -8,8 +8,8 @@
 
 use towline_vhost_user::Refusal;
 
+use crate::connection::Key;
 use crate::packet::Kind;
-use crate::table::Key;
 
 const MAGIC: &[u8; 8] = b"TLvsock\x01";
 const HEAD_BYTES: usize = 24;

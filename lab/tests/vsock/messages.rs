@@ -9,7 +9,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect,
     listen, recv, send, socket_with,
 };
-use towline_lab::{require_lab, skip};
+use towline_lab::{require_lab, skip, wait_until};
 
 use crate::support::{Scene, VERSIONS, WITHIN};
 
@@ -49,16 +49,16 @@ fn messages_stay_apart() {
         let path = directory.path().join("m");
         let mut scene = Scene::new(version, &["--uds-seqpacket", path.to_str().unwrap()]);
         let listener = socket();
+        rustix::io::ioctl_fionbio(&listener, true).unwrap();
         let address = SocketAddrUnix::new(scene.scratch.path().join("v_6010")).unwrap();
         bind(&listener, &address).unwrap();
         listen(&listener, 8).unwrap();
         scene.perl("ask", "connect seqpacket 6010 ask one two-and-a-half three");
-        if scene.shell("sleep 1; cat /tmp/ask").contains("refused") {
+        let Some(fd) = accept_or_refused(&mut scene, &listener) else {
             let reason = "the guest is not offered VIRTIO_VSOCK_F_SEQPACKET by this QEMU";
             skip(&format!("messages_stay_apart ({version:?})"), reason);
             continue;
-        }
-        let fd = patient(accept(&listener).unwrap());
+        };
         assert_eq!([text(&fd), text(&fd), text(&fd)], ["one", "two-and-a-half", "three"]);
         assert!(hear(&fd).is_empty(), "the guest has ended");
         say(&fd, b"an answer");
@@ -66,6 +66,18 @@ fn messages_stay_apart() {
         scene.wait_said("ask", "answered an answer");
         lengths(&mut scene, &path);
     }
+}
+
+/// The guest's connection; `None` if its kernel cannot make one.
+fn accept_or_refused(scene: &mut Scene, listener: &OwnedFd) -> Option<OwnedFd> {
+    let outcome = wait_until("a connection of the guest's", WITHIN, || {
+        if let Ok(fd) = accept(listener) {
+            return Ok(Some(Some(patient(fd))));
+        }
+        let said = scene.guest.shell("cat /tmp/ask", WITHIN)?;
+        Ok(said.contains("refused").then_some(None))
+    });
+    outcome.unwrap()
 }
 
 /// Of every size, from one that fits into a buffer to more than the ring has room for at once.

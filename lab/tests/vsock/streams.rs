@@ -36,7 +36,7 @@ fn bytes_go_both_ways() {
         let content = bytes(mebibytes() << 20);
         // To the guest, by socat.
         scene.shell("(socat -u VSOCK-LISTEN:5000 STDOUT | sha256sum > /tmp/sum) > /dev/null 2>&1 & echo");
-        let mut stream = connect_patiently(&scene, 5000);
+        let mut stream = scene.connect(5000);
         stream.write_all(&content).unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
         let sum = wait_until("a sum", WITHIN, || {
@@ -54,27 +54,6 @@ fn bytes_go_both_ways() {
         let heard = hear_all(&mut stream);
         assert!(sum.starts_with(&sha256(&heard)), "{version:?}: {} bytes from the guest", heard.len());
     }
-}
-
-/// A listener in the guest may not be there yet; then the connection ends before there is an answer.
-fn connect_patiently(scene: &Scene, port: u32) -> std::os::unix::net::UnixStream {
-    let stream = wait_until("a listener in the guest", WITHIN, || {
-        let mut stream = patient(std::os::unix::net::UnixStream::connect(scene.uds())?);
-        stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
-        let mut first = [0; 3];
-        match stream.read_exact(&mut first) {
-            Ok(()) => {
-                assert_eq!(&first, b"OK ");
-                let mut byte = [0];
-                while byte != *b"\n" {
-                    stream.read_exact(&mut byte)?;
-                }
-                Ok(Some(stream))
-            }
-            Err(_) => Ok(None),
-        }
-    });
-    stream.unwrap()
 }
 
 #[test]

@@ -163,22 +163,30 @@ pub(crate) fn patient(stream: UnixStream) -> UnixStream {
     stream
 }
 
-/// Says CONNECT and hears OK, byte by byte.
+/// Says CONNECT and hears OK, byte by byte. Again, if it is refused: who listens in the guest may not be there yet, or may
+/// have its queue full.
 pub(crate) fn connect(uds: &Path, port: u32) -> UnixStream {
-    let mut stream = patient(UnixStream::connect(uds).unwrap());
-    stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
-    hear_ok(&mut stream);
-    stream
+    let connected = wait_until("a listener in the guest that accepts", WITHIN, || {
+        let mut stream = patient(UnixStream::connect(uds)?);
+        stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
+        Ok(heard_ok(&mut stream).then_some(stream))
+    });
+    connected.unwrap()
 }
 
 /// The answer, and not one byte more.
-pub(crate) fn hear_ok(stream: &mut UnixStream) -> u32 {
+pub(crate) fn hear_ok(stream: &mut UnixStream) {
+    assert!(heard_ok(stream), "closed without an answer");
+}
+
+/// False if it was closed instead. Any other answer is a failure.
+fn heard_ok(stream: &mut UnixStream) -> bool {
     let mut line = Vec::new();
     BufReader::with_capacity(1, stream).read_until(b'\n', &mut line).unwrap();
     let line = String::from_utf8(line).unwrap();
     let port = line.strip_prefix("OK ").and_then(|rest| rest.strip_suffix('\n'));
-    port.and_then(|port| port.parse().ok())
-        .unwrap_or_else(|| panic!("expected OK and a port, heard {line:?}"))
+    assert!(line.is_empty() || port.is_some_and(|port| port.parse::<u32>().is_ok()), "heard {line:?}");
+    !line.is_empty()
 }
 
 /// All until the end.

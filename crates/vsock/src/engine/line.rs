@@ -6,8 +6,8 @@ use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Head};
 
 use super::SKIP;
+use crate::connection::Id;
 use crate::packet::Kind;
-use crate::table::Id;
 
 /// Packets shorter than this are copied when the host side is behind: a chain of the ring is worth more.
 pub(super) const HOLD_BYTES_MIN: u32 = 4096;

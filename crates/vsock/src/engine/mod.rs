@@ -21,9 +21,10 @@ pub use line::LineStatistics;
 use line::{Line, Shelf};
 use towline_vhost_user::{Batch, Ring};
 
+use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
 use crate::packet::{HEADER_BYTES, Kind, Shut};
 use crate::sockets::{Connect, Sockets};
-use crate::table::{Id, Key, Limits, Phase, Table, TableStatistics};
+use crate::table::Table;
 
 /// Where payload begins in a chain.
 const SKIP: usize = HEADER_BYTES;

@@ -7,9 +7,9 @@ use towline_vhost_user::Ring;
 use zerocopy::IntoBytes as _;
 
 use super::{Engine, SKIP, STALL_MS};
+use crate::connection::Id;
 use crate::packet::{Ends, HEADER_BYTES, Kind, PAYLOAD_BYTES_MAX, Shut};
 use crate::sockets::{Received, Sockets};
-use crate::table::Id;
 
 /// Buffers of the guest's that are taken together.
 const BATCH: usize = 256;

@@ -7,9 +7,9 @@ use towline_vhost_user::Ring;
 
 use super::line::{Line, Out};
 use super::{Engine, SKIP};
+use crate::connection::{Id, Inbound};
 use crate::packet::{Ends, HEADER_BYTES, Header, Kind, Shut};
 use crate::sockets::Sockets;
-use crate::table::{Id, Inbound};
 
 /// Packets that are looked at together.
 const BATCH: usize = 128;

@@ -22,13 +22,13 @@ use self::convention::{LINE_BYTES_MAX, Line};
 use self::socket::Begun;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;
+use crate::connection::{Id, Key};
 use crate::engine::News;
 use crate::packet::{HOST_CID, Kind, Shut};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Incoming, Mailbox, Siblings};
 use crate::sockets::{Connect, Received, Sockets};
 use crate::sys;
-use crate::table::{Id, Key};
 
 /// The most that have connected and not yet said where to.
 pub(crate) const GREETINGS_MAX: usize = 1024;
