@@ -293,9 +293,12 @@ impl Worker for Server {
         if let Some(ring) = queues.ring(TRANSMIT) {
             again |= self.engine.take(ring);
         }
+        let full = !self.engine.table().takes();
         if let Some(ring) = queues.ring(RECEIVE) {
             again |= self.engine.fill(ring);
         }
+        // What the guest could not say because it heard nothing can be said now.
+        again |= full && self.engine.table().takes();
         if self.desk.is_wanted() {
             self.write_down();
         }
