@@ -287,7 +287,7 @@ fn pipe() -> (Arc<dyn Channel>, Arc<dyn Channel>) {
 }
 
 /// The guest's processor: asks for random pages, one after the other, and waits for each.
-fn ask(destination: &Destination, channel: &Arc<dyn Channel>, seed: u64) {
+fn ask(destination: &Destination, channel: &Arc<dyn Channel>, is_over: &AtomicBool, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let stream = Stream { channel: Arc::clone(channel), of: destination, last: None };
     let mut pages: Vec<(usize, u64)> = SHAPE
@@ -312,7 +312,7 @@ fn ask(destination: &Destination, channel: &Arc<dyn Channel>, seed: u64) {
         while !received.contains(&(block, page)) {
             let (guard, waited) = destination.changed.wait_timeout(received, WITHIN).unwrap();
             received = guard;
-            if waited.timed_out() || stream.channel.send_all(&[], SendFlags::empty()).is_err() {
+            if waited.timed_out() || is_over.load(Ordering::Acquire) {
                 return;
             }
         }
@@ -330,6 +330,7 @@ fn connection<'p>(
 ) -> bool {
     let (near, far) = pipe();
     let (near_urgent, far_urgent) = pipe();
+    let is_over = &AtomicBool::new(false);
     thread::scope(|scope| {
         let ends = [Arc::clone(&far), Arc::clone(&far_urgent)];
         let main = scope.spawn({
@@ -350,7 +351,7 @@ fn connection<'p>(
         };
         let asker = scope.spawn({
             let channel = Arc::clone(&far);
-            move || ask(destination, &channel, seed)
+            move || ask(destination, &channel, is_over, seed)
         });
         let cutter = cut.map(|cut| {
             let ends = ends.clone();
@@ -361,6 +362,11 @@ fn connection<'p>(
         });
         let served = running.serve();
         ends.iter().for_each(|end| end.shutdown(Shutdown::Both).unwrap());
+        {
+            // Not between an asker's look and its wait.
+            let _received = destination.received.lock().unwrap();
+            is_over.store(true, Ordering::Release);
+        }
         destination.changed.notify_all();
         for thread in [Some(main), Some(urgent), Some(asker), cutter].into_iter().flatten() {
             thread.join().unwrap();
