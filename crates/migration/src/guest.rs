@@ -67,7 +67,8 @@ pub trait Guest: Sync {
         let _ = (page, length);
     }
 
-    /// The memory of `length` bytes from `page` on, within one block. Where it is sent without a copy the kernel reads it
+    /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of it: whoever keeps a guest
+    /// in several places has each such unit in one. Where it is sent without a copy the kernel reads it
     /// after the call too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
 
