@@ -187,7 +187,7 @@ impl Receiver {
         let mut bufs = emptied(bufs);
         let (mut room, mut chains) = (0, 0);
         let most = if format.mergeable { batch.len() - at } else { 1 };
-        for chain in batch.chains().skip(at).take(most) {
+        for chain in (at..at + most).map(|index| batch.chain(index)) {
             if (room >= *expected && room > 0) || bufs.len() + chain.writable().len() >= IOV_MAX {
                 break;
             }
