@@ -189,6 +189,15 @@ fn frame(host_mac: [u8; 6], payload: &[u8]) -> Vec<u8> {
     frame
 }
 
+/// Waits until nothing is being transmitted any more.
+fn all_back(pair: &mut Pair) {
+    while pair.tx().in_flight() > 0 {
+        if pair.reclaim().unwrap() == 0 {
+            pair.wait_room(WITHIN).unwrap();
+        }
+    }
+}
+
 fn datagrams(count: usize, longest: usize) -> Vec<Vec<u8>> {
     let mut random = fastrand::Rng::with_seed(longest as u64);
     // Mostly short ones, so that long ones come as a surprise.
@@ -244,7 +253,7 @@ fn what_is_transmitted_arrives_and_a_disabled_queue_discards() {
             frontend.enable(1, false).unwrap();
             assert!(pair.transmit(&frame(mac, b"to nobody")));
             pair.flush();
-            pair.wait_room(WITHIN).unwrap();
+            all_back(pair);
             frontend.enable(1, true).unwrap();
         }
         while pair.reclaim().unwrap() > 0 {}
@@ -261,11 +270,7 @@ fn what_is_transmitted_arrives_and_a_disabled_queue_discards() {
     pair.transmit(&[0; HEADER_BYTES + 3]);
     pair.transmit(&[0xff; HEADER_BYTES + 60]);
     pair.flush();
-    while pair.tx().in_flight() > 0 {
-        if pair.reclaim().unwrap() == 0 {
-            pair.wait_room(WITHIN).unwrap();
-        }
-    }
+    all_back(pair);
     bench.counts("100 frames, and two that are none", |[_, transmit]| {
         transmit.packets == 100 && transmit.dropped(DropReason::Malformed) == 2
     });
