@@ -1,10 +1,10 @@
 //! The card's process dies and is started again, and the guest's connections go on.
 
-use towline_lab::require_lab;
+use towline_lab::{Version, require_lab};
 
 use crate::support::{
-    Conversation, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
-    number, path, scratch, set_up, sum,
+    Conversation, GUEST, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network, number,
+    path, scratch, set_up, sum,
 };
 
 #[test]
@@ -16,7 +16,8 @@ fn connections_survive_the_death_of_the_cards_process() {
     let Some(network) = network(name) else { return };
     add_tap(&network, 2);
     let restarts = number("TOWLINE_SOAK_NET_RESTARTS", 3);
-    for version in VERSIONS {
+    // With QEMU 7.2 the guest does not go on after its card's process died; docs/net.md says so.
+    for version in [Version::V10_0] {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
         let arguments = ["--tap", "tap0", "--queues", "2"];
