@@ -76,6 +76,17 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "instant-clones",
+        about: "the same with --postcopy: each runs at once",
+        run: || {
+            lab_test(
+                "images",
+                "clones::eight_guests_run_at_once_and_their_memory_follows",
+                &[("TOWLINE_SOAK_CLONES_MIB", "512")],
+            )
+        },
+    },
+    Soak {
         name: "moves",
         about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
         run: || {

@@ -86,6 +86,13 @@ fn eight_qemus_load_one_image_at_once() {
     eight_at_once("eight_qemus_load_one_image_at_once", "--verify");
 }
 
+/// Each runs at once, and its memory follows.
+#[test]
+fn eight_guests_run_at_once_and_their_memory_follows() {
+    let options = "--verify --postcopy --record-working-set off";
+    eight_at_once("eight_guests_run_at_once_and_their_memory_follows", options);
+}
+
 /// Of six destinations four fail, each in its own way; the other two have the guest all the same.
 #[test]
 fn what_fails_at_one_destination_is_that_ones() {
