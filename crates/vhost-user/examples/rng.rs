@@ -62,8 +62,13 @@ impl Worker for Filler {
 
 fn main() -> Result<(), Box<dyn Error>> {
     tracing_subscriber::fmt().with_env_filter(tracing_subscriber::EnvFilter::from_default_env()).init();
-    let path = std::env::args_os().nth(1).ok_or("usage: rng SOCKET")?;
     let device: Arc<dyn Device> = Arc::new(Rng);
-    let listener = Listener::bind(&Address::Unix(path.into()))?;
-    Ok(Frontends::Listen(listener).serve(&device, &Cancel::new()?)?)
+    let frontends = match (Frontends::from_service_manager()?, std::env::args_os().nth(1)) {
+        (Some(socket), _) => socket,
+        (None, path) => {
+            let path = path.ok_or("usage: rng SOCKET, or as a service with a socket of systemd's")?;
+            Frontends::Listen(Listener::bind(&Address::Unix(path.into()))?)
+        }
+    };
+    Ok(frontends.serve(&device, &Cancel::new()?)?)
 }

@@ -94,6 +94,12 @@ pub trait Device: Send + Sync {
         Err(Refusal::new("it has no network"))
     }
 
+    /// Whether a guest may run here before its memory has come: postcopy's destination. Not for a device that hands memory
+    /// to hardware or pins it.
+    fn allows_postcopy(&self) -> bool {
+        true
+    }
+
     /// Everything as before the first driver. No queue runs.
     fn reset(&self) {}
 

@@ -31,6 +31,8 @@ bitflags::bitflags! {
         const REPLY_ACK = 1 << 3;
         /// The MTU is told (`NET_SET_MTU`).
         const NET_MTU = 1 << 4;
+        /// A guest may run here before its memory has come (postcopy).
+        const PAGEFAULT = 1 << 8;
         /// The device's configuration space is the backend's.
         const CONFIG = 1 << 9;
         /// `RESET_DEVICE` is understood.

@@ -9,7 +9,7 @@
 //! split rings that are taken and given back in batches, the dirty log, and threads. A device is a [`Device`] with its
 //! [`Worker`]s; `examples/rng.rs` is one.
 //!
-//! What it is not: no device, no frontend. Packed rings, postcopy (`PAGEFAULT`), `IOMMU`, in-band notifications and
+//! What it is not: no device, no frontend. Packed rings, `IOMMU`, in-band notifications and
 //! polled rings are left out and refused by name.
 //!
 //! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as

@@ -182,6 +182,17 @@ impl Memory {
         self.regions.iter().map(|region| region.size).sum()
     }
 
+    /// Where a guest address is mapped in this process.
+    pub(crate) fn own_address(&self, guest: u64) -> Option<u64> {
+        let region = &self.regions[self.region_at(guest)?];
+        Some(region.mapping.span().0.addr() as u64 + (guest - region.guest))
+    }
+
+    /// What is mapped.
+    pub(crate) fn mappings(&self) -> impl Iterator<Item = &Mapping> {
+        self.regions.iter().map(|region| &*region.mapping)
+    }
+
     /// `len` bytes at an address of the frontend's, in one region.
     pub(crate) fn user_area(&self, user: u64, len: usize, align: usize) -> Option<Area> {
         let region = self.regions.iter().find(|region| user.wrapping_sub(region.user) < region.size)?;

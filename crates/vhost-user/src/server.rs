@@ -20,6 +20,7 @@ use towline_channel::{
 use crate::device::Device;
 use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
 use crate::session::{Session, SessionError};
+use crate::sys::inherited;
 use crate::worker::Crew;
 
 /// How long a frontend may be away, or a step of waiting for one; waiting goes on behind it.
@@ -50,6 +51,12 @@ pub enum ServeError {
         /// How many it has.
         found: usize,
     },
+    /// More sockets than one device has.
+    #[error("the service manager passes {found} sockets, expected 1; give each device a unit of its own")]
+    Sockets {
+        /// How many it passes.
+        found: usize,
+    },
     /// A descriptor that is no socket.
     #[error("the descriptor given as a socket: {0}")]
     Descriptor(Errno),
@@ -78,6 +85,19 @@ impl Frontends {
             return Ok(Self::Inherited(fd));
         }
         Ok(Self::Connected(Box::new(UnixChannel::new(fd, "the given descriptor")?)))
+    }
+
+    /// The socket that a service manager has left open for this process, by systemd's protocol (socket activation); `None`
+    /// if there is none.
+    ///
+    /// # Errors
+    /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is no socket.
+    pub fn from_service_manager() -> Result<Option<Self>, ServeError> {
+        match inherited::count() {
+            0 => Ok(None),
+            1 => Self::from_fd(inherited::take().map_err(ServeError::Descriptor)?).map(Some),
+            found => Err(ServeError::Sockets { found }),
+        }
     }
 
     /// Serves one frontend after the other until cancelled. What goes wrong with one is logged and ends only that one.
@@ -175,8 +195,17 @@ pub fn serve(channel: &dyn Channel, device: &Arc<dyn Device>, cancel: &Cancel) -
             }
             Err(error) => return Err(given_up(error)),
         };
-        channel.send_all(&[IoBuf::from(&reply.encode(header.code)[..])], SendFlags::empty())?;
+        answer(channel, &reply.encode(header.code), session.take_answer_fd().as_ref())?;
     }
+}
+
+/// Sends an answer; what of it does not go with its descriptor follows.
+fn answer(channel: &dyn Channel, bytes: &[u8], fd: Option<&OwnedFd>) -> Result<(), ServeError> {
+    let sent = match fd {
+        Some(fd) => channel.send_fds(bytes, &[fd.as_fd()])?,
+        None => 0,
+    };
+    Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
 }
 
 type Message = (Header, Vec<u8>, Vec<OwnedFd>);

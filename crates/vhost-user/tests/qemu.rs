@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Version, require_lab, towline, wait_until};
 
@@ -171,4 +172,78 @@ fn a_guest_is_migrated_with_its_disk() {
         }
         drop((source, device));
     }
+}
+
+/// Memory that is sent before the guest is asked to go; most of it then comes on demand.
+const PRECOPY_BYTES_PER_SECOND: u64 = 4 << 20;
+
+#[test]
+fn a_guest_uses_its_disk_before_its_memory_has_come() {
+    if !require_lab("a_guest_uses_its_disk_before_its_memory_has_come") {
+        return;
+    }
+    let (hash, size) = (disk_hash(), DISK_MIB.to_string());
+    for version in VERSIONS {
+        let scratch = TempDir::with_prefix("towline-lab-").unwrap();
+        let sockets = ["here", "there"].map(|name| scratch.path().join(name));
+        let _devices = [0, 1].map(|index| Process::start("disk", &sockets[index], &[&size]));
+        let source = disk(version, &sockets[0]).start().unwrap();
+        let mut guest = source.linux(BOOT_WITHIN).unwrap();
+        shell(&mut guest, READ_ON);
+        wait_rounds(&mut guest, &hash, 2);
+        drop(guest);
+        let destination = disk(version, &sockets[1]).incoming_defer().start().unwrap();
+        let postcopy = json!({ "capabilities": [{ "capability": "postcopy-ram", "state": true }] });
+        for qemu in [&source, &destination] {
+            // The destination asks its backends whether they can.
+            qemu.qmp().execute("migrate-set-capabilities", postcopy.clone()).unwrap();
+        }
+        let uri = json!({ "uri": format!("unix:{}", scratch.path().join("stream").display()) });
+        destination.qmp().execute("migrate-incoming", uri.clone()).unwrap();
+        let slow = json!({ "max-bandwidth": PRECOPY_BYTES_PER_SECOND });
+        source.qmp().execute("migrate-set-parameters", slow).unwrap();
+        source.qmp().execute("migrate", uri).unwrap();
+        let status = || source.qmp().execute("query-migrate", Value::Null);
+        wait_until("a migration that has begun", WITHIN, || {
+            Ok((status()?["status"] == "active").then_some(()))
+        })
+        .unwrap();
+        source.qmp().execute("migrate-start-postcopy", Value::Null).unwrap();
+        let info = wait_until("a migration that has ended", WITHIN, || {
+            let info = status()?;
+            assert_ne!(info["status"], "failed", "{version:?}: {info}");
+            Ok((info["status"] == "completed").then_some(info))
+        })
+        .unwrap();
+        assert!(info["ram"]["postcopy-requests"].as_u64().unwrap() > 0, "{version:?}: {info}");
+        let mut guest = destination.linux(WITHIN).unwrap();
+        wait_rounds(&mut guest, &hash, 2);
+        assert!(!shell(&mut guest, "dmesg").contains("I/O error"));
+    }
+}
+
+/// Does what systemd does for a socket's service: descriptor 3 listens, and the environment says so.
+const SERVICE_MANAGER: &str = "import os, socket, sys\n\
+    listener = socket.socket(socket.AF_UNIX)\n\
+    listener.bind(sys.argv[1])\n\
+    listener.listen()\n\
+    os.dup2(listener.fileno(), 3)\n\
+    os.set_inheritable(3, True)\n\
+    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1')\n\
+    os.execv(sys.argv[2], sys.argv[2:])";
+
+#[test]
+fn a_service_managers_socket_is_served() {
+    let name = "a_service_managers_socket_is_served";
+    if Command::new("python3").arg("--version").output().is_err() {
+        return towline_lab::skip(name, "python3, which stands for systemd here, is missing");
+    }
+    let scratch = TempDir::with_prefix("towline-lab-").unwrap();
+    let socket = scratch.path().join("rng.sock");
+    let mut command = Command::new("python3");
+    command.args(["-c", SERVICE_MANAGER]).arg(&socket).arg(program("rng")).stdin(Stdio::null());
+    let _device = Process { child: command.spawn().unwrap() };
+    let mut frontend = towline_frontend::Frontend::connect(&socket, WITHIN).unwrap();
+    let queues = frontend.number(towline_frontend::wire::Code::GET_QUEUE_NUM).unwrap();
+    assert_eq!(queues, 1);
 }

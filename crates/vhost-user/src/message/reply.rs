@@ -1,8 +1,10 @@
-//! Replies: what a backend answers. None of them carries a descriptor.
+//! Replies: what a backend answers. A descriptor that goes with one is the session's matter.
 
 use zerocopy::IntoBytes;
 
-use super::{CONFIG_BYTES_MAX, Code, FLAG_REPLY, RawConfig, RawHeader, VERSION, VringState};
+use super::{
+    CONFIG_BYTES_MAX, Code, FLAG_REPLY, RawConfig, RawHeader, RawTable, RegionInfo, VERSION, VringState,
+};
 
 /// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +22,12 @@ pub enum Reply {
         /// What; empty says that it cannot be read.
         bytes: Vec<u8>,
     },
+    /// Nothing but what came along as a descriptor.
+    Empty,
+    /// In postcopy: where all regions are mapped here.
+    Table(Vec<RegionInfo>),
+    /// In postcopy: where a region is mapped here.
+    Region(RegionInfo),
 }
 
 impl Reply {
@@ -30,6 +38,13 @@ impl Reply {
     pub fn encode(&self, code: Code) -> Vec<u8> {
         let payload = match self {
             Self::Number(number) => number.to_le_bytes().to_vec(),
+            Self::Empty => Vec::new(),
+            Self::Table(regions) => {
+                let count = u32::try_from(regions.len()).expect("there are few");
+                let head = RawTable { regions: count.into(), padding: 0.into() };
+                [head.as_bytes(), regions.as_bytes()].concat()
+            }
+            Self::Region(region) => [&[0; 8], region.as_bytes()].concat(),
             Self::VringBase(state) => state.as_bytes().to_vec(),
             Self::Config { offset, flags, bytes } => {
                 assert!(bytes.len() <= CONFIG_BYTES_MAX, "{} bytes of configuration", bytes.len());

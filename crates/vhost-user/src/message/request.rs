@@ -77,6 +77,8 @@ pub enum Request {
     GetMaxMemSlots,
     /// One more region.
     AddMemReg(RegionInfo, OwnedFd),
+    /// In postcopy: the frontend watches the regions that it was told the addresses of.
+    MemRegionsWatched,
     /// One region less.
     RemMemReg(RegionInfo),
     /// The virtio status byte.
@@ -87,6 +89,12 @@ pub enum Request {
     SetDeviceStateFd(Direction, OwnedFd),
     /// Has that gone well?
     CheckDeviceState,
+    /// There will be postcopy: where are your faults told?
+    PostcopyAdvise,
+    /// Memory that is shared from now on is not there yet.
+    PostcopyListen,
+    /// All memory is there.
+    PostcopyEnd,
 }
 
 /// The log's shared memory.
@@ -138,6 +146,7 @@ impl Request {
             Code::SET_VRING_KICK => Self::SetVringKick(VringFd::decode(code, payload, &mut fds)?),
             Code::SET_VRING_CALL => Self::SetVringCall(VringFd::decode(code, payload, &mut fds)?),
             Code::SET_VRING_ERR => Self::SetVringErr(VringFd::decode(code, payload, &mut fds)?),
+            Code::ADD_MEM_REG if payload == [0; 8] => Self::MemRegionsWatched,
             Code::ADD_MEM_REG => Self::AddMemReg(single_region(code, payload)?, fds.one()?),
             Code::REM_MEM_REG => {
                 // Some frontends send the region's descriptor once more.
@@ -183,6 +192,9 @@ impl Request {
             Code::SET_STATUS => number().map(Self::SetStatus),
             Code::GET_STATUS => nothing(Self::GetStatus),
             Code::CHECK_DEVICE_STATE => nothing(Self::CheckDeviceState),
+            Code::POSTCOPY_ADVISE => nothing(Self::PostcopyAdvise),
+            Code::POSTCOPY_LISTEN => nothing(Self::PostcopyListen),
+            Code::POSTCOPY_END => nothing(Self::PostcopyEnd),
             _ => Err(MessageError::Unsupported { code, why: left_out(code) }),
         }
     }
@@ -311,9 +323,6 @@ fn config(code: Code, payload: &[u8]) -> Result<Request, MessageError> {
 
 fn left_out(code: Code) -> &'static str {
     match code {
-        Code::POSTCOPY_ADVISE | Code::POSTCOPY_LISTEN | Code::POSTCOPY_END => {
-            " (PAGEFAULT is not offered: the guest cannot be restored by postcopy)"
-        }
         Code::GET_INFLIGHT_FD | Code::SET_INFLIGHT_FD => " (INFLIGHT_SHMFD is not offered)",
         Code::SET_BACKEND_REQ_FD => " (BACKEND_REQ is not offered)",
         Code::IOTLB_MSG => " (VIRTIO_F_ACCESS_PLATFORM is not offered)",

@@ -10,6 +10,7 @@
 //! not, it would go on believing, so the connection ends ([`Session::handle`]'s error).
 
 mod error;
+mod postcopy;
 mod state_transfer;
 mod vring;
 
@@ -24,6 +25,8 @@ use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::{Memory, REGIONS_MAX, Region};
 use crate::message::{Direction, LogMemory, Reply, Request, VringAddress};
 use crate::ring::{RingFault, RingSetup};
+use crate::sys::Faults;
+use postcopy::Postcopy;
 use state_transfer::StateTransfer;
 use vring::Vring;
 
@@ -64,6 +67,9 @@ pub(crate) struct Session<R> {
     log: Option<Arc<DirtyLog>>,
     status: u64,
     transfer: Option<StateTransfer>,
+    postcopy: Option<Postcopy>,
+    /// Goes with the next answer.
+    answer_fd: Option<OwnedFd>,
 }
 
 /// What was negotiated so far.
@@ -89,12 +95,19 @@ impl<R: Rings> Session<R> {
             log: None,
             status: 0,
             transfer: None,
+            postcopy: None,
+            answer_fd: None,
         }
     }
 
     /// Whether a frontend that asks for an answer gets one.
     pub(crate) fn acknowledges(&self) -> bool {
         self.agreed.protocol.contains(ProtocolFeatures::REPLY_ACK)
+    }
+
+    /// The descriptor that belongs to the answer just given, if one does.
+    pub(crate) fn take_answer_fd(&mut self) -> Option<OwnedFd> {
+        self.answer_fd.take()
     }
 
     /// Does what is asked. The answer, where the request has one of its own.
@@ -111,11 +124,15 @@ impl<R: Rings> Session<R> {
             Request::SetProtocolFeatures(bits) => self.set_protocol_features(bits).map(done),
             Request::GetQueueNum => number(self.device.queue_number() as u64),
             Request::GetMaxMemSlots => number(REGIONS_MAX as u64),
+            Request::SetMemTable(regions) if regions.is_empty() && self.has_told() => self.watch().map(done),
+            Request::SetMemTable(regions) if self.listens() => self.tell_table(regions).map(Some),
             Request::SetMemTable(regions) => {
                 let regions = regions.into_iter().map(|(info, fd)| Region::map(&info, fd));
                 let memory = Memory::new(regions.collect::<Result<_, _>>()?)?;
                 self.set_memory(memory).map(done)
             }
+            Request::MemRegionsWatched => self.watch().map(done),
+            Request::AddMemReg(info, fd) if self.listens() => self.tell_region(&info, fd).map(Some),
             Request::AddMemReg(info, fd) => {
                 let memory = self.memory.with(Region::map(&info, fd)?)?;
                 self.set_memory(memory).map(done)
@@ -146,6 +163,12 @@ impl<R: Rings> Session<R> {
             Request::GetStatus => number(self.status),
             Request::SetDeviceStateFd(direction, fd) => number(self.begin_transfer(direction, fd)),
             Request::CheckDeviceState => number(self.check_transfer()),
+            Request::PostcopyAdvise => self.postcopy_advise().map(Some),
+            Request::PostcopyListen => self.postcopy_listen().map(done),
+            Request::PostcopyEnd => {
+                self.postcopy = None;
+                Ok(None)
+            }
             vring => self.vring_request(vring),
         }
     }
@@ -167,6 +190,10 @@ impl<R: Rings> Session<R> {
             Request::GetStatus => ("GET_STATUS", P::STATUS),
             Request::SetDeviceStateFd(..) => ("SET_DEVICE_STATE_FD", P::DEVICE_STATE),
             Request::CheckDeviceState => ("CHECK_DEVICE_STATE", P::DEVICE_STATE),
+            Request::PostcopyAdvise => ("POSTCOPY_ADVISE", P::PAGEFAULT),
+            Request::PostcopyListen => ("POSTCOPY_LISTEN", P::PAGEFAULT),
+            Request::PostcopyEnd => ("POSTCOPY_END", P::PAGEFAULT),
+            Request::MemRegionsWatched => ("ADD_MEM_REG", P::PAGEFAULT),
             _ => return Ok(()),
         };
         if self.agreed.protocol.contains(needed) {
@@ -180,7 +207,11 @@ impl<R: Rings> Session<R> {
     }
 
     fn offered_protocol(&self) -> ProtocolFeatures {
-        ProtocolFeatures::ALWAYS | (self.device.protocol_features() & ProtocolFeatures::BY_DEVICE)
+        let postcopy = match self.device.allows_postcopy() && Faults::new().is_ok() {
+            true => ProtocolFeatures::PAGEFAULT,
+            false => ProtocolFeatures::empty(),
+        };
+        ProtocolFeatures::ALWAYS | postcopy | (self.device.protocol_features() & ProtocolFeatures::BY_DEVICE)
     }
 
     /// Also what switches the log on and off, on rings that run.

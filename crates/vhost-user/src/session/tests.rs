@@ -210,7 +210,7 @@ fn only_what_was_offered_can_be_taken() {
         refusal(&mut session, Request::SetFeatures(1 << 6)),
         "SET_FEATURES takes 0x40, which was not offered (offered: 0x174000020)"
     );
-    assert!(refusal(&mut session, Request::SetProtocolFeatures(1 << 8)).contains("takes 0x100, which"));
+    assert!(refusal(&mut session, Request::SetProtocolFeatures(1 << 5)).contains("takes 0x20, which"));
     session.handle(Request::SetFeatures(offered)).unwrap();
     assert_eq!(*card.told.lock().unwrap(), ["acknowledge 0x130000020"]);
     assert!(!session.acknowledges());
@@ -388,4 +388,59 @@ fn the_devices_state_goes_through_a_pipe() {
     assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1);
     start(&mut session);
     assert_eq!(transfer(&mut session, Direction::Save, event()), 0x101);
+}
+
+#[test]
+fn in_postcopy_memory_is_told_and_watched_before_it_is_used() {
+    use std::os::unix::fs::FileExt as _;
+    let (mut session, _) = agreed();
+    if !session.offered_protocol().contains(ProtocolFeatures::PAGEFAULT) {
+        let name = "in_postcopy_memory_is_told_and_watched_before_it_is_used";
+        return towline_lab::skip(name, "this process gets no userfaultfd");
+    }
+    let first = refusal(&mut session, Request::PostcopyListen);
+    assert_eq!(first, "POSTCOPY_LISTEN: the device refuses: POSTCOPY_ADVISE comes first");
+    assert_eq!(session.handle(Request::PostcopyAdvise).unwrap(), Some(Reply::Empty));
+    let faults = session.take_answer_fd().unwrap();
+    session.handle(Request::PostcopyListen).unwrap();
+    let info = |guest: u64| RegionInfo {
+        guest_address: guest.into(),
+        size: 8192.into(),
+        user_address: (guest + (1 << 40)).into(),
+        mmap_offset: 0.into(),
+    };
+    let file = std::fs::File::from(shared(8192));
+    let fd = || OwnedFd::from(file.try_clone().unwrap());
+    let Some(Reply::Table(told)) = session.handle(Request::SetMemTable(vec![(info(0), fd())])).unwrap()
+    else {
+        panic!("a table was asked for");
+    };
+    let added = session.handle(Request::AddMemReg(info(8192), fd())).unwrap();
+    assert!(matches!(added, Some(Reply::Region(region)) if region.guest_address.get() == 8192));
+    assert_eq!(session.rings.said, [""; 0], "no ring has it yet");
+    // What acknowledges is an empty table after one, eight zeros after a region.
+    session.handle(Request::MemRegionsWatched).unwrap();
+    assert_eq!(session.rings.said, ["memory 0x4000"]);
+    let memory = Arc::clone(&session.memory);
+    let reader = std::thread::spawn(move || {
+        let mut pieces = Vec::new();
+        assert!(memory.pieces(4096, 5, &mut pieces));
+        let mut bytes = [0; 5];
+        towline_channel::gather(&[memory.io_buf(&pieces[0])], &mut bytes);
+        bytes
+    });
+    // The reader waits; its fault is where the frontend was told.
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let within = Timespec { tv_sec: 60, tv_nsec: 0 };
+    assert_eq!(poll(&mut [PollFd::new(&faults, PollFlags::IN)], Some(&within)).unwrap(), 1);
+    let mut event = [0; 32];
+    assert_eq!(rustix::io::read(&faults, &mut event).unwrap(), 32);
+    let address = u64::from_ne_bytes(*event[16..].first_chunk().unwrap());
+    assert_eq!((event[0], address & !4095), (0x12, told[0].user_address.get() + 4096));
+    // The page comes, and so does the end.
+    file.write_all_at(b"later", 4096).unwrap();
+    session.handle(Request::PostcopyEnd).unwrap();
+    drop(faults);
+    assert_eq!(reader.join().unwrap(), *b"later");
+    assert!(refusal(&mut session, Request::MemRegionsWatched).contains("nothing was told"));
 }

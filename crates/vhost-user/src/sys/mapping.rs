@@ -51,6 +51,11 @@ impl Mapping {
         Ok(Self { region, lead: len_of(offset), len: len_of(len) })
     }
 
+    /// Where its part of the file is, and how long. Nothing may be read or written there but through this value.
+    pub(crate) fn span(&self) -> (*mut u8, usize) {
+        (self.pointer(0, self.len), self.len)
+    }
+
     fn pointer(&self, offset: usize, len: usize) -> *mut u8 {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a mapping of {} bytes", self.len);
