@@ -15,13 +15,16 @@ pub mod instant;
 pub mod lanes;
 pub mod live;
 mod machine;
+pub mod net;
 pub mod ram;
 mod report;
 pub mod rounds;
 pub mod stats;
 pub mod table;
+pub mod vhost;
+pub mod vsock;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, ensure};
 use towline_channel::Cancel;
@@ -41,8 +44,29 @@ pub struct Options {
     pub sizes_mib: Vec<u64>,
     /// The binary under test.
     pub towline: PathBuf,
+    /// Where peers are that are not found by themselves, by name.
+    pub peers: Vec<(String, PathBuf)>,
     /// Ends the run early; everything is put away.
     pub cancel: Cancel,
+}
+
+/// Where `cargo xtask peers` puts what it builds.
+const PEERS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../target/peers/bin");
+
+impl Options {
+    /// A peer's program: where the user says, where `cargo xtask peers` puts it, or anywhere in `PATH`.
+    fn peer(&self, name: &str) -> Option<PathBuf> {
+        let given = self.peers.iter().find(|(known, _)| known == name).map(|(_, path)| path.clone());
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let places = std::iter::once(Path::new(PEERS).join(name))
+            .chain(std::env::split_paths(&path).map(|directory| directory.join(name)));
+        given.or_else(|| places.into_iter().find(|place| place.is_file()))
+    }
+
+    fn net(&self, parameters: net::Parameters) -> net::Parameters {
+        let [testpmd, vhost_user_net] = [net::TESTPMD, net::VHOST_USER_NET].map(|name| self.peer(name));
+        net::Parameters { testpmd, vhost_user_net, ..parameters }
+    }
 }
 
 /// No table has this name.
@@ -61,7 +85,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 6] = [
+const BENCHMARKS: [Benchmark; 9] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -94,6 +118,28 @@ const BENCHMARKS: [Benchmark; 6] = [
         measure: |options| lanes::measure(&parameters(options), &[lanes::Load::Stress, lanes::Load::Pinned]),
     },
     Benchmark { name: "calls", measure: |options| lanes::calls(&parameters(options)) },
+    Benchmark {
+        name: "vsock",
+        measure: |options| {
+            let peer = options.peer(vsock::PEER);
+            let (runs, cancel) = (options.runs, options.cancel.clone());
+            vsock::measure(&vsock::Parameters::of(&options.towline, peer, runs, cancel))
+        },
+    },
+    Benchmark {
+        name: "net",
+        measure: |options| {
+            let cancel = options.cancel.clone();
+            net::measure(&options.net(net::Parameters::of(&options.towline, options.runs, cancel)))
+        },
+    },
+    Benchmark {
+        name: "net-queues",
+        measure: |options| {
+            let cancel = options.cancel.clone();
+            net::measure(&options.net(net::Parameters::multiqueue(&options.towline, options.runs, cancel)))
+        },
+    },
 ];
 
 fn parameters(options: &Options) -> lanes::Parameters {
@@ -145,7 +191,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls"
+            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, net, net-queues"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -32,6 +32,8 @@ enum Task {
         #[arg(long)]
         system: bool,
     },
+    /// Bring the programs that the benches of vhost-user devices compare with, below target/peers.
+    Peers,
     /// Formatting, clippy, layering, file lengths, unsafe code outside sys, documentation.
     Lint,
     /// Check the dependency edges between the workspace's crates.
@@ -52,6 +54,7 @@ enum Task {
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
         Task::Setup { system } => setup::run(system),
+        Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),
         Task::Layering => layering::run(),
         Task::Test => return test::run(),

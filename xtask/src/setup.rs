@@ -16,6 +16,7 @@
 mod apt;
 mod initramfs;
 mod modules;
+pub(crate) mod peers;
 mod python;
 mod sources;
 mod unpack;

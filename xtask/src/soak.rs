@@ -2,15 +2,23 @@
 //!
 //! `make test` runs short counts; these are the thousand-fold and hour-long ones, run before a release is made.
 
+use std::time::Duration;
+
 use anyhow::{Result, bail};
 
 use crate::command::{cargo, run as run_command, target_directory};
+use crate::test::fuzz;
 
 struct Soak {
     name: &'static str,
     about: &'static str,
     run: fn() -> Result<()>,
 }
+
+/// Inputs for each target; a conversation starts threads.
+const VHOST_FUZZ: [(&str, u64); 3] =
+    [("vhost_ring", 10_000_000), ("vhost_message", 10_000_000), ("vhost_session", 200_000)];
+const VHOST_FUZZ_WITHIN: Duration = Duration::from_secs(3600);
 
 const SOAKS: &[Soak] = &[
     Soak {
@@ -96,6 +104,11 @@ const SOAKS: &[Soak] = &[
                 &[("TOWLINE_SOAK_MOVES", "50")],
             )
         },
+    },
+    Soak {
+        name: "vhost-fuzz",
+        about: "10 million rings and messages of hostile guests and frontends, and 200,000 conversations",
+        run: || fuzz::long(&VHOST_FUZZ, VHOST_FUZZ_WITHIN),
     },
     Soak {
         name: "net-moves",

@@ -8,7 +8,7 @@
 //! same, of the test or of what it tests.
 
 mod counts;
-mod fuzz;
+pub(crate) mod fuzz;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt as _;

@@ -275,13 +275,17 @@ pub(crate) struct InspectArgs {
 ///
 /// Tables: `ram` (save and restore of a guest's memory against QEMU's own), `live` (a busy guest through towline against QEMU to
 /// QEMU), `instant` (a guest that runs at once and waits for its memory, against QEMU's own restore and postcopy), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
-/// `calls` (pages copied into a linear buffer against vectors). Needs the lab: `cargo xtask setup` in a checkout.
+/// `calls` (pages copied into a linear buffer against vectors), `vsock` (streams and requests against vhost-device-vsock and a
+/// plain Unix socket), `net` (frames and TCP against vhost_user_net, dpdk-testpmd, a tap and a veth pair), `net-queues` (the same with
+/// several queues); `cargo xtask peers` brings peers. Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
   towline bench ram
   towline bench ram --report report/
   towline bench instant --sizes 1G --runs 1
+  towline bench vsock --runs 3
+  towline bench net --peer vhost_user_net=/opt/vhost_user_net
 ")]
 pub(crate) struct BenchArgs {
     /// Which tables; all if none is named
@@ -296,6 +300,9 @@ pub(crate) struct BenchArgs {
     /// Memory of the guests, for `instant` [default: 1G,4G,8G]
     #[arg(long, value_name = "BYTES", value_parser = bytes, value_delimiter = ',')]
     pub(crate) sizes: Vec<u64>,
+    /// Where a peer's program is that is not found by itself: `vhost_user_net=PATH`, `vhost-device-vsock=PATH`
+    #[arg(long = "peer", value_name = "NAME=PATH", value_parser = peer)]
+    pub(crate) peers: Vec<(String, PathBuf)>,
     /// This process is one end of a measured migration
     #[arg(long, value_name = "ROLE", hide = true, exclusive = true)]
     pub(crate) end: Option<String>,
@@ -314,6 +321,12 @@ pub(crate) struct GarbageArgs {
     /// Chunks that are younger are left alone: an upload that broke off may go on with them
     #[arg(long, value_name = "HOURS", default_value = "24", value_parser = hours)]
     pub(crate) garbage_age: std::time::Duration,
+}
+
+fn peer(text: &str) -> Result<(String, PathBuf), String> {
+    let parts = text.split_once('=').filter(|(name, path)| !name.is_empty() && !path.is_empty());
+    let (name, path) = parts.ok_or("expected NAME=PATH")?;
+    Ok((name.to_owned(), path.into()))
 }
 
 /// How streams are encrypted.

@@ -18,6 +18,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         runs: args.runs,
         sizes_mib: args.sizes.iter().map(|size| size >> 20).collect(),
         towline: std::env::current_exe()?,
+        peers: args.peers.clone(),
         cancel: cancel_on_signals("guests and images are put away")?,
     };
     match towline_bench::run(&options) {

@@ -75,7 +75,7 @@ pub(crate) fn busybox(lab: &Path) -> Result<bool> {
 }
 
 /// `package=version` of the newest version that fits; the lists are fetched if apt knows none.
-fn versioned(package: &str, fits: impl Fn(&str) -> bool) -> Result<String> {
+pub(super) fn versioned(package: &str, fits: impl Fn(&str) -> bool) -> Result<String> {
     let find = || -> Result<Option<String>> {
         // What apt itself would choose comes first, so that backports stay out unless asked for.
         let candidate = apt::candidate(package)?.into_iter();
@@ -96,7 +96,7 @@ fn versioned(package: &str, fits: impl Fn(&str) -> bool) -> Result<String> {
 }
 
 /// Downloads and unpacks into `tree`. Lists that name what the mirror no longer has are fetched again once.
-fn unpack(packages: &[String], scratch: &Path, tree: &Path) -> Result<()> {
+pub(super) fn unpack(packages: &[String], scratch: &Path, tree: &Path) -> Result<()> {
     let archives = tempfile::tempdir_in(scratch)?;
     if apt::download(packages, archives.path()).is_err() {
         apt::update()?;

@@ -1,11 +1,11 @@
-//! A short run of every fuzz target of `fuzz/`, on the stable compiler.
+//! Runs of the fuzz targets of `fuzz/` on the stable compiler: a short one of all, long ones of some.
 //!
 //! libFuzzer needs coverage counters in the code, which stable rustc puts there when told so by its code generator's
 //! flags. Sanitizers need a nightly compiler; they are left to long runs by hand (`cargo fuzz`).
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -22,21 +22,43 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
      -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions=on";
 
+/// How long a target runs.
+#[derive(Clone, Copy)]
+enum Limit {
+    Seconds(u64),
+    /// Inputs, and the seconds that they may take.
+    Runs(u64, u64),
+}
+
+/// So many inputs for each of these targets.
+pub(crate) fn long(wanted: &[(&str, u64)], within: Duration) -> Result<()> {
+    let (_, built) = build()?;
+    for (name, runs) in wanted {
+        let program = Path::new(&built).join(TARGET).join("release").join(name);
+        fuzz(&root().join("fuzz"), name, &program, Limit::Runs(*runs, within.as_secs()))?;
+    }
+    Ok(())
+}
+
+fn build() -> Result<(Vec<String>, String)> {
+    let manifest = root().join("fuzz").join("Cargo.toml").display().to_string();
+    let mut build =
+        cargo(["build", "--quiet", "--release", "--manifest-path", &manifest, "--target", TARGET]);
+    run_command(build.env("RUSTFLAGS", FLAGS)).context("the fuzz targets do not build")?;
+    targets(&manifest)
+}
+
 /// Builds and runs them; each is counted as a test.
 pub(crate) fn run(counts: &mut Counts) -> Result<()> {
     let directory = root().join("fuzz");
     if !directory.join("Cargo.toml").is_file() {
         return Ok(());
     }
-    let manifest = directory.join("Cargo.toml").display().to_string();
-    let mut build =
-        cargo(["build", "--quiet", "--release", "--manifest-path", &manifest, "--target", TARGET]);
-    run_command(build.env("RUSTFLAGS", FLAGS)).context("the fuzz targets do not build")?;
-    let (names, built) = targets(&manifest)?;
+    let (names, built) = build()?;
     let mut failed = Vec::new();
     for name in names {
         let program = Path::new(&built).join(TARGET).join("release").join(&name);
-        match fuzz(&directory, &name, &program) {
+        match fuzz(&directory, &name, &program, Limit::Seconds(RUN_SECONDS)) {
             Ok(()) => counts.passed += 1,
             Err(error) => {
                 eprintln!("fuzz {name}: {error:#}");
@@ -51,20 +73,21 @@ pub(crate) fn run(counts: &mut Counts) -> Result<()> {
     bail!("failed: {}; what failed lies in fuzz/artifacts", failed.join(", "));
 }
 
-fn fuzz(directory: &Path, name: &str, program: &Path) -> Result<()> {
+fn fuzz(directory: &Path, name: &str, program: &Path, limit: Limit) -> Result<()> {
     let artifacts = directory.join("artifacts").join(name);
     std::fs::create_dir_all(&artifacts)?;
     // New finds go where they are forgotten; what is kept is read only.
     let kept = ["seeds", "corpus"].map(|kept| directory.join(kept).join(name));
     let finds = tempfile::tempdir()?;
-    let within = RUN_SECONDS + GRACE.as_secs();
+    let (option, seconds) = match limit {
+        Limit::Seconds(seconds) => (format!("-max_total_time={seconds}"), seconds),
+        Limit::Runs(runs, seconds) => (format!("-runs={runs}"), seconds),
+    };
+    let within = seconds + GRACE.as_secs();
+    let started = Instant::now();
     let mut command = Command::new("timeout");
     command.arg("--kill-after=5").arg(within.to_string()).arg(program);
-    command.args([
-        format!("-max_total_time={RUN_SECONDS}"),
-        "-print_final_stats=1".into(),
-        "-rss_limit_mb=2048".into(),
-    ]);
+    command.args([option, "-print_final_stats=1".into(), "-rss_limit_mb=2048".into()]);
     command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(finds.path());
     command.args(kept.iter().filter(|kept| kept.is_dir())).current_dir(directory).stdin(Stdio::null());
     let said = command.output().with_context(|| format!("{} cannot be started", shown(&command)))?;
@@ -73,7 +96,11 @@ fn fuzz(directory: &Path, name: &str, program: &Path) -> Result<()> {
         bail!("{} ended with {}:\n{}", shown(&command), said.status, last_lines(&text, 40));
     }
     let runs = text.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
-    println!("fuzz: {name}, {} inputs in {RUN_SECONDS} s", runs.unwrap_or("?").trim());
+    println!(
+        "fuzz: {name}, {} inputs in {:.0} s",
+        runs.unwrap_or("?").trim(),
+        started.elapsed().as_secs_f64()
+    );
     Ok(())
 }
 

@@ -1,0 +1,163 @@
+//! The guest's card: drivers that send and receive frames as fast as the backend takes and gives them, and one that joins it
+//! to a tap.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use towline_frontend::net::{
+    FRAME_BYTES_MAX, HEADER_BYTES, LINUX_BUFFER_BYTES, Options, Pair, feature as net,
+};
+use towline_frontend::wire::feature;
+use towline_frontend::{Frontend, Memory, wait_any};
+
+use super::frames::Kind;
+use crate::vhost::Signals;
+
+/// Entries of each ring: QEMU's default.
+const RING_SIZE: u16 = 256;
+/// Frames between two publications.
+const BATCH: usize = 32;
+/// The longest sleep; it is then seen whether all is over.
+const SLEEP: Duration = Duration::from_millis(20);
+/// A transmit ring that stands still for so long is broken.
+const ROOM_WITHIN: Duration = Duration::from_secs(10);
+
+/// A card with its queues running.
+pub(super) struct Card {
+    // Hung up on when the card goes.
+    frontend: Frontend,
+    features: u64,
+    pairs: Vec<Pair>,
+}
+
+impl Card {
+    /// Negotiates and starts `queues` pairs, with every feature that the backend has. Receive buffers are what Linux posts
+    /// with these features.
+    pub(super) fn start(mut frontend: Frontend, queues: usize, transmit_bytes: usize) -> Result<Self> {
+        let wished = feature::EVENT_IDX | feature::INDIRECT | net::MRG_RXBUF | net::OFFLOADS | net::MQ;
+        let features = frontend.negotiate(0, wished, 0)?.features;
+        let super_frames = features & (net::GUEST_TSO4 | net::GUEST_TSO6) != 0;
+        let receive_bytes = match features & net::MRG_RXBUF {
+            0 if super_frames => HEADER_BYTES + FRAME_BYTES_MAX,
+            _ => LINUX_BUFFER_BYTES,
+        };
+        let options = Options {
+            size: RING_SIZE,
+            receive_bytes,
+            transmit_bytes: HEADER_BYTES + transmit_bytes,
+            features,
+        };
+        let memory = Arc::new(Memory::new(Pair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
+        frontend.share(Some(&memory))?;
+        let pairs = (0..queues)
+            .map(|index| {
+                Pair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { frontend, features, pairs })
+    }
+
+    /// Whether the guest's kernel leaves segments and checksums to the backend.
+    pub(super) fn offloads(&self) -> bool {
+        self.features & net::HOST_TSO4 != 0 && self.features & net::CSUM != 0
+    }
+
+    /// Sends frames of this kind from the first queue until it is over.
+    pub(super) fn transmit(mut self, kind: Kind, signals: &Arc<Signals>) -> Result<JoinHandle<Result<()>>> {
+        let able = kind != Kind::Super || self.offloads();
+        ensure!(able, "the backend takes no super-frames (no HOST_TSO4)");
+        let (signals, bytes) = (Arc::clone(signals), kind.bytes());
+        Ok(std::thread::spawn(move || {
+            let _frontend = &self.frontend;
+            let pair = &mut self.pairs[0];
+            pair.fill(&bytes);
+            while !signals.is_over() {
+                let back = pair.reclaim()?;
+                signals.add(back as u64);
+                let sent = (0..BATCH).take_while(|_| pair.transmit_any(bytes.len())).count();
+                pair.flush();
+                if sent == 0 && back == 0 {
+                    pair.wait_room(ROOM_WITHIN)?;
+                }
+            }
+            Ok(())
+        }))
+    }
+
+    /// Receives on the first queue until it is over; frames count by their bytes where they are parts of super-frames.
+    pub(super) fn receive(mut self, kind: Kind, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
+        let signals = Arc::clone(signals);
+        std::thread::spawn(move || {
+            let _frontend = &self.frontend;
+            let pair = &mut self.pairs[0];
+            while !signals.is_over() {
+                let mut bytes = 0;
+                let count = pair.receive(|frame| bytes += frame.len())?;
+                signals.add(if kind == Kind::Super { bytes } else { count } as u64);
+                if count == 0 && !pair.rx().arm(1) {
+                    wait_any(&[pair.rx().call()], SLEEP)?;
+                    pair.rx().heard();
+                }
+                pair.rx().disarm();
+            }
+            Ok(())
+        })
+    }
+
+    /// Joins each pair with a queue of a tap.
+    pub(super) fn pump(self, taps: Vec<File>, signals: &Arc<Signals>) -> JoinHandle<Result<()>> {
+        let signals = Arc::clone(signals);
+        std::thread::spawn(move || {
+            let _frontend = &self.frontend;
+            std::thread::scope(|scope| {
+                let pumps = self.pairs.into_iter().zip(taps).map(|(pair, tap)| {
+                    let signals = &signals;
+                    scope.spawn(move || pump(pair, &tap, signals))
+                });
+                let pumps: Vec<_> = pumps.collect();
+                pumps.into_iter().try_for_each(|pump| pump.join().expect("it does not panic"))
+            })
+        })
+    }
+}
+
+fn pump(mut pair: Pair, mut tap: &File, signals: &Signals) -> Result<()> {
+    while !signals.power_off.load(Ordering::Relaxed) {
+        let (mut moved, mut full) = (0, false);
+        for _ in 0..BATCH {
+            match pair.transmit_from(|bytes| tap.read(bytes)) {
+                Ok(Some(_)) => moved += 1,
+                Ok(None) => full = true,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error).context("the guest's tap"),
+            }
+            if full {
+                break;
+            }
+        }
+        pair.flush();
+        // A tap that is full loses frames, as a card's ring does.
+        moved += pair.receive(|frame| drop(frame.write(|parts| tap.write_vectored(parts))))?;
+        moved += pair.reclaim()?;
+        if moved == 0 {
+            let share = pair.tx().in_flight() / 4 * 3;
+            let ready = pair.rx().arm(1) || (full && pair.tx().arm(share.max(1)));
+            if !ready {
+                let (rx, tx) = pair.rings();
+                let fds = [rx.call(), tx.call(), tap.as_fd()];
+                wait_any(if full { &fds[..2] } else { &fds }, SLEEP)?;
+                rx.heard();
+                tx.heard();
+            }
+            pair.rx().disarm();
+            pair.tx().disarm();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,306 @@
+//! Figures into tables.
+
+use serde_json::{Value, json};
+
+use super::frames::Kind;
+use super::tcp::Traffic;
+use super::{Carrier, Entry, Figure, Figures, Parameters, VHOST_USER_NET, Work};
+use crate::stats::Summary;
+use crate::table::{Content, Row, Table};
+
+/// Goals, as ratios; the peer is vhost_user_net.
+const TRANSMIT_MIN: f64 = 1.7;
+const RECEIVE_MIN: f64 = 5.0;
+const TO_GUEST_MIN: f64 = 6.0;
+const FROM_GUEST_MIN: f64 = 1.2;
+const ASK_MIN: f64 = 1.2;
+const TAP_MIN: f64 = 0.9;
+/// More queues may cost so much, which is within the noise of most machines.
+const QUEUES_MIN: f64 = 0.95;
+const LARGE: usize = 64 << 10;
+
+pub(super) struct Run<'a> {
+    pub(super) parameters: &'a Parameters,
+    pub(super) entries: Vec<Entry>,
+    pub(super) outcomes: Vec<Figures>,
+}
+
+impl Run<'_> {
+    pub(super) fn tables(&self) -> Vec<Table> {
+        let mut tables = Vec::new();
+        if self.parameters.multiqueue {
+            tables.push(self.queues());
+        } else {
+            tables.push(self.series());
+            tables.push(self.frames());
+        }
+        tables.extend([self.streams(), self.asks(), self.goals()]);
+        tables
+    }
+
+    fn find(&self, entry: Entry) -> Option<&Figures> {
+        let index = self.entries.iter().position(|other| *other == entry)?;
+        Some(&self.outcomes[index])
+    }
+
+    fn values(&self, entry: Entry, figure: fn(&Figure) -> f64) -> Option<Vec<f64>> {
+        Some(self.find(entry)?.values.iter().map(figure).collect())
+    }
+
+    fn ratio(&self, entry: Entry, base: Entry) -> Option<Summary> {
+        Summary::of_ratios(&self.values(entry, rate)?, &self.values(base, rate)?)
+    }
+
+    fn beside(&self, entry: Entry, carrier: Carrier) -> Option<Summary> {
+        self.ratio(entry, Entry { carrier, ..entry })
+    }
+
+    fn table(
+        &self,
+        (name, title): (&'static str, &str),
+        columns: Vec<&'static str>,
+        wanted: impl Fn(Work) -> bool,
+        cells: impl Fn(Entry, &Figures) -> Vec<String>,
+    ) -> Table {
+        let rows = self.entries.iter().filter(|entry| wanted(entry.work)).map(|entry| {
+            let content = match self.find(*entry) {
+                Some(figures) => match &figures.failure {
+                    Some(reason) => Content::Missing(reason.clone()),
+                    None => Content::Measured { cells: cells(*entry, figures), data: data(figures) },
+                },
+                None => Content::Missing("no run".into()),
+            };
+            let contender = entry.contender();
+            Row { group: contender.group, label: contender.label, content }
+        });
+        Table {
+            name,
+            title: format!("{title}, {} runs, median (min–max)", self.parameters.runs),
+            columns,
+            rows: rows.collect(),
+            notes: vec![
+                "× peer: against vhost_user_net; norm: the figure for each % of one processor that the machine spent".into(),
+                "QEMU's in-process virtio-net has no socket to drive; it would want an emulated guest: see docs/benchmarks.md".into(),
+            ],
+        }
+    }
+
+    fn frames(&self) -> Table {
+        let columns = vec!["what", "Mpps", "× peer", "× tap", "Gbit/s", "backend % CPU", "norm kpps"];
+        let wanted = |work| matches!(work, Work::Transmit(_) | Work::Receive(_));
+        self.table(("net-frames", "Frames"), columns, wanted, |entry, figures| {
+            let len = match entry.work {
+                Work::Transmit(kind) | Work::Receive(kind) => kind.len(),
+                Work::Tcp(_) => 0,
+            };
+            let of = |scale: f64| Summary::of(figures.values.iter().map(|figure| rate(figure) * scale));
+            vec![
+                cell(of(1e-6), 3),
+                short(self.beside(entry, Carrier::VhostUserNet)),
+                short(self.beside(entry, Carrier::Limit)),
+                cell(of(len as f64 * 8e-9), 2),
+                median(figures, |figure| figure.window.backend_percent, 0),
+                median(figures, |figure| norm(figure) / 1e3, 1),
+            ]
+        })
+    }
+
+    fn streams(&self) -> Table {
+        let columns =
+            vec!["what", "Gbit/s", "× peer", "× veth", "backend % CPU", "machine % CPU", "norm Mbit/s"];
+        let wanted = |work| matches!(work, Work::Tcp(Traffic::Stream { .. }));
+        self.table(("net-streams", "TCP streams"), columns, wanted, |entry, figures| {
+            vec![
+                cell(Summary::of(figures.values.iter().map(gigabits)), 2),
+                short(self.beside(entry, Carrier::VhostUserNet)),
+                short(self.beside(entry, Carrier::Limit)),
+                median(figures, |figure| figure.window.backend_percent, 0),
+                median(figures, |figure| figure.window.machine_percent, 0),
+                median(figures, |figure| norm(figure) * 8.0 / 1e6, 1),
+            ]
+        })
+    }
+
+    fn asks(&self) -> Table {
+        let columns = vec!["what", "1/s", "× peer", "× veth", "p50 µs", "p99 µs", "machine % CPU", "norm"];
+        let wanted = |work| matches!(work, Work::Tcp(Traffic::Ask { .. }));
+        self.table(("net-requests", "TCP requests and connections"), columns, wanted, |entry, figures| {
+            vec![
+                cell(Summary::of(figures.values.iter().map(rate)), 0),
+                short(self.beside(entry, Carrier::VhostUserNet)),
+                short(self.beside(entry, Carrier::Limit)),
+                median(figures, |figure| figure.p50_us, 0),
+                median(figures, |figure| figure.p99_us, 0),
+                median(figures, |figure| figure.window.machine_percent, 0),
+                median(figures, norm, 0),
+            ]
+        })
+    }
+
+    /// In the shape of the series of 2011: message sizes down, both carriers' rate and CPU beside each other.
+    fn series(&self) -> Table {
+        let columns = vec![
+            "message",
+            "Gbit/s: vhost_user_net",
+            "towline",
+            "× ",
+            "backend % CPU: vhost_user_net",
+            "towline",
+        ];
+        let mut rows = Vec::new();
+        for to_guest in [false, true] {
+            for &size in &self.parameters.stream_sizes {
+                let work = Work::Tcp(Traffic::Stream { size, sessions: 1, to_guest });
+                let entry = |carrier| Entry { work, queues: 1, carrier };
+                let of = |carrier, figure: fn(&Figure) -> f64| {
+                    self.values(entry(carrier), figure).and_then(Summary::of)
+                };
+                let backend = |figure: &Figure| figure.window.backend_percent;
+                let (peer, ours) = (Carrier::VhostUserNet, Carrier::Towline);
+                let cells = vec![
+                    short(of(peer, gigabits)),
+                    short(of(ours, gigabits)),
+                    short(self.beside(entry(ours), peer)),
+                    whole(of(peer, backend)),
+                    whole(of(ours, backend)),
+                ];
+                let data = json!({ "towline": of(ours, gigabits).map(|it| it.median) });
+                let group = if to_guest { "one stream to the guest" } else { "one stream from the guest" };
+                let content = Content::Measured { cells, data };
+                rows.push(Row { group: group.into(), label: format!("{size} B"), content });
+            }
+        }
+        let title = "TCP by message size, medians".into();
+        let notes = vec!["–: that peer is not on this machine".into()];
+        Table { name: "net-series", title, columns, rows, notes }
+    }
+
+    /// In the shape of the series of 2013: sizes and sessions down, queues across, with norm.
+    fn queues(&self) -> Table {
+        let columns = vec!["size × sessions", "1 queue", "norm", "2 queues", "norm", "4 queues", "norm"];
+        let mut rows = Vec::new();
+        for carrier in [Carrier::Towline, Carrier::VhostUserNet, Carrier::Testpmd] {
+            let one = self.entries.iter().filter(|entry| entry.queues == 1 && entry.carrier == carrier);
+            for entry in one {
+                let Work::Tcp(traffic) = entry.work else { continue };
+                let (what, size, sessions, figure, digits): (_, _, _, fn(&Figure) -> f64, _) = match traffic {
+                    Traffic::Stream { size, sessions, to_guest: true } => {
+                        ("guest receiving, Mbit/s", size, sessions, |it| gigabits(it) * 1e3, 0)
+                    }
+                    Traffic::Stream { size, sessions, to_guest: false } => {
+                        ("guest sending, Mbit/s", size, sessions, |it| gigabits(it) * 1e3, 0)
+                    }
+                    Traffic::Ask { size, sessions, anew: false } => ("TCP_RR, 1/s", size, sessions, rate, 0),
+                    Traffic::Ask { size, sessions, anew: true } => ("TCP_CRR, 1/s", size, sessions, rate, 0),
+                };
+                let mut cells = Vec::new();
+                for queues in [1, 2, 4] {
+                    let values =
+                        |figure| self.values(Entry { queues, ..*entry }, figure).and_then(Summary::of);
+                    cells.push(values(figure).map_or("–".into(), |it| format!("{:.digits$}", it.median)));
+                    let norm = values(figure).zip(values(|it| it.window.machine_percent));
+                    cells.push(norm.map_or("–".into(), |(it, cpu)| format!("{:.1}", it.median / cpu.median)));
+                }
+                let measured = cells[0] != "–";
+                if measured {
+                    let content = Content::Measured { cells, data: Value::Null };
+                    let group = format!("{}: {what}", carrier.name());
+                    rows.push(Row { group, label: format!("{size} B × {sessions}"), content });
+                }
+            }
+        }
+        let title = "Queues: sizes and sessions, medians".into();
+        Table { name: "net-queues", title, columns, rows, notes: Vec::new() }
+    }
+
+    fn goals(&self) -> Table {
+        let mut rows = Vec::new();
+        let mut goal = |entry: &Entry, what: &str, ratio: Option<Summary>, least: f64| {
+            let Some(ratio) = ratio else { return };
+            let met = ratio.median >= least;
+            let cells = vec![ratio.to_string(), format!("≥ {least}"), if met { "yes" } else { "no" }.into()];
+            let content = Content::Measured { cells, data: json!({ "ratio": ratio.median, "met": met }) };
+            rows.push(Row { group: entry.contender().group, label: what.into(), content });
+        };
+        let peer = format!("against {VHOST_USER_NET}");
+        for entry in self.entries.iter().filter(|entry| entry.carrier == Carrier::Towline) {
+            let against = self.beside(*entry, Carrier::VhostUserNet);
+            let fewer =
+                (entry.queues > 1).then(|| self.ratio(*entry, Entry { queues: 1, ..*entry })).flatten();
+            match entry.work {
+                Work::Transmit(kind) | Work::Receive(kind) => {
+                    if kind != Kind::Super {
+                        goal(entry, "against the tap", self.beside(*entry, Carrier::Limit), TAP_MIN);
+                    }
+                    let transmits = matches!(entry.work, Work::Transmit(_));
+                    let least = if transmits { TRANSMIT_MIN } else { RECEIVE_MIN };
+                    goal(entry, &peer, against, least);
+                }
+                Work::Tcp(Traffic::Stream { size, sessions, to_guest }) => {
+                    if size >= LARGE && entry.queues == 1 {
+                        goal(entry, &peer, against, if to_guest { TO_GUEST_MIN } else { FROM_GUEST_MIN });
+                    }
+                    if !to_guest && sessions <= 4 && size <= 512 {
+                        goal(entry, "against one queue", fewer, QUEUES_MIN);
+                    }
+                }
+                Work::Tcp(Traffic::Ask { sessions, .. }) => {
+                    if entry.queues == 1 {
+                        goal(entry, &peer, against, ASK_MIN);
+                    }
+                    if sessions == 1 {
+                        goal(entry, "against one queue", fewer, QUEUES_MIN);
+                    }
+                }
+            }
+        }
+        Table {
+            name: "net-goals",
+            title: "Ratios, round by round, against their goals".into(),
+            columns: vec!["what", "ratio", "goal", "met"],
+            rows,
+            notes: Vec::new(),
+        }
+    }
+}
+
+fn rate(figure: &Figure) -> f64 {
+    figure.window.rate()
+}
+
+fn gigabits(figure: &Figure) -> f64 {
+    figure.window.rate() * 8.0 / 1e9
+}
+
+/// Units a second for each percent of a processor.
+fn norm(figure: &Figure) -> f64 {
+    rate(figure) / figure.window.machine_percent
+}
+
+fn median(figures: &Figures, figure: impl Fn(&Figure) -> f64, digits: usize) -> String {
+    let summary = Summary::of(figures.values.iter().map(figure));
+    summary.map_or_else(|| "–".into(), |it| format!("{:.digits$}", it.median))
+}
+
+fn cell(summary: Option<Summary>, digits: usize) -> String {
+    summary.map_or_else(|| "–".into(), |it| format!("{it:.digits$}"))
+}
+
+fn short(summary: Option<Summary>) -> String {
+    summary.map_or_else(|| "–".into(), |it| format!("{:.2}", it.median))
+}
+
+fn whole(summary: Option<Summary>) -> String {
+    summary.map_or_else(|| "–".into(), |it| format!("{:.0}", it.median))
+}
+
+fn data(figures: &Figures) -> Value {
+    let each = |figure: fn(&Figure) -> f64| figures.values.iter().map(figure).collect::<Vec<_>>();
+    json!({
+        "units-per-second": each(rate),
+        "backend-percent": each(|figure| figure.window.backend_percent),
+        "machine-percent": each(|figure| figure.window.machine_percent),
+        "p50-us": each(|figure| figure.p50_us),
+        "p99-us": each(|figure| figure.p99_us),
+    })
+}

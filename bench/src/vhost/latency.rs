@@ -1,0 +1,40 @@
+//! Latencies, and how they are spread.
+
+/// Microseconds, of one measurement.
+#[derive(Debug, Clone, Default)]
+pub struct Latencies(Vec<f64>);
+
+impl Latencies {
+    /// One more, in microseconds.
+    pub fn push(&mut self, microseconds: f64) {
+        self.0.push(microseconds);
+    }
+
+    /// Those of another thread.
+    pub fn append(&mut self, mut other: Self) {
+        self.0.append(&mut other.0);
+    }
+
+    /// The latency that this share of them (0 to 1) does not exceed; 0 if there is none.
+    pub fn quantile(&mut self, share: f64) -> f64 {
+        if self.0.is_empty() {
+            return 0.0;
+        }
+        self.0.sort_by(f64::total_cmp);
+        let last = self.0.len() - 1;
+        self.0[((last as f64) * share).round() as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_values_that_were_measured() {
+        let mut latencies = Latencies::default();
+        assert_eq!(latencies.quantile(0.5), 0.0);
+        (1..=101).rev().for_each(|value| latencies.push(f64::from(value)));
+        assert_eq!([0.0, 0.5, 0.99, 1.0].map(|share| latencies.quantile(share)), [1.0, 51.0, 100.0, 101.0]);
+    }
+}

@@ -1,0 +1,142 @@
+//! The guest: a thread with a driver, which sleeps when there is nothing to do.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use towline_frontend::vsock::{
+    Event, FEATURE_STREAM, Guest, LINUX_BUFFER_BYTES, Options, PAYLOAD_BYTES_MAX, Ports,
+};
+use towline_frontend::wire::feature;
+use towline_frontend::{Frontend, Memory};
+
+use super::host::PORT;
+use super::{Buffers, CID, Direction, Work};
+use crate::vhost::Signals;
+
+/// Entries of each ring, as QEMU has them.
+const RING_SIZE: u16 = 128;
+/// Packets between two publications of the transmit ring.
+const BATCH: usize = 16;
+/// The longest sleep; it is then seen whether all is over.
+const SLEEP: Duration = Duration::from_millis(20);
+/// How long an accepted stream may take.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+
+/// A guest with what its applications do.
+pub(super) struct Machine {
+    // Hung up on when the guest goes.
+    _frontend: Frontend,
+    guest: Guest,
+    work: Work,
+    signals: Arc<Signals>,
+    /// Streams to the host; what is left of the message that is being sent.
+    sending: HashMap<Ports, usize>,
+    /// Answers for which there was no room.
+    owed: Vec<(Ports, u32)>,
+}
+
+impl Machine {
+    /// Boots on a backend.
+    pub(super) fn start(
+        mut frontend: Frontend,
+        buffers: Buffers,
+        work: Work,
+        signals: &Arc<Signals>,
+    ) -> Result<Self> {
+        let wished = feature::EVENT_IDX | feature::INDIRECT | FEATURE_STREAM;
+        let agreed = frontend.negotiate(0, wished, 0)?;
+        let receive_bytes = match buffers {
+            Buffers::Linux => LINUX_BUFFER_BYTES,
+            Buffers::Large => PAYLOAD_BYTES_MAX + towline_frontend::vsock::HEADER_BYTES,
+        };
+        let features = agreed.features;
+        let options = Options { cid: CID, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
+        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options))?);
+        frontend.share(Some(&memory))?;
+        let guest = Guest::start(&mut frontend, &memory, options)?;
+        let (sending, owed) = (HashMap::new(), Vec::new());
+        Ok(Self { _frontend: frontend, guest, work, signals: Arc::clone(signals), sending, owed })
+    }
+
+    /// Opens the streams that the guest opens.
+    pub(super) fn connect(&mut self) -> Result<()> {
+        let Work::Stream { connections, direction: Direction::FromGuest, .. } = self.work else {
+            return Ok(());
+        };
+        let ports: Vec<Ports> = (0..connections).map(|index| (5000 + index as u32, PORT)).collect();
+        ports.iter().for_each(|ports| self.guest.request(*ports));
+        let until = Instant::now() + CONNECT_WITHIN;
+        while self.sending.len() < connections {
+            ensure!(Instant::now() < until, "{} of {connections} streams were accepted", self.sending.len());
+            self.turn()?;
+            self.guest.wait(false, SLEEP)?;
+        }
+        Ok(())
+    }
+
+    /// Runs until it is over.
+    pub(super) fn spawn(mut self) -> JoinHandle<Result<()>> {
+        std::thread::spawn(move || {
+            while !self.signals.power_off.load(Ordering::Relaxed) {
+                let came = self.turn()?;
+                let more = self.send()?;
+                if !came && !more {
+                    let blocked = !self.sending.is_empty() || !self.owed.is_empty();
+                    self.guest.wait(blocked && !self.guest.has_room(), SLEEP)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// What has come. True if something had.
+    fn turn(&mut self) -> Result<bool> {
+        let Self { guest, work, signals, sending, owed, .. } = self;
+        let came = guest.poll(|guest, event| match event {
+            Event::Request(ports) => guest.accept(ports),
+            Event::Connected(ports) => {
+                sending.insert(ports, 0);
+            }
+            Event::Data { ports, len, .. } => match work {
+                Work::Stream { .. } => signals.add(len.into()),
+                Work::Ask { .. } if guest.send_any(ports, len) => {}
+                Work::Ask { .. } => owed.push((ports, len)),
+            },
+            // As Linux does: whoever shuts both ends gets a reset.
+            Event::Shutdown(ports, _) => guest.reset(ports),
+            Event::Reset(ports) => {
+                sending.remove(&ports);
+            }
+            Event::Credit(_) => {}
+        })?;
+        owed.retain(|(ports, len)| !guest.send_any(*ports, *len));
+        guest.tx().publish();
+        Ok(came > 0)
+    }
+
+    /// Sends what there is credit and room for. True if there was.
+    fn send(&mut self) -> Result<bool> {
+        let Work::Stream { size, direction: Direction::FromGuest, .. } = self.work else { return Ok(false) };
+        let mut sent = false;
+        self.guest.reclaim()?;
+        for (ports, left) in &mut self.sending {
+            for _ in 0..BATCH {
+                if *left == 0 {
+                    *left = size;
+                }
+                let len = (*left).min(PAYLOAD_BYTES_MAX).min(self.guest.credit(*ports) as usize);
+                if len == 0 || !self.guest.has_room() || !self.guest.send_any(*ports, u32::try_from(len)?) {
+                    break;
+                }
+                *left -= len;
+                sent = true;
+            }
+            self.guest.tx().publish();
+        }
+        Ok(sent)
+    }
+}

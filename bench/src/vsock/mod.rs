@@ -1,0 +1,279 @@
+//! `towline bench vsock`: a vsock backend's streams, against vhost-device-vsock and against a plain Unix socket.
+//!
+//! ```text
+//!   application ── Unix socket ── backend ── rings in shared memory ── driver in this process (no guest is emulated)
+//!   application ── Unix socket ── application                           what the host's own part of it costs: the limit
+//! ```
+//! Every measurement has a backend of its own. CPU time is of both sides: the backend, and this process with applications
+//! and driver. The driver sleeps on its eventfd when it has nothing to do, as a guest does.
+//!
+//! Limits: the driver does not copy what it receives, and sends what its buffers hold: a guest's own work is not measured.
+
+mod guest;
+mod host;
+mod tables;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use tempfile::TempDir;
+use towline_channel::Cancel;
+
+use crate::rounds::{self, Contender, Outcome};
+use crate::table::Table;
+use crate::vhost::backend::Backend;
+use crate::vhost::latency::Latencies;
+use crate::vhost::{Signals, Window, window};
+use guest::Machine;
+use host::{Host, Place};
+
+/// The guest's context.
+const CID: u64 = 3;
+/// The program that is compared with.
+pub const PEER: &str = "vhost-device-vsock";
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// Message sizes of streams, in bytes.
+    pub sizes: Vec<usize>,
+    /// How many streams at once.
+    pub connections: Vec<usize>,
+    /// Size of a request and of its answer, in bytes.
+    pub ask_bytes: usize,
+    /// How long each window is.
+    pub window: Duration,
+    /// Runs of each row.
+    pub runs: usize,
+    /// The binary under test.
+    pub towline: PathBuf,
+    /// vhost-device-vsock, where there is one.
+    pub peer: Option<PathBuf>,
+    /// Ends it early.
+    pub cancel: Cancel,
+}
+
+impl Parameters {
+    /// The published tables: 32 B to 512 KiB, 1 and 8 streams, windows of a second.
+    pub fn of(towline: &Path, peer: Option<PathBuf>, runs: usize, cancel: Cancel) -> Self {
+        Self {
+            sizes: [32, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10]
+                .into(),
+            connections: vec![1, 8],
+            ask_bytes: 64,
+            window: Duration::from_secs(1),
+            runs,
+            towline: towline.into(),
+            peer,
+            cancel,
+        }
+    }
+}
+
+/// Which way a stream goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    ToGuest,
+    FromGuest,
+}
+
+/// What applications do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Stream { size: usize, connections: usize, direction: Direction },
+    Ask { size: usize, connections: usize, anew: bool },
+}
+
+/// The guest's receive buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Buffers {
+    /// Of 4 KiB, as Linux has them.
+    Linux,
+    /// Of 64 KiB.
+    Large,
+}
+
+/// Who carries it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Carrier {
+    Towline,
+    Peer,
+    Socket,
+}
+
+/// A row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    work: Work,
+    /// Also of the socket's rows, which have none: they stand beside each.
+    buffers: Buffers,
+    carrier: Carrier,
+}
+
+/// What a run of a row gave.
+#[derive(Debug, Clone, Copy)]
+struct Figure {
+    window: Window,
+    p50_us: f64,
+    p99_us: f64,
+}
+
+/// Measures all; takes a quarter of an hour with [`Parameters::of`] and five runs.
+///
+/// # Errors
+/// It was cancelled. A contender that fails is a row that says so.
+pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
+    let entries = entries(parameters);
+    let contenders: Vec<Contender> = entries.iter().map(Entry::contender).collect();
+    let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
+        run(parameters, entries[index])
+    })?;
+    Ok(tables::Run { parameters, entries, outcomes }.tables())
+}
+
+/// What is measured of each row.
+type Figures = Outcome<Figure>;
+
+fn entries(parameters: &Parameters) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    let mut add = |work, buffers| {
+        let carriers = [Carrier::Towline, Carrier::Peer, Carrier::Socket];
+        entries.extend(carriers.map(|carrier| Entry { work, buffers, carrier }));
+    };
+    let all = [Direction::ToGuest, Direction::FromGuest];
+    for direction in all {
+        for &connections in &parameters.connections {
+            for buffers in [Buffers::Linux, Buffers::Large] {
+                // What a guest receives with has no part in what it sends.
+                if direction == Direction::FromGuest && buffers == Buffers::Large {
+                    continue;
+                }
+                for &size in &parameters.sizes {
+                    add(Work::Stream { size, connections, direction }, buffers);
+                }
+            }
+        }
+    }
+    for anew in [false, true] {
+        for &connections in &parameters.connections {
+            add(Work::Ask { size: parameters.ask_bytes, connections, anew }, Buffers::Linux);
+        }
+    }
+    entries
+}
+
+fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
+    let directory = TempDir::with_prefix("towline-bench-")?;
+    let signals = Arc::new(Signals::default());
+    if entry.carrier == Carrier::Socket {
+        let place = Place::Socket(directory.path().join("limit.sock"));
+        let mut host = Host::default();
+        let measured = host::without_backend(&mut host, &signals, &place, entry.work)
+            .and_then(|()| window(&signals, None, parameters.window, &parameters.cancel));
+        return figure(measured, host.end(&signals));
+    }
+    let (socket, uds) = (directory.path().join("vhost.sock"), directory.path().join("uds.sock"));
+    let mut backend = backend(parameters, entry.carrier, (&socket, &uds), directory.path())?;
+    let mut machine = match Machine::start(backend.connect(&socket)?, entry.buffers, entry.work, &signals) {
+        Ok(machine) => machine,
+        Err(error) => return Err(backend.check().err().unwrap_or(error)),
+    };
+    let place = Place::Vsock(uds);
+    let mut host = Host::default();
+    let measured = (|| {
+        if let Work::Stream { connections, direction: Direction::FromGuest, .. } = entry.work {
+            host.read(&signals, &place.listener(), connections)?;
+            machine.connect()?;
+        }
+        let thread = machine.spawn();
+        let begun = match entry.work {
+            Work::Stream { size, connections, direction: Direction::ToGuest } => {
+                host.write(&signals, &place, (size, connections))
+            }
+            Work::Stream { .. } => Ok(()),
+            Work::Ask { size, connections, anew } => host.ask(&signals, &place, (size, connections, anew)),
+        };
+        let window =
+            begun.and_then(|()| window(&signals, Some(&mut backend), parameters.window, &parameters.cancel));
+        // The applications end first, and only then the guest that answers them.
+        Ok((window, thread))
+    })();
+    let (window, thread) = match measured {
+        Ok((window, thread)) => (window, Some(thread)),
+        Err(error) => (Err(error), None),
+    };
+    let latencies = host.end(&signals);
+    signals.power_off.store(true, Ordering::Relaxed);
+    let ended = thread.map_or(Ok(()), |thread| thread.join().expect("it does not panic"));
+    let figure = figure(window, latencies)?;
+    ended?;
+    Ok(figure)
+}
+
+fn figure(window: Result<Window>, latencies: Result<Latencies>) -> Result<Figure> {
+    let (window, mut latencies) = (window?, latencies?);
+    Ok(Figure { window, p50_us: latencies.quantile(0.5), p99_us: latencies.quantile(0.99) })
+}
+
+fn backend(
+    parameters: &Parameters,
+    carrier: Carrier,
+    (socket, uds): (&Path, &Path),
+    directory: &Path,
+) -> Result<Backend> {
+    let (socket, uds, cid) = (socket.display().to_string(), uds.display().to_string(), CID.to_string());
+    if carrier == Carrier::Towline {
+        let arguments = ["vsock", "--socket", &socket, "--cid", &cid, "--uds", &uds];
+        return Backend::start(directory, &parameters.towline, arguments);
+    }
+    let peer = parameters.peer.as_ref();
+    ensure!(peer.is_some(), "{PEER} is missing; `cargo xtask peers` builds it");
+    let arguments = [format!("--guest-cid={cid}"), format!("--socket={socket}"), format!("--uds-path={uds}")];
+    Backend::start(directory, peer.expect("it was asked for above"), arguments)
+}
+
+impl Entry {
+    fn contender(&self) -> Contender {
+        let buffers = match self.buffers {
+            Buffers::Linux => "4 KiB",
+            Buffers::Large => "64 KiB",
+        };
+        let streams = |connections: usize| match connections {
+            1 => "1 stream".to_owned(),
+            many => format!("{many} streams"),
+        };
+        let (group, what) = match self.work {
+            Work::Stream { size, connections, direction: Direction::ToGuest } => {
+                (format!("to the guest, {}, buffers of {buffers}", streams(connections)), bytes(size))
+            }
+            Work::Stream { size, connections, direction: Direction::FromGuest } => {
+                (format!("from the guest, {}", streams(connections)), bytes(size))
+            }
+            Work::Ask { size, connections, anew: false } => {
+                (format!("request and response, {}", streams(connections)), bytes(size))
+            }
+            Work::Ask { size, connections, anew: true } => {
+                (format!("connect, request, close, {}", streams(connections)), bytes(size))
+            }
+        };
+        Contender { group: format!("{group}, {what}"), label: self.carrier.name().to_owned() }
+    }
+}
+
+impl Carrier {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Towline => "towline",
+            Self::Peer => PEER,
+            Self::Socket => "Unix socket",
+        }
+    }
+}
+
+/// A size in words.
+fn bytes(size: usize) -> String {
+    if size.is_multiple_of(1024) { format!("{} KiB", size / 1024) } else { format!("{size} B") }
+}

@@ -1,0 +1,81 @@
+//! `cargo xtask peers`: programs that the benches compare with, below target/peers. Nothing else needs them.
+//!
+//! ```text
+//! target/peers/bin/vhost-device-vsock   built from crates.io
+//! target/peers/bin/dpdk-testpmd         Debian's, unpacked into target/peers/dpdk, with its libraries
+//! ```
+//! Cloud Hypervisor's vhost_user_net is in no registry: build it from its sources and say `--peer vhost_user_net=PATH`.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::unpack::{into_place, scratch, unpack, versioned};
+use super::{apt, require_debian};
+use crate::command::{cargo, run as run_command, target_directory};
+
+const VSOCK: &str = "vhost-device-vsock";
+const VSOCK_VERSION: &str = "0.3.0";
+const TESTPMD: &str = "dpdk-testpmd";
+/// What brings it, with the drivers that it loads when it is told to.
+const DPDK: [&str; 3] = ["dpdk-dev", "librte-net-vhost23", "librte-net-tap23"];
+/// Of what it depends on: libraries of its own and those that not every machine has.
+const LIBRARIES: [&str; 9] = [
+    "librte-",
+    "libfdt",
+    "libjansson",
+    "libnuma",
+    "libpcap",
+    "libbsd",
+    "libibverbs",
+    "ibverbs-providers",
+    "libelf",
+];
+/// DPDK takes plugins from no directory that lies below one that all may write, but by name alone from the library path.
+const WRAPPER: &str = r#"#!/bin/sh
+# Made by `cargo xtask peers`: Debian's dpdk-testpmd, not installed.
+here=$(dirname "$(readlink -f "$0")")/../dpdk/usr
+lib=$here/lib/x86_64-linux-gnu
+LD_LIBRARY_PATH=$lib:$lib/dpdk/pmds-23.0 exec "$here/bin/dpdk-testpmd" -d librte_net_vhost.so.23 -d librte_net_tap.so.23 \
+    -d librte_mempool_ring.so.23 "$@"
+"#;
+
+/// Brings what is missing.
+pub(crate) fn run() -> Result<()> {
+    let peers = target_directory()?.join("peers");
+    std::fs::create_dir_all(peers.join("bin"))?;
+    vsock(&peers)?;
+    testpmd(&peers)
+}
+
+fn vsock(peers: &Path) -> Result<()> {
+    if peers.join("bin").join(VSOCK).is_file() {
+        return Ok(());
+    }
+    println!("peers: building {VSOCK} {VSOCK_VERSION}");
+    let mut command = cargo(["install", "--quiet", "--locked", VSOCK, "--version", VSOCK_VERSION]);
+    command.arg("--root").arg(peers).arg("--target-dir").arg(peers.join("build"));
+    run_command(&mut command)
+}
+
+fn testpmd(peers: &Path) -> Result<()> {
+    let place = peers.join("dpdk");
+    if !place.is_dir() {
+        require_debian(&[TESTPMD])?;
+        let mut wanted =
+            DPDK.map(|name| versioned(name, |_| true)).into_iter().collect::<Result<Vec<_>>>()?;
+        let needed = apt::depends(&wanted[0])?;
+        let libraries = needed.iter().filter(|name| LIBRARIES.iter().any(|prefix| name.starts_with(prefix)));
+        for library in libraries {
+            wanted.push(versioned(library, |_| true)?);
+        }
+        let scratch = scratch(peers)?;
+        let tree = scratch.path().join("tree");
+        unpack(&wanted, scratch.path(), &tree)?;
+        into_place(&tree, &place)?;
+    }
+    let wrapper = peers.join("bin").join(TESTPMD);
+    std::fs::write(&wrapper, WRAPPER).with_context(|| wrapper.display().to_string())?;
+    Ok(std::fs::set_permissions(&wrapper, std::fs::Permissions::from_mode(0o755))?)
+}
