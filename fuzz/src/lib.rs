@@ -10,4 +10,7 @@ pub mod vhost_user;
 #[path = "../../crates/vsock/tests/simulation/packets.rs"]
 pub mod vsock;
 
+#[path = "../../crates/compat/tests/hostile.rs"]
+pub mod compat;
+
 pub mod command;

@@ -4,7 +4,7 @@
 //! machine type. The assembler is in `sys/guest_image.rs`.
 //!
 //! ```text
-//! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep
+//! 0x100000   the image; parameters at 0x100020: pages, words per page, seed, pages to sweep, whether to use popcnt
 //! 0x110000   the word "EADYRAND" once memory is filled, 0 before
 //! 0x110008   a 64-bit counter, stepped for ever after
 //! 0x200000   the filled range: page i begins with `words_per_page` numbers of an xorshift32 that starts from i and seed,
@@ -44,6 +44,8 @@ pub struct BootSector {
     pub seed: u32,
     /// Pages at the beginning of the filled range that are dirtied for ever.
     pub sweep_pages: u32,
+    /// Whether it uses the instruction `popcnt` for ever, which CPU models before Nehalem do not have.
+    pub uses_popcnt: bool,
 }
 
 /// The sweep as it was seen in one look.
@@ -58,7 +60,7 @@ pub struct Sweep {
 impl Default for BootSector {
     /// 16 MiB with 16 words in each page, and a sweep over one MiB.
     fn default() -> Self {
-        Self { fill_mib: 16, words_per_page: 16, seed: 1, sweep_pages: 256 }
+        Self { fill_mib: 16, words_per_page: 16, seed: 1, sweep_pages: 256, uses_popcnt: false }
     }
 }
 
@@ -105,7 +107,8 @@ impl BootSector {
         let pages = u32::try_from(self.pages())?;
         ensure!(self.sweep_pages <= pages, "sweep_pages is {}, expected at most {pages}", self.sweep_pages);
         let mut image = guest_image().to_vec();
-        let parameters = [pages, self.words_per_page, self.seed, self.sweep_pages];
+        let parameters =
+            [pages, self.words_per_page, self.seed, self.sweep_pages, u32::from(self.uses_popcnt)];
         for (to, value) in image[PARAMETERS..].chunks_exact_mut(4).zip(parameters) {
             to.copy_from_slice(&value.to_le_bytes());
         }

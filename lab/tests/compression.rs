@@ -11,7 +11,8 @@ use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, require
 const WITHIN: Duration = Duration::from_secs(60);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
 /// Half of each page is noise.
-const GUEST: BootSector = BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 256 };
+const GUEST: BootSector =
+    BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 256, uses_popcnt: false };
 
 fn builder(version: Version, machine: Version) -> Builder {
     // `-cpu max` is not the same in two versions.

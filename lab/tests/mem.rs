@@ -109,7 +109,7 @@ fn a_real_guests_memory_is_told_by_its_hash() {
     if !require_lab(test) {
         return;
     }
-    let guest = BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 0 };
+    let guest = BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 0, uses_popcnt: false };
     let qemu = Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(guest).start().unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu.qmp().execute("stop", Value::Null).unwrap();

@@ -95,6 +95,11 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "pairs",
+        about: "every pair of QEMUs that differ: the verdict against a migration by QEMU itself and a move (TOWLINE_PAIR: only one)",
+        run: || lab_test("pairs", "verdicts_agree_with_what_happens", &[("TOWLINE_SOAK_PAIRS", "1")]),
+    },
+    Soak {
         name: "moves",
         about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
         run: || {

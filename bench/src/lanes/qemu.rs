@@ -43,7 +43,8 @@ pub(super) struct Way<'a> {
 
 fn builder(parameters: &Parameters, is_cold: bool, certificates: &Path, endpoint: &str) -> Builder {
     let fill_mib = parameters.memory_mib.min(FILL_MIB_MAX);
-    let guest = BootSector { fill_mib, words_per_page: WORDS_PER_PAGE, seed: 1, sweep_pages: 0 };
+    let guest =
+        BootSector { fill_mib, words_per_page: WORDS_PER_PAGE, seed: 1, sweep_pages: 0, uses_popcnt: false };
     Qemu::builder(Version::V10_0)
         .memory_mib(parameters.memory_mib + SPARE_MIB)
         .memory_backend(MemoryBackend::Memfd { prealloc: !is_cold })

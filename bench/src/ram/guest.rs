@@ -49,6 +49,7 @@ fn builder(bench: &Bench<'_>, memory: Memory) -> Builder {
         fill_mib: bench.parameters.data_mib,
         words_per_page: WORDS_PER_PAGE,
         seed: 1,
+        uses_popcnt: false,
         sweep_pages: 0,
     };
     let backend = match memory {

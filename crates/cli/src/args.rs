@@ -26,6 +26,7 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     Copy(CopyArgs),
     Move(MoveArgs),
+    Check(CheckArgs),
     Inspect(InspectArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
@@ -143,6 +144,49 @@ pub(crate) struct MoveArgs {
     /// Refused: a guest that is moved does not run on at SOURCE
     #[arg(long, hide = true)]
     pub(crate) resume: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Would the guest run there? A verdict with reasons, before anything moves
+///
+/// Both ends are asked and nothing is changed; every `copy` and `move` between ends that can be asked does this first. The
+/// verdict is for towline, which sets both ends alike; where QEMU's own `migrate`, with what is set now, would fare otherwise,
+/// that is said too. Exit codes: 0 yes, also with notes; 1 no; 2 usage; 4 could not tell. Rules and remedies: docs/check.md.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = concat!("\
+Endpoints:
+  qmp:PATH          as SOURCE a QEMU that runs a guest, as DEST one that waits with `-incoming defer`
+  file:PATH, PATH   as SOURCE: an image
+  facts:FILE        what --facts-out wrote, or what a QEMU binary's -dump-vmstate did
+  exec:COMMAND      a command that prints the same
+  attr:PATH         a migration_version attribute: the source's is read, and its string is written to the destination's
+
+Examples:
+  Would it run in the QEMU that waits there?
+    towline check qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
+  Two hosts that do not see each other:
+    towline check --facts-out a.facts qmp:/run/vm/a.qmp       (here; then take the file there)
+    towline check facts:a.facts qmp:/run/vm/b.qmp
+  Would the guests of today's package run in tomorrow's? Device states compared field by field:
+    towline check exec:'qemu-10.0/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout' \\
+                  exec:'qemu-10.1/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout'
+  A mediated device:
+    towline check attr:/sys/bus/mdev/devices/UUID/mdev_type/migration_version attr:/mnt/there/migration_version
+"))]
+pub(crate) struct CheckArgs {
+    /// Where the guest is
+    #[arg(value_name = "SOURCE")]
+    pub(crate) source: Endpoint,
+    /// Where it would go
+    #[arg(value_name = "DEST", required_unless_present = "facts_out", conflicts_with = "facts_out")]
+    pub(crate) destination: Option<Endpoint>,
+    /// Write down what is known of SOURCE, to be compared elsewhere or later as facts:FILE
+    #[arg(long, value_name = "FILE")]
+    pub(crate) facts_out: Option<PathBuf>,
+    /// Lanes that the guest would go by; 0: none
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub(crate) multifd_channels: usize,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -22,6 +22,10 @@ pub(crate) enum Endpoint {
     /// With a secret in it, and why that cannot be. The parser of the command line would show what it refuses.
     #[cfg(feature = "store")]
     Secret(String),
+    /// What was written down of one end; for `check`.
+    Facts(PathBuf),
+    /// A `migration_version` attribute; for `check`.
+    Attribute(PathBuf),
 }
 
 /// How endpoints of object stores begin.
@@ -53,6 +57,9 @@ impl FromStr for Endpoint {
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
             "mem" => rest.parse().map(Self::Memory),
+            "facts" | "attr" if rest.is_empty() => Err(format!("{scheme}: needs a path")),
+            "facts" => Ok(Self::Facts(rest.into())),
+            "attr" => Ok(Self::Attribute(rest.into())),
             "null" if rest.is_empty() => Ok(Self::Null),
             "tcp" | "unix" | "ws" | "wss" | "fd" | "exec" => {
                 text.parse().map(Self::Stream).map_err(|error| format!("{error}"))
@@ -85,6 +92,8 @@ impl fmt::Display for Endpoint {
             Self::Null => f.write_str("null:"),
             #[cfg(feature = "store")]
             Self::Secret(_) => f.write_str("an address with a secret in it"),
+            Self::Facts(path) => write!(f, "facts:{}", path.display()),
+            Self::Attribute(path) => write!(f, "attr:{}", path.display()),
         }
     }
 }
@@ -112,6 +121,7 @@ impl Endpoint {
             Self::Null => Err("null: has no guest to copy".into()),
             #[cfg(feature = "store")]
             Self::Secret(why) => Err(why.clone()),
+            Self::Facts(_) | Self::Attribute(_) => Err(self.only_checked()),
         }
     }
 
@@ -127,7 +137,12 @@ impl Endpoint {
             Self::Null => plan::Destination::Null,
             #[cfg(feature = "store")]
             Self::Secret(why) => return Err(why.clone()),
+            Self::Facts(_) | Self::Attribute(_) => return Err(self.only_checked()),
         })
+    }
+
+    fn only_checked(&self) -> String {
+        format!("{self} is no guest and takes none: it is for `towline check`")
     }
 }
 
@@ -150,6 +165,8 @@ mod tests {
             #[cfg(feature = "store")]
             ("store:images/guest", "store:images/guest"),
             ("null:", "null:"),
+            ("facts:a.json", "facts:a.json"),
+            ("attr:/sys/x/migration_version", "attr:/sys/x/migration_version"),
             ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);

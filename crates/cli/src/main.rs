@@ -1,10 +1,11 @@
 //! The command `towline`: parse, dispatch, exit codes. What it does is in the crates below it.
 //!
 //! Exit codes: 0 done; 1 refused or failed, with the guest safe at its source; 2 usage; 3 failed, and the guest's state must
-//! be looked at (the message says where it is).
+//! be looked at (the message says where it is); 4 (`check` only) could not tell.
 
 mod args;
 mod bench;
+mod check;
 mod copy;
 mod ctl;
 mod endpoint;
@@ -35,6 +36,7 @@ enum Exit {
     Safe,
     Usage,
     LookAt,
+    CouldNotTell,
 }
 
 impl From<Exit> for ExitCode {
@@ -50,6 +52,7 @@ impl Exit {
             Self::Safe => 1,
             Self::Usage => 2,
             Self::LookAt => 3,
+            Self::CouldNotTell => 4,
         }
     }
 }
@@ -61,6 +64,7 @@ fn main() -> ExitCode {
     let exit = match &args.command {
         Command::Copy(options) => copy::run(options),
         Command::Move(options) => copy::run_move(options),
+        Command::Check(options) => check::run(options),
         Command::Inspect(options) => inspect::run(options),
         Command::Net(options) => net::run(options),
         Command::Ctl(options) => ctl::run(options),

@@ -48,7 +48,7 @@ fn compare(
             "only devices of one type can be compared, and migrated",
         );
     }
-    let Some(version) = &source.version else {
+    let Some(version) = source.version.as_ref().filter(|version| !version.is_empty()) else {
         return unreadable(source.errno, findings);
     };
     if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
@@ -74,7 +74,10 @@ fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
             format!("the source's version cannot be read: {}", error(errno)),
             "see that the attribute can be read",
         ),
-        None => findings.unknown("the source's version was not read", ""),
+        None => findings.unknown(
+            "the source's version is empty or was not read",
+            "is this a migration_version attribute?",
+        ),
     }
 }
 

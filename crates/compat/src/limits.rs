@@ -2,8 +2,10 @@
 
 /// Bytes of a facts file, or of what a QEMU binary dumps (1 to 2 MiB for x86).
 pub const FACTS_BYTES_MAX: usize = 32 << 20;
-/// Devices of a QEMU, RAM blocks, processors, drives, sections: each list.
-pub const ENTRIES_MAX: usize = 16 << 10;
+/// Devices of a QEMU, RAM blocks, processors, drives: each list. Rules compare each with each.
+pub const ENTRIES_MAX: usize = 4 << 10;
+/// Sections of a stream: several of each processor.
+pub const SECTIONS_MAX: usize = 32 << 10;
 /// Properties of one device.
 pub const PROPERTIES_MAX: usize = 4096;
 /// How deep subsections may lie in each other.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! monitor   one copy as QMP shows it
+//! check     would it run there? the facts of both ends
 //! plan      copy a guest from somewhere to somewhere, with undo
 //! qemu      what one QEMU is and waits for; settings that are put back afterwards
 //!  └ qmp    codec (bytes to messages) ─ client (one socket, deadlines, events) ─ commands (typed)
@@ -13,6 +14,7 @@
 
 #![deny(unsafe_code)]
 
+pub mod check;
 pub mod monitor;
 pub mod plan;
 pub mod qemu;

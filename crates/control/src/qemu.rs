@@ -3,8 +3,12 @@
 //! [`Qemu`] is a connected [`Client`] with the [`Facts`] asked for at the beginning; [`Settings`] changes capabilities
 //! and parameters and puts them back. What to do with them, and in which order, is not decided here.
 
+mod compatibility;
+mod device_tree;
+mod drives;
 mod ram_block;
 mod settings;
+mod virtio;
 
 use std::collections::BTreeMap;
 use std::path::Path;

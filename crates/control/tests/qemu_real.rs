@@ -238,3 +238,58 @@ fn settings_that_cannot_be_put_back_are_named() {
         );
     }
 }
+
+/// What the compatibility rules look at is what the command line says.
+#[test]
+fn compatibility_of_a_guest() {
+    for binary in binaries("compatibility_of_a_guest") {
+        let args = [
+            "-cpu",
+            "Nehalem",
+            "-smp",
+            "3",
+            "-netdev",
+            "user,id=n0",
+            "-device",
+            "pcie-root-port,id=rp1,chassis=1,addr=6",
+            "-device",
+            "virtio-net-pci,netdev=n0,id=net0,bus=rp1,rx_queue_size=512",
+            "-blockdev",
+            "null-co,node-name=d0,size=1048576",
+            "-device",
+            "virtio-blk-pci,drive=d0,addr=7",
+        ];
+        let process = TestQemu::q35(&binary, &args);
+        let facts = connect(&process).compatibility().unwrap();
+        let cpus = facts.cpus.as_ref().unwrap();
+        assert_eq!(cpus.iter().map(|cpu| cpu.apic_id).collect::<Vec<_>>(), [Some(0), Some(1), Some(2)]);
+        assert!(cpus.iter().all(|cpu| cpu.model == "Nehalem"), "{cpus:?}");
+        let leaf_1 = facts
+            .cpu_features
+            .as_ref()
+            .unwrap()
+            .iter()
+            .find(|word| (word.leaf, word.register.as_str()) == (1, "ECX"));
+        assert_eq!(leaf_1.unwrap().bits >> 23 & 1, 1, "popcnt");
+        let nic = facts.device_at("pci/06.0/00.0").unwrap();
+        assert_eq!((nic.kind.as_str(), nic.id.as_str()), ("virtio-net-pci", "net0"));
+        let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
+        assert_eq!(inner.properties.get("rx_queue_size").map(String::as_str), Some("512"));
+        let virtio = inner.virtio.as_ref().unwrap();
+        assert!(virtio.offered.contains("VIRTIO_NET_F_MAC") && virtio.negotiated.is_empty(), "{virtio:?}");
+        // The user backend has no vnet header, so there are no offloads.
+        assert!(!virtio.offered.contains("VIRTIO_NET_F_CSUM"), "{virtio:?}");
+        assert!(facts.device_at("pci/07.0/virtio").unwrap().virtio.is_some());
+        assert_eq!(
+            facts.netdevs.as_ref().unwrap().iter().map(|netdev| netdev.kind.as_str()).collect::<Vec<_>>(),
+            ["user"]
+        );
+        assert_eq!(facts.kvm, Some(false));
+        let drive = &facts.drives.as_ref().unwrap()[0];
+        assert_eq!((drive.virtual_bytes, drive.format.as_str()), (1 << 20, "null-co"));
+        assert!(facts.machine_properties.as_ref().unwrap().contains_key("memory"));
+        let places: std::collections::BTreeSet<_> =
+            facts.devices.iter().flatten().map(|device| &device.place).collect();
+        assert_eq!(places.len(), facts.devices.as_ref().unwrap().len(), "no two in one place: {places:?}");
+    }
+}

@@ -26,6 +26,7 @@ towline_lab_guest_start:
     .long 0                             # 0x100024: words to write in each
     .long 0                             # 0x100028: seed
     .long 0                             # 0x10002c: pages to sweep
+    .long 0                             # 0x100030: not 0: use popcnt in each step
 2:  cli
     mov edi, 0x200000                   # edi: the page, ebx: its index
     xor ebx, ebx
@@ -64,7 +65,10 @@ towline_lab_guest_start:
     mov dword ptr [0x110000], 0x59444145
 8:  mov edi, 0x200000
     mov esi, dword ptr [0x10002c]
-9:  mov ebx, eax                        # counter += 1, in one store of 8 bytes
+9:  cmp dword ptr [0x100030], 0
+    je 10f
+    popcnt ebx, eax                     # a processor without it faults, and nobody catches that
+10: mov ebx, eax                        # counter += 1, in one store of 8 bytes
     mov ecx, edx
     add ebx, 1
     adc ecx, 0

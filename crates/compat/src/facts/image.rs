@@ -43,6 +43,6 @@ impl Section {
 impl Image {
     pub(super) fn check(&self) -> Result<(), Error> {
         at_most("RAM blocks", self.blocks.len(), limits::ENTRIES_MAX)?;
-        at_most("sections", self.sections.len(), limits::ENTRIES_MAX)
+        at_most("sections", self.sections.len(), limits::SECTIONS_MAX)
     }
 }

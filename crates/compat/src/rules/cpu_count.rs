@@ -1,13 +1,15 @@
-//! Virtual processors, whose state goes by number and by local APIC id.
+//! Virtual processors, whose state goes by number and by local APIC id; and as many as there may ever be, which the state of ACPI's
+//! CPU hot-plug has a list of. With one more there QEMU's source says `completed`, while the destination dies of that list.
 
 use std::collections::BTreeSet;
 
 use super::{Pair, Rule};
+use crate::facts::Qemu;
 use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule {
     id: "cpu-count",
-    about: "as many virtual processors, with the same APIC ids (one more at the destination: QEMU's source says `completed` while the destination dies)",
+    about: "as many virtual processors, now and at most, with the same APIC ids",
     run,
 };
 
@@ -32,12 +34,24 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             format!("the guest's processors have the APIC ids {guest_ids:?}, there {there_ids:?}"),
             remedy,
         );
+    } else if let (Some(most), Some(most_there)) = (at_most(source), at_most(destination))
+        && most != most_there
+    {
+        findings.no(
+            format!("the guest may have up to {most} virtual processors, there up to {most_there}"),
+            format!("start it with -smp maxcpus={most}"),
+        );
     } else if let Some((a, b)) = guest.iter().zip(there).find(|(a, b)| a.topology != b.topology) {
         findings.note(
             format!("processor {} is {:?} in the guest and {:?} there", a.index, a.topology, b.topology),
             remedy,
         );
     }
+}
+
+/// `maxcpus` of -smp.
+fn at_most(qemu: &Qemu) -> Option<u64> {
+    qemu.machine_properties.as_ref()?.get("smp")?.get("maxcpus")?.as_u64()
 }
 
 #[cfg(test)]
@@ -66,6 +80,18 @@ mod tests {
             assert_eq!(found[0].severity, Severity::No);
             assert!(found[0].remedy.ends_with(&guest.len().to_string()), "{found:?}");
         }
+    }
+
+    #[test]
+    fn so_is_one_more_that_there_may_be() {
+        let found = between(&RULE, |source, destination| {
+            for (qemu, most) in [(source, 1), (destination, 2)] {
+                let smp = serde_json::json!({ "cpus": 1, "maxcpus": most });
+                (qemu.cpus, qemu.machine_properties) =
+                    (cpus(&[0], 0), Some([("smp".to_owned(), smp)].into()));
+            }
+        });
+        assert_eq!(found[0].remedy, "start it with -smp maxcpus=1");
     }
 
     #[test]

@@ -10,7 +10,8 @@ pub(super) const RULE: Rule =
     Rule { id: "device-missing", about: "each device of the guest is there, in the same place", run };
 
 /// Devices without a state, which nobody misses in a stream.
-const STATELESS: [&str; 4] = ["isa-debugcon", "isa-debug-exit", "pc-testdev", "pci-testdev"];
+const STATELESS: [&str; 6] =
+    ["edu", "isa-debugcon", "isa-debug-exit", "pc-testdev", "pci-testdev", "pvpanic"];
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

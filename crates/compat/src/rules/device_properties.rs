@@ -61,6 +61,7 @@ const NO_EFFECT: &[&str] = &[
     "display",
     "head",
     "below-4g-mem-size",
+    "MCFG",
     "above-4g-mem-size",
     "rng",
     "filename",
@@ -145,7 +146,11 @@ const TAKEN: &[(&str, &str)] = &[
     ("opt_io_size", ""),
     ("discard_granularity", ""),
     ("max-bytes", ""),
+    ("max_sectors", ""),
+    ("max_ports", "a port of the guest beyond them would find nobody"),
     ("period", ""),
+    ("num-queues", "the guest keeps the queues that it knows"),
+    ("chassis", "the guest sees another number when it looks again"),
     ("acpi-index", "the guest may name the device anew when it boots"),
     ("edid", ""),
     ("xres", ""),
@@ -165,17 +170,27 @@ const REFUSED: &[(&str, &str)] = &[
     ("modern-pio-notify", PCI_CONFIG),
     ("page-per-vq", PCI_CONFIG),
     ("class", PCI_CONFIG),
-    ("ats", PCI_CONFIG),
-    ("aer", PCI_CONFIG),
     ("msi", PCI_CONFIG),
     ("msix", PCI_CONFIG),
     ("disable-acs", PCI_CONFIG),
-    ("chassis", PCI_CONFIG),
-    ("slot", PCI_CONFIG),
-    ("port", PCI_CONFIG),
-    ("migrate-extra", STREAM),
     ("timers", STREAM),
+    ("p2", STREAM),
+    ("p3", STREAM),
 ];
+
+/// What a PCI Express capability has: nothing on the root bus, where devices have none.
+const EXPRESS: &[&str] = &[
+    "ats",
+    "aer",
+    "x-pcie-lnksta-dllla",
+    "x-pcie-extcap-init",
+    "x-pcie-deverr-init",
+    "x-pcie-lnkctl-init",
+    "x-pcie-pm-init",
+    "x-pcie-flr-init",
+];
+/// Of ports.
+const PORT: &[&str] = &["slot", "port", "hotplug", "x-speed", "x-width", "power_controller_present"];
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
@@ -209,8 +224,14 @@ fn effect(guest: &QemuDevice, there: &QemuDevice, name: &str) -> Effect {
         table.iter().find(|(property, _)| *property == name).map(|(_, text)| *text)
     };
     let is_virtio = guest.virtio.is_some() && there.virtio.is_some();
-    if NO_EFFECT.contains(&name) || (is_virtio && FEATURES.contains(&name)) {
+    let is_root = guest.place.split('/').count() <= 2;
+    if NO_EFFECT.contains(&name)
+        || (is_virtio && FEATURES.contains(&name))
+        || (is_root && EXPRESS.contains(&name))
+    {
         Effect::None
+    } else if EXPRESS.contains(&name) || (guest.kind.ends_with("-port") && PORT.contains(&name)) {
+        Effect::Refused(PCI_CONFIG)
     } else if let Some(what) = of(TAKEN) {
         Effect::Taken(what)
     } else if let Some(why) = of(REFUSED) {
@@ -256,6 +277,22 @@ mod tests {
             "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the table of MSI-X vectors is as long as queues ask \
              for: give it the same queues and vectors= (start it with vectors=1)"
         );
+    }
+
+    #[test]
+    fn some_matter_only_where_there_is_pci_express() {
+        let severity = |kind, place, property| {
+            let found = between(&RULE, |source, destination| {
+                source.devices = Some(vec![device(kind, place, &[(property, "1")])]);
+                destination.devices = Some(vec![device(kind, place, &[(property, "2")])]);
+            });
+            found.first().map(|found| found.severity)
+        };
+        assert_eq!(severity("nic", "pci/02.0", "aer"), None);
+        assert_eq!(severity("nic", "pci/02.0/00.0", "aer"), Some(Severity::No));
+        assert_eq!(severity("pcie-root-port", "pci/02.0", "slot"), Some(Severity::No));
+        assert_eq!(severity("pcie-root-port", "pci/02.0", "chassis"), Some(Severity::Note));
+        assert_eq!(severity("nic", "pci/02.0", "slot"), Some(Severity::Unknown));
     }
 
     #[test]

@@ -23,7 +23,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
                 format!("drive {} ({}, {}) is missing there", drive.device, drive.file, drive.format),
                 "disks are not moved: give it a medium if the guest uses it",
             ),
-            Some(other) if is_same(drive, other, pair.is_live) => findings
+            Some(other) if is_same(drive, other, pair.is_one_host) => findings
                 .note(format!("drive {} ({}, {}) is shared", drive.device, drive.file, drive.format), ""),
             Some(other) => another(drive, other, findings),
         }
@@ -32,7 +32,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         return;
     }
     for drive in there {
-        let is_the_guests = guest.iter().any(|own| is_same(own, drive, true));
+        let is_the_guests = guest.iter().any(|own| is_same(own, drive, pair.is_one_host));
         let is_locked = match drive.lock {
             Lock::Held => true,
             Lock::HeldByReaders => !drive.read_only,
@@ -66,7 +66,7 @@ fn another(drive: &Drive, other: &Drive, findings: &mut Findings<'_>) {
     }
 }
 
-/// The same file: by what it is on this host, or by its name where the facts are from two.
+/// The same file: by what it is on this host, or by its name where the facts may be from two.
 fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
     match (&a.identity, &b.identity) {
         (Some(a), Some(b)) if one_host => a == b,

@@ -12,7 +12,11 @@ pub(super) const RULE: Rule = Rule {
 };
 
 /// Those that devices, memory and processors tell of by themselves.
-const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "smp"];
+const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];
+/// Those with which a guest was seen to run on.
+const TAKEN: &[&str] = &["smm", "nvdimm", "max-ram-below-4g"];
+/// What is in the state of the memory hot-plug controller.
+const SLOTS: &str = "slots";
 /// Parts of a property that its own rule looks at.
 const MEMORY_SIZE: &str = "size";
 
@@ -24,11 +28,15 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     for (name, mine) in guest.iter().filter(|(name, _)| !SEEN_ELSEWHERE.contains(&name.as_str())) {
         let Some(theirs) = there.get(name) else { continue };
         let (mine, theirs) = (without_size(mine), without_size(theirs));
-        if mine != theirs {
-            findings.unknown(
-                format!("-machine's {name} is {mine} in the guest and {theirs} there"),
-                "start both with the same -machine and -m",
-            );
+        let text = format!("-machine's {name} is {mine} in the guest and {theirs} there");
+        let remedy = "start both with the same -machine and -m";
+        if mine == theirs {
+        } else if mine.get(SLOTS) != theirs.get(SLOTS) {
+            findings.no(format!("{text}: the slots are in the stream"), remedy);
+        } else if TAKEN.contains(&name.as_str()) {
+            findings.note(text, remedy);
+        } else {
+            findings.unknown(text, remedy);
         }
     }
 }
@@ -60,9 +68,11 @@ mod tests {
 
     #[test]
     fn a_switch_that_differs_is_not_known() {
-        assert_eq!(found("smm", json!("on"), json!("off"))[0].severity, Severity::Unknown);
+        assert_eq!(found("other", json!("on"), json!("off"))[0].severity, Severity::Unknown);
+        assert_eq!(found("smm", json!("on"), json!("off"))[0].severity, Severity::Note);
         assert_eq!(found("hpet", json!(true), json!(false)), []);
         assert_eq!(found("memory", json!({ "size": 1 }), json!({ "size": 2 })), []);
-        assert_eq!(found("memory", json!({ "size": 1, "slots": 2 }), json!({ "size": 1 })).len(), 1);
+        let slots = found("memory", json!({ "size": 1, "slots": 2 }), json!({ "size": 1 }));
+        assert_eq!((slots.len(), slots[0].severity), (1, Severity::No));
     }
 }

@@ -86,6 +86,8 @@ pub struct Pair<'a> {
     pub lanes: Option<usize>,
     /// The destination was asked just now, rather than at another time.
     pub is_live: bool,
+    /// Both were asked on this host, so that files can be told to be the same.
+    pub is_one_host: bool,
 }
 
 /// Applies every rule.
@@ -161,7 +163,13 @@ mod testing {
     /// What it finds between any two.
     pub(crate) fn of(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
         let (source, destination) = (Facts::from(source), Facts::from(destination));
-        let pair = Pair { source: &source, destination: &destination, lanes: Some(4), is_live: true };
+        let pair = Pair {
+            source: &source,
+            destination: &destination,
+            lanes: Some(4),
+            is_live: true,
+            is_one_host: true,
+        };
         let mut report = Report::default();
         (rule.run)(&pair, &mut Findings { rule: rule.id, report: &mut report });
         report.findings().to_vec()

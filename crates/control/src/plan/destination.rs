@@ -12,9 +12,9 @@ use towline_channel::{Address, Cancel, ConnectOptions};
 use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
 
-use super::fit::{Guest, misfits, uuid_bytes};
+use super::fit::{Guest, uuid_bytes};
 use super::private_dir::PrivateDir;
-use super::{Error, Options, blame, compression};
+use super::{Error, Observer, Options, blame, compression};
 use crate::qemu::{Facts, Incoming, Qemu, Settings, Wanted};
 use crate::qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
@@ -80,15 +80,14 @@ impl QmpDestination {
         self.qemu.facts()
     }
 
-    /// Refuses a guest that this QEMU would fail to load.
-    pub(super) fn check(&self, guest: &Guest, lanes: usize) -> Result<(), Error> {
-        let reasons = misfits(guest, self.facts(), lanes);
-        match reasons.is_empty() {
-            true => Ok(()),
-            false => {
-                Err(Error::DoesNotFit { destination: format!("QEMU on {}", self.qemu.socket()), reasons })
-            }
-        }
+    /// Refuses a guest that would not run in this QEMU.
+    pub(super) fn check(
+        &mut self,
+        guest: &Guest,
+        lanes: usize,
+        observer: &dyn Observer,
+    ) -> Result<(), Error> {
+        guest.check(&mut self.qemu, lanes, observer)
     }
 
     /// Sets QEMU, has it load and stay paused, and connects to it.

@@ -1,65 +1,69 @@
 //! Whether a guest fits a QEMU that waits: what QEMU itself would find out only while it loads, and say badly.
+//!
+//! The rules are [`towline_compat`]'s.
 
+use towline_compat::facts::Subject;
+use towline_compat::{Facts, Pair, Severity, Way, judge};
+use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
-use crate::qemu::Facts;
+use super::{Error, Observer};
+use crate::check;
+use crate::qemu::Qemu;
 
 /// What is known of a guest that is to be sent.
 #[derive(Debug, Clone)]
 pub(super) struct Guest {
-    pub(super) machine_type: String,
-    /// Names and lengths in bytes.
-    pub(super) blocks: Vec<(String, u64)>,
+    /// `None`: its destination cannot be asked, so it was not asked either.
+    facts: Option<Facts>,
     /// As QMP prints it; lanes carry it, and a QEMU compares it with its own.
     pub(super) uuid: Option<String>,
 }
 
 impl Guest {
+    pub(super) fn of_image(image: &dyn StoredGuest) -> Self {
+        Self { facts: Some(check::image(image)), uuid: None }
+    }
+
+    /// One of whose devices nothing is known.
     pub(super) fn of_blocks(machine_type: &str, blocks: &[RamBlock]) -> Self {
-        let blocks = blocks.iter().map(|block| (block.name.clone(), block.length)).collect();
-        Self { machine_type: machine_type.into(), blocks, uuid: None }
+        Self { facts: Some(check::stored(machine_type, blocks)), uuid: None }
     }
 
-    pub(super) fn of_qemu(facts: &Facts) -> Self {
-        let blocks = facts.migrated_blocks().map(|block| (block.name.clone(), block.used_bytes)).collect();
-        Self { machine_type: facts.machine.clone(), blocks, uuid: Some(facts.uuid.clone()) }
+    /// `is_compared`: its destination is a QEMU, too.
+    pub(super) fn of_qemu(qemu: &mut Qemu, is_compared: bool) -> Result<Self, Error> {
+        let uuid = Some(qemu.facts().uuid.clone());
+        let facts = match is_compared {
+            true => Some(Subject::Qemu(Box::new(qemu.compatibility()?)).into()),
+            false => None,
+        };
+        Ok(Self { facts, uuid })
     }
-}
 
-/// Why `guest` does not fit the waiting QEMU; empty if it does as far as can be told from here.
-pub(super) fn misfits(guest: &Guest, waiting: &Facts, lanes: usize) -> Vec<String> {
-    let mut reasons = Vec::new();
-    if guest.machine_type != waiting.machine {
-        reasons.push(format!(
-            "the guest's machine type is {}, there it is {} (start it with -machine {})",
-            guest.machine_type, waiting.machine, guest.machine_type
-        ));
-    }
-    for (name, length) in &guest.blocks {
-        match waiting.migrated_blocks().find(|block| block.name == *name) {
-            None => reasons.push(format!(
-                "the guest has a RAM block {name:?} of {length} bytes, there is none (a device or memory backend is missing, or has another id or address)"
-            )),
-            // Firmware tables are resizable: there QEMU takes any length up to the block's own maximum.
-            Some(block) if block.max_bytes > block.used_bytes && *length <= block.max_bytes => {}
-            Some(block) if block.used_bytes != *length => reasons.push(format!(
-                "RAM block {name:?} has {length} bytes in the guest and {} there{}",
-                block.used_bytes,
-                if name.starts_with('/') { "" } else { " (memory size, -m, or a device's memory differs)" }
-            )),
-            Some(_) => {}
+    /// Refuses if it would not run in the QEMU that waits, and tells what else there is to know.
+    pub(super) fn check(
+        &self,
+        waiting: &mut Qemu,
+        lanes: usize,
+        observer: &dyn Observer,
+    ) -> Result<(), Error> {
+        let Some(source) = &self.facts else { return Ok(()) };
+        // One that has a part of the guest already, and may wait for the rest, is asked no more than it was.
+        let is_live = waiting.facts().waits_for_migrate_incoming();
+        let known = if is_live { waiting.compatibility()? } else { waiting.memory() };
+        let destination = Subject::Qemu(Box::new(known)).into();
+        let lanes = Some(lanes);
+        let report = judge(&Pair { source, destination: &destination, lanes, is_live, is_one_host: true });
+        let reasons = report.reasons(Way::Towline);
+        if !reasons.is_empty() {
+            return Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons });
         }
+        for finding in report.of(Way::Towline) {
+            let head = if finding.severity == Severity::Unknown { "it may not run there: " } else { "" };
+            observer.notice(&format!("check: {head}{finding}"));
+        }
+        Ok(())
     }
-    if lanes > 0
-        && let Some(uuid) = &guest.uuid
-        && *uuid != waiting.uuid
-    {
-        reasons.push(format!(
-            "the guest's uuid is {uuid}, there it is {} (start it with -uuid {uuid})",
-            waiting.uuid
-        ));
-    }
-    reasons
 }
 
 /// The bytes of a uuid as QMP prints it.

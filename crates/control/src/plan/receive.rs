@@ -10,7 +10,6 @@ use towline_migration::incoming::{self, Connections, Stage, gather};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 
 use super::copy::Run;
-use super::fit::Guest;
 use super::hand_over::{can_take_over, fail, hand_over, look_at, take_over};
 use super::source::{LANES_TIMEOUT, QmpSource};
 use super::survey::Survey;
@@ -35,7 +34,10 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }
     })?;
-    let guest = Guest::of_qemu(source.facts());
+    let guest = match source.guest(matches!(destination, Destination::Qmp(_))) {
+        Ok(guest) => guest,
+        Err(error) => return Err(fail(error, Some(source), None, run)),
+    };
     let how = if run.options.live { "qmp (background-snapshot)" } else { "qmp" };
     let origin = Origin { source: how.into(), qemu: Some(source.version_text()), ..Origin::default() };
     let session = Arc::new(Session::default());

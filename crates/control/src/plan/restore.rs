@@ -77,8 +77,7 @@ pub(super) fn restore_from(
 
 fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
     let mut destination = QmpDestination::prepare(path).map_err(Failure::untouched)?;
-    let guest = Guest::of_blocks(&image.configuration().machine_type, image.blocks());
-    destination.check(&guest, run.lanes).map_err(Failure::untouched)?;
+    destination.check(&Guest::of_image(image), run.lanes, run.observer).map_err(Failure::untouched)?;
     // QEMU reads the file itself as fast as it goes, and as it is.
     let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
     let loads = !run.options.stream && destination.loads_images() && is_plain;

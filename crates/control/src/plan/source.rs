@@ -13,9 +13,10 @@ use towline_migration::Tuning;
 use towline_migration::incoming::{Connections, gather};
 
 use super::converge::{self, Convergence};
+use super::fit::Guest;
 use super::private_dir::{PrivateDir, open_to_peer};
 use super::{Error, GuestState, Options, Progress, blame, compression};
-use crate::qemu::{Facts, Qemu, Settings, Wanted};
+use crate::qemu::{Qemu, Settings, Wanted};
 use crate::qmp::commands::{
     Capability, Migrate, MigrateCancel, MigrateSetParameters, MigrationParameters, MigrationStatus, RunState,
 };
@@ -113,9 +114,9 @@ impl QmpSource {
         Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence, tuning, tuned: 0 })
     }
 
-    /// What was found.
-    pub(super) fn facts(&self) -> &Facts {
-        self.qemu.facts()
+    /// What is known of its guest; all of it if that is compared with another QEMU.
+    pub(super) fn guest(&mut self, is_compared: bool) -> Result<Guest, Error> {
+        Guest::of_qemu(&mut self.qemu, is_compared)
     }
 
     /// QEMU's version with its package.

@@ -51,9 +51,9 @@ impl Target {
                 Self::Store(Box::new(super::store::writer(location, origin, run)?))
             }
             Destination::Qmp(path) => {
-                let destination = Box::new(QmpDestination::prepare(path)?);
+                let mut destination = Box::new(QmpDestination::prepare(path)?);
                 if let Some(guest) = guest {
-                    destination.check(guest, run.lanes)?;
+                    destination.check(guest, run.lanes, run.observer)?;
                 }
                 Self::Qemu { destination, relay: None }
             }

@@ -27,12 +27,13 @@ impl End {
     ) -> Result<Self, Error> {
         match destination {
             Destination::Qmp(path) => {
-                let qemu = match options.recover {
+                let mut qemu = match options.recover {
                     true => QmpDestination::prepare_lost(path)?,
                     false => QmpDestination::prepare_postcopy(path)?,
                 };
                 let machine_type = &stored.guest.configuration().machine_type;
-                qemu.check(&Fits::of_blocks(machine_type, stored.guest.blocks()), run.lanes)?;
+                let guest = Fits::of_blocks(machine_type, stored.guest.blocks());
+                qemu.check(&guest, run.lanes, run.observer)?;
                 if options.recover && qemu.preempts() != options.preempt {
                     let (has, option) = match qemu.preempts() {
                         true => ("a preempt channel", "pass --postcopy-preempt"),

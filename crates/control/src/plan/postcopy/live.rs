@@ -17,7 +17,6 @@ use towline_migration::Snapshot;
 
 use super::super::copy::Run;
 use super::super::destination::{Fate, QmpDestination};
-use super::super::fit::Guest;
 use super::super::hand_over::{look_at, release};
 use super::super::source::QmpSource;
 use super::super::{Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame};
@@ -43,7 +42,7 @@ pub(in super::super) fn migrate(
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }
     })?;
-    let mut target = match prepare(to, &source) {
+    let mut target = match prepare(to, &mut source, run) {
         Ok(target) => target,
         Err(error) => return Err(undo(error, source, None)),
     };
@@ -64,9 +63,9 @@ pub(in super::super) fn migrate(
     }
 }
 
-fn prepare(path: &Path, source: &QmpSource) -> Result<QmpDestination, Error> {
-    let target = QmpDestination::prepare_postcopy(path)?;
-    target.check(&Guest::of_qemu(source.facts()), 0)?;
+fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDestination, Error> {
+    let mut target = QmpDestination::prepare_postcopy(path)?;
+    target.check(&source.guest(true)?, 0, run.observer)?;
     Ok(target)
 }
 

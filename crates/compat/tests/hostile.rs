@@ -1,0 +1,34 @@
+//! Facts from anywhere: whatever they say, they are read or refused, and judged, in bounded time and memory. The body is a fuzz
+//! target too.
+
+use towline_compat::{Facts, Pair, Way, judge};
+
+/// Reads bytes as facts, and judges what came of it against itself both ways.
+pub fn facts(bytes: &[u8]) {
+    let middle = bytes.len() / 2;
+    let parts = [bytes, &bytes[..middle], &bytes[middle..]];
+    let read: Vec<Facts> = parts.iter().filter_map(|part| Facts::parse(part).ok()).collect();
+    for source in &read {
+        assert!(Facts::parse(&source.to_json()).is_ok(), "what is written is read");
+        for destination in &read {
+            let pair = Pair { source, destination, lanes: Some(2), is_live: true, is_one_host: true };
+            let report = judge(&pair);
+            let _ = (report.verdict(Way::Towline), report.notes(Way::ByHand), report.reasons(Way::Towline));
+        }
+    }
+}
+
+#[test]
+fn seeds_are_judged() {
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/facts");
+    let mut count = 0;
+    for entry in std::fs::read_dir(directory).expect("the seeds are in the repository") {
+        let bytes = std::fs::read(entry.expect("a seed").path()).expect("a seed");
+        assert!(Facts::parse(&bytes).is_ok(), "{}", String::from_utf8_lossy(&bytes));
+        facts(&bytes);
+        // Any part of them, too.
+        (0..bytes.len()).step_by(7).for_each(|end| facts(&bytes[..end]));
+        count += 1;
+    }
+    assert!(count >= 4, "{count}");
+}

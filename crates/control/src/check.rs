@@ -1,0 +1,155 @@
+//! Would it run there? The facts of both ends, gathered for [`towline_compat`].
+//!
+//! ```text
+//!   qmp:PATH    a QEMU is asked (nothing is changed)        exec:COMMAND   what it prints: facts, or a -dump-vmstate
+//!   an image    its head and device state are read          facts:FILE     the same from a file
+//!   attr:PATH   a migration_version attribute is read; as a destination, the source's string is written to it
+//! ```
+//! What it is not: the verdict, which is the rules'.
+
+mod attribute;
+mod recorded;
+
+use std::path::{Path, PathBuf};
+
+use towline_compat::facts::{Block, Image as ImageFacts, Section, Subject};
+use towline_compat::{Facts, Pair, Report, attribute as judged, judge};
+use towline_image::{Image, StoredGuest};
+
+use crate::qemu::{self, Qemu};
+use crate::qmp;
+
+pub use recorded::Error as RecordedError;
+
+/// One end of a check.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum End {
+    /// A QEMU, by its QMP socket.
+    Qmp(PathBuf),
+    /// An image.
+    Image(PathBuf),
+    /// A file of facts, or of what a QEMU binary dumped.
+    Facts(PathBuf),
+    /// A command that prints the same.
+    Command(String),
+    /// A `migration_version` attribute.
+    Attribute(PathBuf),
+}
+
+/// Why an end's facts are not known.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A QEMU did not answer.
+    #[error(transparent)]
+    Qemu(#[from] qemu::Error),
+    /// An image cannot be read.
+    #[error(transparent)]
+    Image(#[from] towline_image::Error),
+    /// Recorded facts cannot be read.
+    #[error("{from}: {source}")]
+    Recorded {
+        /// Where they should have come from.
+        from: String,
+        /// Why.
+        source: RecordedError,
+    },
+    /// An attribute's type cannot be told.
+    #[error("{}: {source}", path.display())]
+    Attribute {
+        /// The attribute.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl End {
+    /// What is known of it. Nothing is changed there.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn facts(&self) -> Result<Facts, Error> {
+        match self {
+            Self::Qmp(path) => {
+                let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
+                Ok(Subject::Qemu(Box::new(qemu.compatibility()?)).into())
+            }
+            Self::Image(path) => Ok(image(&Image::open(path)?)),
+            Self::Facts(path) => {
+                let from = path.display().to_string();
+                recorded::of_file(path).map_err(|source| Error::Recorded { from, source })
+            }
+            Self::Command(command) => recorded::of_command(command)
+                .map_err(|source| Error::Recorded { from: format!("exec:{command}"), source }),
+            Self::Attribute(path) => {
+                attribute::read(path).map_err(|source| Error::Attribute { path: path.clone(), source })
+            }
+        }
+    }
+
+    /// Whether it is asked now, rather than having been asked at another time.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        matches!(self, Self::Qmp(_) | Self::Attribute(_))
+    }
+}
+
+/// The verdict on a pair of ends. An attribute as the destination is written to.
+///
+/// # Errors
+/// [`Error`] of either end.
+pub fn check(source: &End, destination: &End, lanes: Option<usize>) -> Result<Report, Error> {
+    let (guest, there) = (source.facts()?, destination.facts()?);
+    if let End::Attribute(path) = destination
+        && let Some(report) = judged::judge(&guest, &there, |version| attribute::write(path, version))
+    {
+        return Ok(report);
+    }
+    let is_live = destination.is_live();
+    let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
+    Ok(judge(&Pair { source: &guest, destination: &there, lanes, is_live, is_one_host }))
+}
+
+/// The facts of an image that is open.
+pub(crate) fn image(image: &dyn StoredGuest) -> Facts {
+    let section = |device: &towline_protocol::device_state::Device| Section {
+        name: device.name.clone(),
+        instance: device.instance,
+        version: device.version,
+    };
+    let facts = ImageFacts {
+        machine: image.configuration().machine_type.clone(),
+        blocks: blocks(image.blocks()),
+        sections: image.devices().devices().iter().map(section).collect(),
+        qemu: image
+            .file_image()
+            .and_then(Image::manifest)
+            .and_then(|manifest| manifest.origin().qemu.clone()),
+    };
+    Subject::Image(facts).into()
+}
+
+/// The facts of a stored guest of whose devices nothing is known.
+pub(crate) fn stored(machine_type: &str, ram_blocks: &[towline_protocol::RamBlock]) -> Facts {
+    let blocks = blocks(ram_blocks);
+    Subject::Image(ImageFacts { machine: machine_type.into(), blocks, ..ImageFacts::default() }).into()
+}
+
+fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<Block> {
+    let block = |block: &towline_protocol::RamBlock| Block {
+        name: block.name.clone(),
+        page_bytes: 0,
+        used_bytes: block.length,
+        max_bytes: block.length,
+    };
+    ram_blocks.iter().map(block).collect()
+}
+
+/// Writes facts down, for [`End::Facts`] to be read on another host or another day.
+///
+/// # Errors
+/// That the file cannot be written, or is there already.
+pub fn write_facts(path: &Path, facts: &Facts) -> std::io::Result<()> {
+    recorded::write(path, facts)
+}

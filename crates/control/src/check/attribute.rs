@@ -1,0 +1,145 @@
+//! `migration_version` attributes: files that are read and written in one call each, as sysfs has them.
+//!
+//! ```text
+//! …/mdev_supported_types/i915-GVTg_V5_4/migration_version      the directory's name is the device's type
+//! ```
+
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use rustix::fs::OFlags;
+use towline_compat::facts::{Attribute, Subject};
+use towline_compat::{Facts, limits};
+
+/// The type, which is the name of the directory that the attribute is really in, and the string or the errno.
+pub(super) fn read(path: &Path) -> io::Result<Facts> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = fs::canonicalize(directory)?;
+    let device_type = directory.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut attribute = Attribute { device_type, ..Attribute::default() };
+    match version(path) {
+        Ok(version) => attribute.version = Some(version),
+        Err(error) => attribute.errno = Some(errno(&error)),
+    }
+    Ok(Subject::Attribute(attribute).into())
+}
+
+/// In one call, as far as a page goes; one byte more, so that too many are seen to be.
+fn version(path: &Path) -> io::Result<String> {
+    let mut bytes = vec![0; limits::MIGRATION_VERSION_BYTES_MAX + 1];
+    let length = options().read(true).open(path)?.read(&mut bytes)?;
+    bytes.truncate(length);
+    String::from_utf8(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EILSEQ))
+}
+
+/// Writes the source's string as it was read. The errno is the device's answer.
+pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
+    let written = options().write(true).open(path).and_then(|mut file| file.write(version.as_bytes()));
+    match written {
+        Ok(length) if length == version.len() => Ok(()),
+        Ok(_) => Err(libc::EIO),
+        Err(error) => Err(errno(&error)),
+    }
+}
+
+/// Nothing is made or emptied, and a FIFO without another end is not waited for.
+fn options() -> fs::OpenOptions {
+    let mut options = File::options();
+    options.custom_flags(OFlags::NONBLOCK.bits().cast_signed());
+    options
+}
+
+fn errno(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::path::PathBuf;
+    use std::process::Command;
+
+    use towline_compat::{Verdict, Way};
+
+    use super::super::{End, check};
+    use super::*;
+
+    /// An attribute of a device of this type, for `with` to make.
+    fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> End {
+        let path: PathBuf = directory.join(host).join(kind).join("migration_version");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        with(&path);
+        End::Attribute(path)
+    }
+
+    fn holding(text: &'static str) -> impl FnOnce(&Path) {
+        move |path| fs::write(path, text).unwrap()
+    }
+
+    fn verdict(source: &End, destination: &End) -> (Verdict, String) {
+        let report = check(source, destination, None).unwrap();
+        let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
+        (report.verdict(Way::Towline), texts.join("; "))
+    }
+
+    #[test]
+    fn the_sources_string_is_written_to_the_destination() {
+        let directory = tempfile::tempdir().unwrap();
+        let source = attribute(directory.path(), "a", "net-1", holding("v2 mq=4\n"));
+        let destination = attribute(directory.path(), "b", "net-1", holding("v3 mq=4\n"));
+        assert_eq!(verdict(&source, &destination), (Verdict::Yes, String::new()));
+        let End::Attribute(path) = &destination else { panic!("made so") };
+        assert_eq!(fs::read_to_string(path).unwrap(), "v2 mq=4\n");
+    }
+
+    #[test]
+    fn a_device_that_listens_gets_the_string_and_one_that_does_not_is_an_errno() {
+        let directory = tempfile::tempdir().unwrap();
+        let source = attribute(directory.path(), "a", "net-1", holding("v2"));
+        let fifo = attribute(directory.path(), "b", "net-1", |path| {
+            assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+        });
+        let End::Attribute(path) = &fifo else { panic!("made so") };
+        let (found, text) = verdict(&source, &fifo);
+        assert_eq!(found, Verdict::No);
+        assert!(text.contains("No such device or address (os error 6)"), "{text}");
+        // The device opens its end first; a write into a FIFO that is open does not wait.
+        let mut device = options().read(true).open(path).unwrap();
+        assert_eq!(verdict(&source, &fifo).0, Verdict::Yes);
+        let mut got = [0; 8];
+        let length = device.read(&mut got).unwrap();
+        assert_eq!(&got[..length], b"v2");
+    }
+
+    #[test]
+    fn the_devices_errno_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let source = attribute(directory.path(), "a", "net-1", holding("v2"));
+        let full = attribute(directory.path(), "b", "net-1", |path| symlink("/dev/full", path).unwrap());
+        let (found, text) = verdict(&source, &full);
+        assert_eq!(found, Verdict::No);
+        assert!(text.contains("refuses the source's version: No space left on device"), "{text}");
+        let unreadable =
+            attribute(directory.path(), "c", "net-1", |path| symlink("/proc/self/mem", path).unwrap());
+        let (found, text) = verdict(&unreadable, &source);
+        assert_eq!(found, Verdict::CouldNotTell);
+        assert!(text.contains("cannot be read: Input/output error"), "{text}");
+    }
+
+    #[test]
+    fn types_are_compared_before_anything_is_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let source = attribute(directory.path(), "a", "net-1", holding("v2"));
+        let other = attribute(directory.path(), "b", "vsock-1", holding("v1"));
+        assert_eq!(verdict(&source, &other).0, Verdict::No);
+        let End::Attribute(path) = &other else { panic!("made so") };
+        assert_eq!(fs::read_to_string(path).unwrap(), "v1", "nothing was written");
+        // As sysfs has it: a device's mdev_type is a link to the type's directory.
+        let link = directory.path().join("mdev_type");
+        symlink(directory.path().join("a/net-1"), &link).unwrap();
+        let there = attribute(directory.path(), "c", "net-1", holding("v2"));
+        assert_eq!(verdict(&End::Attribute(link.join("migration_version")), &there).0, Verdict::Yes);
+    }
+}

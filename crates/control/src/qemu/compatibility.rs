@@ -1,0 +1,272 @@
+//! What a QEMU tells of itself for [`towline_compat`]: beyond its [`Facts`](super::Facts), its processors, devices with what
+//! their drivers agreed upon, backends and drives.
+//!
+//! What a QEMU does not know how to tell is left out; the rules say then that they do not know.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+use towline_compat::facts::{self, Block, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
+
+use super::{Error, Incoming, Qemu, device_tree, drives, virtio};
+use crate::qmp;
+use crate::qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
+
+/// The machine's switches that a guest sees.
+const MACHINE_PROPERTIES: [&str; 13] = [
+    "smp",
+    "memory",
+    "smm",
+    "acpi",
+    "pit",
+    "pic",
+    "hpet",
+    "vmport",
+    "i8042",
+    "sata",
+    "smbus",
+    "nvdimm",
+    "max-ram-below-4g",
+];
+/// Processors whose APIC ids are asked for.
+const APIC_IDS_MAX: usize = 1024;
+/// Buses between a device and its host bridge.
+const BUSES_MAX: usize = 16;
+/// What ends the QOM type of a processor, behind its model and architecture.
+const CPU_SUFFIX: &str = "-cpu";
+/// What a virtio device is called below its PCI function.
+const VIRTIO_CHILD: &str = "/virtio-backend";
+
+impl Qemu {
+    /// What is known already, for rules about machine and memory; nothing is asked.
+    #[must_use]
+    pub fn memory(&self) -> facts::Qemu {
+        let facts = self.facts();
+        facts::Qemu {
+            version: facts.version.qemu.to_string(),
+            machine: facts.machine.clone(),
+            status: facts.status.status.as_str().to_owned(),
+            incoming: incoming(&facts.incoming),
+            uuid: Some(facts.uuid.clone()),
+            blocks: facts.migrated_blocks().map(block).collect(),
+            capabilities: facts.capabilities.iter().map(|(name, on)| (name.to_string(), *on)).collect(),
+            parameters: facts.parameters.to_map().into_iter().collect(),
+            blocked_reasons: facts.blocked_reasons().to_vec(),
+            ..facts::Qemu::default()
+        }
+    }
+
+    /// Asks for all that the compatibility rules look at.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`]: the monitor is gone or hangs. Questions that this QEMU does not know are no errors.
+    pub fn compatibility(&mut self) -> Result<facts::Qemu, Error> {
+        self.refresh()?;
+        let cpus = self.ask(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let mut devices = self.monitor("info qtree")?.map(|text| device_tree::parse(&text));
+        if let Some(devices) = &mut devices {
+            self.virtio(devices)?;
+        }
+        let cpu_features = match cpus.iter().flatten().next() {
+            Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
+            None => None,
+        };
+        let mut known = facts::Qemu { devices, cpu_features, ..self.memory() };
+        known.cpus = match cpus {
+            Some(cpus) => Some(self.cpus(&cpus)?),
+            None => None,
+        };
+        known.netdevs = self.monitor("info network")?.map(|text| netdevs(&text));
+        known.kvm = self.raw("query-kvm", None)?.and_then(|answer| answer["enabled"].as_bool());
+        known.memory_backends = self.raw("query-memdev", None)?.map(|answer| memory_backends(&answer));
+        known.drives = self.raw("query-block", None)?.map(|answer| drives::drives(&answer));
+        known.machine_properties = Some(self.machine_properties()?);
+        Ok(known)
+    }
+
+    /// `None` where QEMU refuses to answer.
+    fn ask<T>(&mut self, question: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        match question(self) {
+            Ok(answer) => Ok(Some(answer)),
+            Err(Error::Qmp(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn raw(&mut self, command: &str, arguments: Option<Map<String, Value>>) -> Result<Option<Value>, Error> {
+        self.ask(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
+    }
+
+    fn monitor(&mut self, line: &str) -> Result<Option<String>, Error> {
+        let command = HumanMonitorCommand { command_line: line.into() };
+        self.ask(|qemu| Ok(qemu.client.execute(&command)?))
+    }
+
+    fn property(&mut self, path: &str, property: &str) -> Result<Option<Value>, Error> {
+        let Value::Object(arguments) = json!({ "path": path, "property": property }) else { return Ok(None) };
+        self.raw("qom-get", Some(arguments))
+    }
+
+    fn machine_properties(&mut self) -> Result<BTreeMap<String, Value>, Error> {
+        let mut known = BTreeMap::new();
+        for name in MACHINE_PROPERTIES {
+            if let Some(value) = self.property("/machine", name)? {
+                known.insert(name.to_owned(), value);
+            }
+        }
+        Ok(known)
+    }
+
+    fn cpus(&mut self, cpus: &[CpuFast]) -> Result<Vec<Cpu>, Error> {
+        let mut known = Vec::with_capacity(cpus.len());
+        for (index, cpu) in cpus.iter().enumerate() {
+            // One model for all.
+            let model = match known.first().map(|first: &Cpu| first.model.clone()) {
+                Some(model) => model,
+                None => self.cpu_model(cpu)?,
+            };
+            let apic_id = match index < APIC_IDS_MAX {
+                true => self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64()),
+                false => None,
+            };
+            let props = cpu.other.get("props").and_then(Value::as_object);
+            let topology =
+                props.into_iter().flatten().filter_map(|(name, id)| Some((name.clone(), id.as_u64()?)));
+            known.push(Cpu { index: cpu.cpu_index, model, apic_id, topology: topology.collect() });
+        }
+        Ok(known)
+    }
+
+    fn cpu_model(&mut self, cpu: &CpuFast) -> Result<String, Error> {
+        let kind = self.property(&cpu.qom_path, "type")?;
+        let kind = kind.as_ref().and_then(Value::as_str).unwrap_or_default();
+        let suffix = format!("-{}{CPU_SUFFIX}", cpu.target);
+        Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
+    }
+
+    /// Adds what virtio devices and their drivers agreed upon.
+    fn virtio(&mut self, devices: &mut [QemuDevice]) -> Result<(), Error> {
+        let Some(Value::Array(listed)) = self.raw("x-query-virtio", None)? else { return Ok(()) };
+        for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
+            let Some(place) = self.virtio_place(path)? else { continue };
+            let Some(device) = devices.iter_mut().find(|device| device.place == place) else { continue };
+            let Value::Object(arguments) = json!({ "path": path }) else { continue };
+            if let Some(status) = self.raw("x-query-virtio-status", Some(arguments))? {
+                let offered = virtio::names(&status["host-features"]);
+                device.virtio =
+                    Some(Virtio { offered, negotiated: virtio::names(&status["guest-features"]) });
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a virtio device is, as [`device_tree`] has it; `None` for one that is not on PCI.
+    fn virtio_place(&mut self, path: &str) -> Result<Option<String>, Error> {
+        let Some(mut device) = path.strip_suffix(VIRTIO_CHILD).map(str::to_owned) else { return Ok(None) };
+        let mut addresses = Vec::new();
+        for _ in 0..BUSES_MAX {
+            let Some(address) = self.property(&device, "addr")?.as_ref().and_then(pci_address) else { break };
+            addresses.push(address);
+            let bus = self.property(&device, "parent_bus")?;
+            let Some((parent, _)) = bus.as_ref().and_then(Value::as_str).and_then(|bus| bus.rsplit_once('/'))
+            else {
+                break;
+            };
+            device = parent.to_owned();
+        }
+        addresses.reverse();
+        Ok((!addresses.is_empty()).then(|| format!("pci/{}/virtio", addresses.join("/"))))
+    }
+}
+
+/// A slot and a function, as a number or as text.
+fn pci_address(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(number) => {
+            let number = number.as_u64().filter(|number| *number < 256)?;
+            Some(format!("{:02x}.{:x}", number >> 3, number & 7))
+        }
+        _ => None,
+    }
+}
+
+fn incoming(incoming: &Incoming) -> facts::Incoming {
+    match incoming {
+        Incoming::No => facts::Incoming::No,
+        Incoming::Deferred => facts::Incoming::Deferred,
+        Incoming::Listening => facts::Incoming::Listening,
+        Incoming::Loading(_) => facts::Incoming::Loading,
+    }
+}
+
+fn block(block: &super::RamBlock) -> Block {
+    Block {
+        name: block.name.clone(),
+        page_bytes: block.page_bytes,
+        used_bytes: block.used_bytes,
+        max_bytes: block.max_bytes,
+    }
+}
+
+fn feature_words(words: &Value) -> Vec<FeatureWord> {
+    let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+    let word = |word: &Value| {
+        Some(FeatureWord {
+            leaf: number(&word["cpuid-input-eax"])?,
+            subleaf: number(&word["cpuid-input-ecx"]),
+            register: word["cpuid-register"].as_str()?.to_owned(),
+            bits: number(&word["features"])?,
+        })
+    };
+    words.as_array().into_iter().flatten().filter_map(word).collect()
+}
+
+fn memory_backends(answer: &Value) -> Vec<MemoryBackend> {
+    let is_on = |value: &Value| value.as_bool().unwrap_or_default();
+    let backend = |entry: &Value| MemoryBackend {
+        id: entry["id"].as_str().unwrap_or_default().to_owned(),
+        bytes: entry["size"].as_u64().unwrap_or_default(),
+        prealloc: is_on(&entry["prealloc"]),
+        share: is_on(&entry["share"]),
+    };
+    answer.as_array().into_iter().flatten().map(backend).collect()
+}
+
+/// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.
+fn netdevs(text: &str) -> Vec<Netdev> {
+    let netdev = |line: &str| {
+        let (id, rest) = line.trim_start_matches([' ', '\\']).split_once(": ")?;
+        let kind = rest.split(',').find_map(|part| part.strip_prefix("type="))?;
+        (kind != "nic").then(|| Netdev { id: id.into(), kind: kind.trim().into() })
+    };
+    text.lines().filter_map(netdev).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backends_are_read_and_nics_are_not() {
+        let text = "net0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=user,net=10.0.2.0\n\
+             alone: index=0,type=tap,ifname=t0\n";
+        let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
+        assert_eq!(found, [("n0".into(), "user".into()), ("alone".into(), "tap".into())]);
+    }
+
+    #[test]
+    fn addresses_are_numbers_or_text() {
+        assert_eq!(pci_address(&json!(250)), Some("1f.2".into()));
+        assert_eq!(pci_address(&json!("02.0")), Some("02.0".into()));
+        assert_eq!(pci_address(&json!(-1)), None);
+    }
+
+    #[test]
+    fn feature_words_that_are_none_are_left_out() {
+        let words =
+            json!([{ "cpuid-register": "ECX", "cpuid-input-eax": 1, "features": 5 }, { "features": 1 }]);
+        let found = feature_words(&words);
+        assert_eq!((found.len(), found[0].leaf, found[0].bits), (1, 1, 5));
+    }
+}

@@ -1,0 +1,111 @@
+//! A QEMU's drives, from `query-block`, and who locks their files.
+//!
+//! QEMU locks single bytes of an image: byte 100 + n while it has permission n, byte 200 + n while it wants nobody else to have
+//! it; permission 1 is to write (block/file-posix.c). `/proc/locks` shows all of a host's, also those of processes that we may
+//! not look into. A QEMU that waits for a guest has none.
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+
+use serde_json::Value;
+use towline_compat::facts::{Drive, Lock};
+
+/// Held by who writes.
+const WRITES_BYTE: u64 = 101;
+/// Held by who wants nobody else to.
+const NO_OTHER_WRITES_BYTE: u64 = 201;
+/// What a virtio device is called below its PCI function.
+const VIRTIO_CHILD: &str = "/virtio-backend";
+
+/// Those with a medium.
+pub(super) fn drives(answer: &Value) -> Vec<Drive> {
+    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    answer.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
+}
+
+fn drive(entry: &Value, locks: &str) -> Option<Drive> {
+    let inserted = entry.get("inserted")?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    let names = [&entry["qdev"], &entry["device"], &inserted["node-name"]];
+    let device = names.into_iter().map(text).find(|name| !name.is_empty()).unwrap_or_default();
+    let file = text(&inserted["image"]["filename"]);
+    let (identity, lock) = look(&file, locks);
+    Some(Drive {
+        device: device.strip_suffix(VIRTIO_CHILD).unwrap_or(&device).to_owned(),
+        format: text(&inserted["drv"]),
+        read_only: inserted["ro"].as_bool().unwrap_or_default(),
+        virtual_bytes: inserted["image"]["virtual-size"].as_u64().unwrap_or_default(),
+        identity,
+        lock,
+        file,
+    })
+}
+
+/// What this host knows of a file.
+fn look(file: &str, locks: &str) -> (Option<String>, Lock) {
+    let Ok(metadata) = fs::metadata(file) else { return (None, Lock::Unknown) };
+    if !metadata.is_file() && !metadata.file_type().is_block_device() {
+        return (None, Lock::Unknown);
+    }
+    let (device, inode) = (metadata.dev(), metadata.ino());
+    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
+    let lock = if locks.is_empty() {
+        Lock::Unknown
+    } else {
+        lock(locks, &format!("{major:02x}:{minor:02x}:{inode}"))
+    };
+    (Some(format!("{device}:{inode}")), lock)
+}
+
+/// `12: OFDLCK ADVISORY  READ  -1 08:01:1234 101 101` of the file `08:01:1234`.
+fn lock(locks: &str, file: &str) -> Lock {
+    let range = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let at = words.iter().position(|word| *word == file)?;
+        let end = match *words.get(at + 2)? {
+            "EOF" => u64::MAX,
+            end => end.parse().ok()?,
+        };
+        Some(words.get(at + 1)?.parse::<u64>().ok()?..=end)
+    };
+    let ranges: Vec<_> = locks.lines().filter_map(range).collect();
+    let is_held = |byte| ranges.iter().any(|range| range.contains(&byte));
+    match (is_held(WRITES_BYTE), is_held(NO_OTHER_WRITES_BYTE)) {
+        (true, _) => Lock::Held,
+        (false, true) => Lock::HeldByReaders,
+        (false, false) => Lock::Free,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_are_told_by_their_bytes() {
+        let line = |bytes: &str| {
+            format!(
+                "1: POSIX  ADVISORY  WRITE 7 08:01:9 0 EOF\n2: OFDLCK ADVISORY  READ -1 00:1f:42 {bytes}\n"
+            )
+        };
+        assert_eq!(lock(&line("101 101"), "00:1f:42"), Lock::Held);
+        assert_eq!(lock(&line("100 103"), "00:1f:42"), Lock::Held);
+        assert_eq!(lock(&line("201 201"), "00:1f:42"), Lock::HeldByReaders);
+        assert_eq!(lock(&line("100 100"), "00:1f:42"), Lock::Free);
+        assert_eq!(lock(&line("101 101"), "00:1f:4"), Lock::Free);
+        assert_eq!(lock("1: POSIX  ADVISORY  WRITE 7 00:1f:42 0 EOF", "00:1f:42"), Lock::Held);
+    }
+
+    #[test]
+    fn a_drive_without_a_medium_is_none() {
+        let answer = serde_json::json!([
+            { "device": "cd", "removable": true },
+            { "device": "", "qdev": "/machine/peripheral/d/virtio-backend", "inserted":
+                { "drv": "raw", "ro": false, "image": { "filename": "/nowhere/x", "virtual-size": 5 } } }
+        ]);
+        let found = drives(&answer);
+        assert_eq!(found.len(), 1);
+        assert_eq!((found[0].device.as_str(), found[0].virtual_bytes), ("/machine/peripheral/d", 5));
+        assert_eq!(found[0].lock, Lock::Unknown);
+    }
+}

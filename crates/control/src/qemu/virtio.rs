@@ -1,0 +1,62 @@
+//! Names of virtio features, as `x-query-virtio-status` has them.
+//!
+//! It names those that its QEMU knows and gives the others as numbers, so that one feature is a name from a new QEMU and a bit
+//! from an old one. Bits of any device are named here; of a device's own bits, what the old one's numbers can be is not known
+//! here, and they stay `bit N`.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value;
+
+/// virtio 1.3, "Reserved Feature Bits".
+const TRANSPORT: [(u32, &str); 15] = [
+    (24, "VIRTIO_F_NOTIFY_ON_EMPTY"),
+    (27, "VIRTIO_F_ANY_LAYOUT"),
+    (28, "VIRTIO_RING_F_INDIRECT_DESC"),
+    (29, "VIRTIO_RING_F_EVENT_IDX"),
+    (32, "VIRTIO_F_VERSION_1"),
+    (33, "VIRTIO_F_IOMMU_PLATFORM"),
+    (34, "VIRTIO_F_RING_PACKED"),
+    (35, "VIRTIO_F_IN_ORDER"),
+    (36, "VIRTIO_F_ORDER_PLATFORM"),
+    (37, "VIRTIO_F_SR_IOV"),
+    (38, "VIRTIO_F_NOTIFICATION_DATA"),
+    (39, "VIRTIO_F_NOTIF_CONFIG_DATA"),
+    (40, "VIRTIO_F_RING_RESET"),
+    (41, "VIRTIO_F_ADMIN_VQ"),
+    (30, "VHOST_USER_F_PROTOCOL_FEATURES"),
+];
+
+/// The features of one of the status's sets.
+pub(super) fn names(set: &Value) -> BTreeSet<String> {
+    let named =
+        ["transports", "dev-features"].into_iter().flat_map(|key| set[key].as_array().into_iter().flatten());
+    let named = named.filter_map(Value::as_str).map(|text| text.split(':').next().unwrap_or(text).to_owned());
+    let unknown = ["unknown-transports", "unknown-dev-features"].into_iter();
+    let unknown = unknown
+        .filter_map(|key| set[key].as_u64())
+        .flat_map(|bits| (0..u64::BITS).filter(move |bit| bits >> bit & 1 == 1).map(name));
+    named.chain(unknown).collect()
+}
+
+fn name(bit: u32) -> String {
+    let known = TRANSPORT.iter().find(|(known, _)| *known == bit);
+    known.map_or_else(|| format!("bit {bit}"), |(_, name)| (*name).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_old_qemus_number_is_a_new_ones_name() {
+        let old = json!({ "transports": [], "dev-features": [], "unknown-dev-features": 1_u64 << 40 });
+        let new =
+            json!({ "transports": ["VIRTIO_F_RING_RESET: Driver can reset a queue"], "dev-features": [] });
+        assert_eq!(names(&old), names(&new));
+        assert_eq!(names(&json!({ "unknown-dev-features": 2 })), ["bit 1".to_owned()].into());
+        assert_eq!(names(&Value::Null), BTreeSet::new());
+    }
+}

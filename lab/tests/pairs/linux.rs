@@ -1,0 +1,63 @@
+//! A guest whose driver uses what its device offers: a Linux with a virtio NIC.
+
+use serde_json::{Value, json};
+use towline_lab::{Builder, Finished, Qemu, Version, require_lab, towline};
+
+use crate::run::{WITHIN, check, endpoint, migrate};
+
+/// Every virtio driver of Linux uses it where it is offered.
+const FEATURE: &str = "VIRTIO_RING_F_EVENT_IDX";
+
+fn guest(options: &str) -> Builder {
+    let nic = format!("virtio-net-pci,romfile=,addr=5{options}");
+    Qemu::builder(Version::V10_0).cpu("Nehalem").linux().args(["-device", &nic])
+}
+
+fn move_it(source: &Qemu, destination: &Qemu) -> Finished {
+    towline(["move", &endpoint(source), &endpoint(destination)]).unwrap().wait(WITHIN).unwrap()
+}
+
+#[test]
+fn what_a_driver_uses_must_be_offered_there() {
+    if !require_lab("what_a_driver_uses_must_be_offered_there") {
+        return;
+    }
+    let source = guest("").start().unwrap();
+    let mut agent = source.linux(WITHIN).unwrap();
+    let lacking = guest(",event_idx=off").incoming_defer().start().unwrap();
+
+    let report = check(&source, &lacking);
+    assert_eq!((&report["verdict"], &report["by-hand"]), (&json!("no"), &json!("no")), "{report}");
+    let named = report["findings"].as_array().unwrap().iter().any(|finding| {
+        finding["rule"] == "virtio-features" && finding["text"].as_str().unwrap().contains(FEATURE)
+    });
+    assert!(named, "{report}");
+    let refused = move_it(&source, &lacking);
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    assert!(refused.stderr.contains(FEATURE), "{}", refused.stderr);
+    agent.wait_ticking(WITHIN).unwrap();
+
+    // What it was kept from: QEMU sends everything, and the destination dies.
+    let died = migrate(&source, &lacking, |_| Ok(true)).unwrap_err();
+    assert!(died.contains("dead") && died.contains("eatures"), "{died}");
+    source.qmp().execute("cont", Value::Null).unwrap();
+    agent.wait_ticking(WITHIN).unwrap();
+
+    // With ACPI in use, QEMU sends a list of all processors that there may be.
+    let more = guest("").processors(2).incoming_defer().start().unwrap();
+    let report = check(&source, &more);
+    assert_eq!((&report["verdict"], &report["by-hand"]), (&json!("no"), &json!("no")), "{report}");
+    assert_eq!(move_it(&source, &more).status.code(), Some(1));
+    let died = migrate(&source, &more, |_| Ok(true)).unwrap_err();
+    assert!(died.contains("dead") && died.contains("ICH9LPC"), "{died}");
+    source.qmp().execute("cont", Value::Null).unwrap();
+    agent.wait_ticking(WITHIN).unwrap();
+
+    let alike = guest("").incoming_defer().start().unwrap();
+    let report = check(&source, &alike);
+    assert!(report["verdict"].as_str().unwrap().starts_with("yes"), "{report}");
+    let moved = move_it(&source, &alike);
+    assert_eq!(moved.status.code(), Some(0), "{}", moved.stderr);
+    drop(agent);
+    alike.linux(WITHIN).unwrap().wait_ticking(WITHIN).unwrap();
+}

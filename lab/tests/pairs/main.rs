@@ -1,0 +1,41 @@
+//! Verdicts against what really happens: each pair of QEMUs is judged by `towline check`, then migrated by stock QEMU itself, then
+//! moved by `towline move`.
+//!
+//! For each pair three things are asserted. The verdict for a `migrate` by hand agrees with whether the guest then runs on at its
+//! destination ("could not tell" agrees with nothing). towline's own verdict agrees with how its move ends. And after the move the
+//! guest runs: at the destination if it was moved, else at the source.
+//!
+//! `make test` has a pair of each kind; all of them run in `cargo xtask soak pairs`, which prints the table.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+mod ends;
+mod files;
+mod linux;
+mod run;
+mod table;
+
+use towline_lab::require_lab;
+
+use run::{Row, judge};
+
+/// Runs those pairs, prints the table, and fails with all that do not agree.
+fn run(pairs: &[table::Pair]) {
+    println!("{}", Row::HEADING);
+    let rows: Vec<Row> = pairs.iter().map(judge).inspect(|row| println!("{row}")).collect();
+    let wrong: Vec<_> = rows.iter().filter_map(|row| row.wrong.as_deref()).collect();
+    assert!(wrong.is_empty(), "{} of {} pairs:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
+}
+
+#[test]
+fn verdicts_agree_with_what_happens() {
+    if require_lab("verdicts_agree_with_what_happens") {
+        let all = std::env::var_os("TOWLINE_SOAK_PAIRS").is_some();
+        let only = std::env::var("TOWLINE_PAIR").ok();
+        let is_wanted = |pair: &table::Pair| match &only {
+            Some(only) => pair.name.contains(only.as_str()),
+            None => all || pair.is_short,
+        };
+        let pairs: Vec<_> = table::pairs().into_iter().filter(is_wanted).collect();
+        run(&pairs);
+    }
+}

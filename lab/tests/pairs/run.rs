@@ -1,0 +1,213 @@
+//! One pair: judged, migrated by QEMU itself, moved by towline.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use towline_lab::{Finished, Network, Qemu, towline, wait_until};
+
+use crate::table::Pair;
+
+/// For what must come.
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+/// For what need not come. It is waited out only where the guest does not run on, and then QEMU mostly says so at once.
+const PATIENCE: Duration = Duration::from_secs(15);
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What was said of a pair, and what happened.
+pub(crate) struct Row {
+    name: String,
+    by_hand: String,
+    stock: String,
+    verdict: String,
+    moved: String,
+    /// What does not agree.
+    pub(crate) wrong: Option<String>,
+}
+
+impl Row {
+    pub(crate) const HEADING: &str =
+        "pair                                        by hand          stock QEMU      towline          move";
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, by_hand, stock, verdict, moved, wrong } = self;
+        write!(f, "{name:<42}  {by_hand:<15}  {stock:<14}  {verdict:<15}  {moved}")?;
+        wrong.as_ref().map_or(Ok(()), |wrong| write!(f, "  <-- {wrong}"))
+    }
+}
+
+/// Both QEMUs, and what they live in. The network goes last.
+struct Ends {
+    source: Qemu,
+    destination: Qemu,
+    _third: Option<Qemu>,
+    _network: Option<Network>,
+}
+
+/// Runs one pair.
+pub(crate) fn judge(pair: &Pair) -> Row {
+    let (report, runs) = by_hand(pair);
+    let finished = move_it(pair);
+    let verdict = |key: &str| report[key].as_str().unwrap_or("none").to_owned();
+    let mut wrong = Vec::new();
+    let is_yes = |verdict: &str| verdict.starts_with("yes");
+    let (by_hand, towline) = (verdict("by-hand"), verdict("verdict"));
+    let says = |verdict: &str| match verdict {
+        verdict if is_yes(verdict) => Some(true),
+        "no" => Some(false),
+        _ => None,
+    };
+    if says(&by_hand) != Some(runs.is_ok()) {
+        wrong.push(format!("by hand it says {by_hand:?}, stock QEMU: {runs:?}"));
+    }
+    if pair.runs != runs.is_ok() {
+        wrong.push(format!("it was to run on: {}, stock QEMU: {runs:?}", pair.runs));
+    }
+    let moved = match &finished {
+        Ok(done) => {
+            if says(&towline) != Some(*done) {
+                wrong.push(format!("towline says {towline:?}, its move was done: {done}"));
+            }
+            if *done { "moved" } else { "refused, runs on" }
+        }
+        Err(text) => {
+            wrong.push(format!("move: {text}"));
+            "lost"
+        }
+    };
+    let wrong = (!wrong.is_empty()).then(|| format!("{}: {}; {}", pair.name, wrong.join("; "), report));
+    let stock = match &runs {
+        Ok(()) => "runs on",
+        Err(why) if why.contains("dead") => "does not (dies)",
+        Err(_) => "does not",
+    };
+    Row { name: pair.name.into(), by_hand, stock: stock.into(), verdict: towline, moved: moved.into(), wrong }
+}
+
+/// Starts both, the source's guest counting.
+fn start(pair: &Pair) -> Ends {
+    let network = pair.taps.then(|| Network::new().unwrap());
+    let within = |builder: towline_lab::Builder| match &network {
+        Some(network) => builder.within(network),
+        None => builder,
+    };
+    let third = pair.third.clone().map(|builder| builder.start().unwrap());
+    let source = within(pair.source.clone()).start().unwrap();
+    source.wait_counting(WITHIN).unwrap();
+    let destination = within(pair.destination.clone()).incoming_defer().start().unwrap();
+    for (qemu, settings) in [(&source, &pair.source_settings), (&destination, &pair.destination_settings)] {
+        set(qemu, settings);
+    }
+    Ends { source, destination, _third: third, _network: network }
+}
+
+/// `+name`, `-name`: a capability; `name=value`: a parameter.
+fn set(qemu: &Qemu, settings: &[&str]) {
+    for setting in settings {
+        let (command, arguments) = match setting.split_once('=') {
+            Some((name, value)) => {
+                let value = value.parse::<u64>().map_or_else(|_| json!(value), |number| json!(number));
+                let mut arguments = serde_json::Map::new();
+                arguments.insert(name.into(), value);
+                ("migrate-set-parameters", Value::Object(arguments))
+            }
+            None => {
+                let state = setting.starts_with('+');
+                let capability = json!({ "capability": setting[1..], "state": state });
+                ("migrate-set-capabilities", json!({ "capabilities": [capability] }))
+            }
+        };
+        qemu.qmp().execute(command, arguments).unwrap();
+    }
+}
+
+pub(crate) fn endpoint(qemu: &Qemu) -> String {
+    format!("qmp:{}", qemu.qmp_path().display())
+}
+
+/// What `check` says, and whether the guest then runs there if QEMU migrates it.
+fn by_hand(pair: &Pair) -> (Value, Result<(), String>) {
+    let ends = start(pair);
+    let report = check(&ends.source, &ends.destination);
+    let mut counter = None;
+    let runs = migrate(&ends.source, &ends.destination, |destination| {
+        let Ok(now) = destination.counter() else { return Ok(false) };
+        Ok(counter.replace(now).is_some_and(|before| now > before))
+    });
+    (report, runs)
+}
+
+/// Runs `towline check`, whose exit code must be what it says.
+pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
+    let checked = towline(["check", "--json", &endpoint(source), &endpoint(destination)]);
+    let Finished { stdout, stderr, status } = checked.unwrap().wait(WITHIN).unwrap();
+    let report = stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()).next_back();
+    let report = report.unwrap_or_else(|| panic!("{status}: {stdout}{stderr}"));
+    assert_eq!(report["exit"].as_i64(), status.code().map(i64::from), "{report}");
+    report
+}
+
+/// Has QEMU migrate, and waits until the guest is seen to go on there; why not, if it does not.
+pub(crate) fn migrate(
+    source: &Qemu,
+    destination: &Qemu,
+    mut goes_on: impl FnMut(&Qemu) -> Result<bool, String>,
+) -> Result<(), String> {
+    let uri = format!("unix:{}", destination.directory().join("stream").display());
+    let told = destination.qmp().execute("migrate-incoming", json!({ "uri": uri }));
+    told.map_err(|error| format!("migrate-incoming: {error:#}"))?;
+    source.qmp().execute("migrate", json!({ "uri": uri })).map_err(|error| format!("migrate: {error:#}"))?;
+    let begun = Instant::now();
+    loop {
+        let info =
+            source.qmp().execute("query-migrate", Value::Null).map_err(|error| format!("{error:#}"))?;
+        if let Some(status) = destination.exited().unwrap() {
+            return Err(format!("the destination is dead ({status}): {}", destination.stderr().trim()));
+        }
+        if info["status"] == "failed" {
+            return Err(format!("the source failed: {info}; there: {}", destination.stderr().trim()));
+        }
+        // Fails if the destination dies meanwhile, which the next look finds.
+        if destination.qmp().status().is_ok_and(|status| status == "running") && goes_on(destination)? {
+            return Ok(());
+        }
+        let patience = if info["status"] == "completed" { WITHIN } else { PATIENCE };
+        if begun.elapsed() >= patience {
+            return Err(format!("it does not run; the source says {}", info["status"]));
+        }
+        std::thread::sleep(LOOK_INTERVAL);
+    }
+}
+
+/// Whether towline moved it; an error if the guest is lost, or not where it is said to be.
+fn move_it(pair: &Pair) -> Result<bool, String> {
+    let ends = start(pair);
+    let Ends { source, destination, .. } = &ends;
+    let moved = towline(["move", &endpoint(source), &endpoint(destination)]).unwrap();
+    let Finished { status, stderr, .. } = moved.wait(WITHIN).unwrap();
+    let runs = |qemu: &Qemu| {
+        let running =
+            wait_until("guest that runs", WITHIN, || Ok((qemu.qmp().status()? == "running").then_some(())));
+        running.and_then(|()| qemu.wait_counting(WITHIN)).map_err(|error| format!("{error:#}: {stderr}"))
+    };
+    match status.code() {
+        Some(0) => {
+            runs(destination)?;
+            destination.qmp().execute("stop", Value::Null).map_err(|error| format!("{error:#}"))?;
+            destination.check_filled().map_err(|error| format!("{error:#}"))?;
+            source.wait_exit(WITHIN).map_err(|error| format!("the source: {error:#}"))?;
+            Ok(true)
+        }
+        Some(1) => {
+            runs(source)?;
+            match destination.exited().unwrap().is_some() || destination.qmp().status().unwrap() != "running"
+            {
+                true => Ok(false),
+                false => Err(format!("two guests run: {stderr}")),
+            }
+        }
+        _ => Err(format!("{status}: {stderr}")),
+    }
+}

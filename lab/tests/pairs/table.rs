@@ -1,0 +1,270 @@
+//! The pairs: what the source and the destination have, and whether the guest then runs on.
+
+use towline_lab::{BootSector, Builder, Qemu, Version};
+
+use crate::files::disk;
+
+/// Two QEMUs.
+pub(crate) struct Pair {
+    pub(crate) name: &'static str,
+    pub(crate) source: Builder,
+    pub(crate) destination: Builder,
+    /// What stock QEMU does with it, as it was seen; the test looks again.
+    pub(crate) runs: bool,
+    /// Part of `make test`.
+    pub(crate) is_short: bool,
+    /// Capabilities and parameters, as `+multifd` and `multifd-channels=4`.
+    pub(crate) source_settings: &'static [&'static str],
+    pub(crate) destination_settings: &'static [&'static str],
+    /// A QEMU beside them.
+    pub(crate) third: Option<Builder>,
+    /// They live in a network of their own, where they make taps.
+    pub(crate) taps: bool,
+}
+
+/// The smallest guest, with a CPU model that both versions have.
+fn guest(version: Version) -> Builder {
+    let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, ..BootSector::default() };
+    Qemu::builder(version).memory_mib(16).cpu("Nehalem").boot_sector(boot_sector)
+}
+
+fn new() -> Builder {
+    guest(Version::V10_0)
+}
+
+/// QEMU 10.0 or 7.2 as a machine that both know.
+fn common(version: Version) -> Builder {
+    guest(version).machine("pc-q35-7.2")
+}
+
+/// A guest that uses what its CPU model has.
+fn popcnt() -> Builder {
+    let boot_sector = BootSector { fill_mib: 1, sweep_pages: 16, uses_popcnt: true, ..BootSector::default() };
+    new().boot_sector(boot_sector)
+}
+
+fn pair(name: &'static str, source: Builder, destination: Builder, runs: bool) -> Pair {
+    Pair {
+        name,
+        source,
+        destination,
+        runs,
+        is_short: false,
+        source_settings: &[],
+        destination_settings: &[],
+        third: None,
+        taps: false,
+    }
+}
+
+/// Both alike but for these arguments, separated by spaces.
+fn args(name: &'static str, source: &str, destination: &str, runs: bool) -> Pair {
+    pair(name, with(new(), source), with(new(), destination), runs)
+}
+
+fn with(builder: Builder, arguments: &str) -> Builder {
+    builder.args(arguments.split_whitespace())
+}
+
+/// Both alike but for how migration is set.
+fn settings(
+    name: &'static str,
+    source: &'static [&'static str],
+    destination: &'static [&'static str],
+    runs: bool,
+) -> Pair {
+    Pair { source_settings: source, destination_settings: destination, ..pair(name, new(), new(), runs) }
+}
+
+fn short(pair: Pair) -> Pair {
+    Pair { is_short: true, ..pair }
+}
+
+const BLK: &str = "-blockdev null-co,node-name=d0,size=1048576 -device virtio-blk-pci,drive=d0";
+
+/// All of them.
+pub(crate) fn pairs() -> Vec<Pair> {
+    [machines(), processors(), devices(), nics(), drives(), migration()].into_iter().flatten().collect()
+}
+
+fn machines() -> Vec<Pair> {
+    use Version::{V7_2, V10_0};
+    let slots = "-m 16M,slots=2,maxmem=1G";
+    vec![
+        pair("alike, 10.0", new(), new(), true),
+        pair("alike, 7.2", guest(V7_2), guest(V7_2), true),
+        short(pair("7.2 to 10.0", common(V7_2), common(V10_0), true)),
+        pair("10.0 to 7.2", common(V10_0), common(V7_2), true),
+        short(pair("machine q35 to i440fx", new(), new().machine("pc-i440fx-10.0"), false)),
+        pair("machine version 10.0 to 9.2", new(), new().machine("pc-q35-9.2"), false),
+        pair("machine version 7.2 to 7.1, QEMU 7.2", guest(V7_2), guest(V7_2).machine("pc-q35-7.1"), false),
+        pair("memory 16 to 32 MiB", new(), new().memory_mib(32), false),
+        pair("memory 32 to 16 MiB", new().memory_mib(32), new(), false),
+        pair("without to with memory slots", new(), with(new(), slots), false),
+        pair(
+            "7.2 to 10.0, virtio-net",
+            with(common(V7_2), "-device virtio-net-pci"),
+            with(common(V10_0), "-device virtio-net-pci"),
+            true,
+        ),
+        pair(
+            "10.0 to 7.2, virtio-net",
+            with(common(V10_0), "-device virtio-net-pci"),
+            with(common(V7_2), "-device virtio-net-pci"),
+            true,
+        ),
+        pair("7.2 to 10.0, virtio-blk", with(common(V7_2), BLK), with(common(V10_0), BLK), true),
+        pair("10.0 to 7.2, virtio-blk", with(common(V10_0), BLK), with(common(V7_2), BLK), true),
+    ]
+}
+
+fn processors() -> Vec<Pair> {
+    let smp = |count: u32, topology: &str| with(new().processors(count), topology);
+    vec![
+        // One more there is for Linux to show (`linux.rs`): this guest has no ACPI, so it would not mind.
+        short(pair("2 to 1 processors", new().processors(2), new(), false)),
+        pair("2 sockets to 2 cores", smp(2, "-smp 2,sockets=2"), smp(2, "-smp 2,cores=2"), true),
+        pair(
+            "2x3 cores to 6 cores (APIC ids)",
+            smp(6, "-smp 6,sockets=2,cores=3"),
+            smp(6, "-smp 6,sockets=1,cores=6"),
+            false,
+        ),
+        short(pair("Nehalem to Conroe, which has no popcnt", popcnt(), popcnt().cpu("Conroe"), false)),
+        pair("Nehalem to Nehalem,-popcnt", popcnt(), popcnt().cpu("Nehalem,-popcnt"), false),
+        pair("Conroe to Nehalem", new().cpu("Conroe"), new(), true),
+        pair("Nehalem to Westmere", popcnt(), popcnt().cpu("Westmere"), true),
+    ]
+}
+
+fn devices() -> Vec<Pair> {
+    let port = "-device pcie-root-port,id=rp1,chassis=1,addr=6";
+    vec![
+        args("e1000 is missing", "-device e1000,romfile=", "", false),
+        short(args(
+            "e1000 in another slot",
+            "-device e1000,addr=5,romfile=",
+            "-device e1000,addr=6,romfile=",
+            false,
+        )),
+        args("e1000 to rtl8139", "-device e1000,romfile=", "-device rtl8139,romfile=", false),
+        args("virtio-rng is missing", "-device virtio-rng-pci", "", false),
+        short(args("one more e1000", "", "-device e1000", true)),
+        args("one more virtio-rng", "", "-device virtio-rng-pci", true),
+        args(
+            "behind a port to without one",
+            &format!("{port} -device virtio-rng-pci,bus=rp1"),
+            "-device virtio-rng-pci,addr=6",
+            false,
+        ),
+        args(
+            "behind a port, both",
+            &format!("{port} -device virtio-rng-pci,bus=rp1"),
+            &format!("{port} -device virtio-rng-pci,bus=rp1"),
+            true,
+        ),
+        args("usb-tablet is missing", "-device qemu-xhci -device usb-tablet", "-device qemu-xhci", false),
+        args("VGA memory 8 to 16 MiB", "-device VGA,vgamem_mb=8", "-device VGA,vgamem_mb=16", false),
+        args("isa-serial is missing", "-device isa-serial", "", false),
+        pair("hpet is off there", new(), new().machine("pc-q35-10.0,hpet=off"), false),
+        short(args("nvme, which QEMU cannot send", &nvme(), &nvme(), false)),
+        args("option ROM is missing", "-device virtio-net-pci", "-device virtio-net-pci,romfile=", false),
+    ]
+}
+
+fn nvme() -> String {
+    "-blockdev null-co,node-name=d0,size=1048576 -device nvme,drive=d0,serial=1".into()
+}
+
+fn nics() -> Vec<Pair> {
+    let nic = |options: &str| format!("-device virtio-net-pci{options}");
+    let user = "-netdev user,id=n0 -device virtio-net-pci,netdev=n0";
+    let tap = |queues: u32| {
+        format!(
+            "-netdev tap,id=n0,ifname=t%,script=no,downscript=no,queues={queues} -device virtio-net-pci,netdev=n0,mq=on,romfile="
+        )
+    };
+    let taps = |name, source: &str, destination: &str, runs| Pair {
+        taps: true,
+        ..args(name, &source.replace('%', "a"), &destination.replace('%', "b"), runs)
+    };
+    vec![
+        short(args("NIC's ring 256 to 1024", &nic(",rx_queue_size=256"), &nic(",rx_queue_size=1024"), true)),
+        args("NIC's ring 1024 to 256", &nic(",rx_queue_size=1024"), &nic(",rx_queue_size=256"), true),
+        args("another MAC", &nic(",mac=52:54:00:00:00:01"), &nic(",mac=52:54:00:00:00:02"), true),
+        args("another MTU", &nic(",host_mtu=1500"), &nic(",host_mtu=1400"), true),
+        args("NIC's vectors 3 to 6", &nic(",vectors=3"), &nic(",vectors=6"), false),
+        args("a feature off that nobody uses", &nic(""), &nic(",gso=off"), true),
+        args("disable-legacy", &nic(""), &nic(",disable-legacy=on"), false),
+        args("disable-modern", &nic(""), &nic(",disable-modern=on"), false),
+        short(args("-netdev user to none", user, &nic(""), false)),
+        args("none to -netdev user", &nic(""), user, true),
+        args("disk's queues 1 to 4", &format!("{BLK},num-queues=1"), &format!("{BLK},num-queues=4"), false),
+        args(
+            "disk's ring 256 to 64",
+            &format!("{BLK},queue-size=256"),
+            &format!("{BLK},queue-size=64"),
+            true,
+        ),
+        taps("taps with 1 queue, both", &tap(1), &tap(1), true),
+        taps("taps with 2 queues, both", &tap(2), &tap(2), true),
+        taps("NIC's queues 2 to 1", &tap(2), &tap(1), false),
+        taps("NIC's queues 1 to 2", &tap(1), &tap(2), false),
+        taps("tap to no backend (vnet header)", &tap(1), "-device virtio-net-pci,mq=on,romfile=", false),
+    ]
+}
+
+fn drives() -> Vec<Pair> {
+    let drive = |name: &str| {
+        let file = disk(name).display().to_string();
+        format!(
+            "-blockdev raw,node-name=d0,file.driver=file,file.filename={file} -device virtio-blk-pci,drive=d0,id=disk0"
+        )
+    };
+    let (a, b, c) = (drive("a.raw"), drive("b.raw"), drive("c.raw"));
+    let cd = |medium: &str| {
+        format!("-drive if=none,id=cd,media=cdrom,readonly=on{medium} -device ide-cd,drive=cd")
+    };
+    let medium = format!(",file={}", disk("cd.raw").display());
+    vec![
+        short(args("a shared disk", &a, &a, true)),
+        args("another disk", &a, &b, true),
+        short(Pair {
+            third: Some(with(new(), &c)),
+            ..args("a disk that another guest locks", &a, &c, false)
+        }),
+        args("a CD that is not in there", &cd(&medium), &cd(""), true),
+    ]
+}
+
+fn migration() -> Vec<Pair> {
+    let uuid = |last: &str| with(new(), &format!("-uuid 5e1fd0d2-0000-4000-8000-00000000000{last}"));
+    let lanes: &[&str] = &["+multifd", "multifd-channels=2"];
+    vec![
+        short(settings("multifd on at the source only", &["+multifd"], &[], false)),
+        settings("multifd on at the destination only", &[], &["+multifd"], false),
+        settings("multifd on, both", lanes, lanes, true),
+        settings("multifd-channels 2 and 4", lanes, &["+multifd", "multifd-channels=4"], false),
+        settings(
+            "multifd-compression zlib and none",
+            &["+multifd", "multifd-compression=zlib"],
+            &["+multifd"],
+            false,
+        ),
+        settings("postcopy-ram on at the source only", &["+postcopy-ram"], &[], false),
+        settings("postcopy-ram on at the destination only", &[], &["+postcopy-ram"], true),
+        settings("return-path on at the source only", &["+return-path"], &[], true),
+        settings("xbzrle on at the source only", &["+xbzrle"], &[], true),
+        settings("switchover-ack on at the source only", &["+return-path", "+switchover-ack"], &[], false),
+        pair("another uuid, no lanes", uuid("1"), uuid("2"), true),
+        Pair {
+            source_settings: &["+multifd"],
+            destination_settings: &["+multifd"],
+            ..pair("another uuid, lanes", uuid("1"), uuid("2"), false)
+        },
+        Pair {
+            source_settings: &["+validate-uuid"],
+            ..pair("another uuid, validate-uuid", uuid("1"), uuid("2"), false)
+        },
+    ]
+}
