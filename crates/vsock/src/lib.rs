@@ -11,7 +11,7 @@
 //! What it is not: datagrams. The kernel's own vhost-vsock.
 //!
 //! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
-//! bytes; [`STRAYS_MAX`](table::STRAYS_MAX) answers to packets of no connection. For users: `docs/vsock.md`.
+//! bytes; [`STRAYS_MAX`] answers to packets of no connection. For users: `docs/vsock.md`.
 
 mod connection;
 pub mod credit;

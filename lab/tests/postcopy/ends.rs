@@ -136,7 +136,7 @@ fn damage_that_is_found_when_the_guest_runs_is_named() {
     match finished.status.code() {
         Some(1) => assert_ended(&finished, 1, &["pc.ram", "the guest: in its image"]),
         _ => {
-            assert_ended(&finished, 3, &["pc.ram", "the guest: it runs at its destination and stands still"])
+            assert_ended(&finished, 3, &["pc.ram", "the guest: it runs at its destination and stands still"]);
         }
     }
 }
