@@ -11,6 +11,9 @@ pub(super) const RULE: Rule = Rule {
     run,
 };
 
+/// Bits that say how processors are put together (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0 has them among
+/// its feature words, 7.2 adds them only when the guest asks; the guest sees the same. Leaf, register, bits.
+const TOPOLOGY: [(u32, &str, u32); 2] = [(1, "EDX", 1 << 28), (0x8000_0001, "ECX", 1 << 1)];
 /// Features that are named in one finding.
 const NAMED_MAX: usize = 12;
 
@@ -46,7 +49,10 @@ fn beyond(a: &[FeatureWord], b: &[FeatureWord]) -> Vec<String> {
         same.map_or(0, |other| other.bits)
     };
     let bits = |word: &FeatureWord| {
-        let missing = word.bits & !of_b(word);
+        let topology = TOPOLOGY
+            .iter()
+            .find(|(leaf, register, _)| (*leaf, *register) == (word.leaf, word.register.as_str()));
+        let missing = word.bits & !of_b(word) & !topology.map_or(0, |(_, _, bits)| *bits);
         (0..32).filter(move |bit| missing >> bit & 1 == 1).collect::<Vec<u32>>()
     };
     let names = |word: &FeatureWord| bits(word).into_iter().map(|bit| name(word, bit)).collect::<Vec<_>>();
@@ -122,6 +128,18 @@ mod tests {
         let text =
             "the guest has processor features that are not there: sse4.2, popcnt, CPUID 0x1234.0x2 EAX bit 4";
         assert_eq!(found[0].text, text);
+    }
+
+    /// 7.2 does not tell of `ht`, 10.0 does, and the guest sees it on both.
+    #[test]
+    fn how_processors_are_put_together_is_no_feature() {
+        let edx = |bits| Some(vec![FeatureWord { leaf: 1, subleaf: None, register: "EDX".into(), bits }]);
+        for (from, to) in [(1 << 28, 0), (0, 1 << 28)] {
+            let found = between(&RULE, |source, destination| {
+                (source.cpu_features, destination.cpu_features) = (edx(from | 1), edx(to | 1));
+            });
+            assert_eq!(found.len(), 0, "{:?}", found.iter().map(|found| &found.text).collect::<Vec<_>>());
+        }
     }
 
     #[test]

@@ -78,6 +78,7 @@ pub(super) fn hand_over(
             return Err(Failure { notes, ..look_at(error, text) });
         }
     };
+    let downtime_ms = source.downtime().or(downtime_ms);
     let source = release(source, run)?;
     Ok(Report { downtime_ms, ..run.done(statistics.snapshot(), source, state) })
 }

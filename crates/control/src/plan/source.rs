@@ -331,6 +331,13 @@ impl QmpSource {
         }
     }
 
+    /// How long the guest stood still, in milliseconds. QEMU says that it is complete a moment before it has worked that out.
+    pub(super) fn downtime(&mut self) -> Option<u64> {
+        self.wait_tidy().ok()?;
+        let downtime = self.qemu.migration().ok()?.downtime?;
+        u64::try_from(downtime).ok()
+    }
+
     /// Waits until QEMU tells of a new migration status, but no longer than until it is worth asking.
     fn await_event(&mut self) {
         let is_migration = |event: &Event| MigrationStatus::of_event(event).is_some();
