@@ -164,8 +164,8 @@ fn what_is_no_request_is_named() {
             "GET_CONFIG: the end of the part is 8589934590, expected at most 256",
         ),
         (
-            "1c000000 01000000 00000000",
-            "POSTCOPY_ADVISE is not supported (PAGEFAULT is not offered: the guest cannot be restored by postcopy)",
+            "1f000000 01000000 00000000",
+            "GET_INFLIGHT_FD is not supported (INFLIGHT_SHMFD is not offered)",
         ),
         ("63000000 01000000 00000000", "request 99 is not supported"),
     ] {
