@@ -163,10 +163,7 @@ fn what_is_no_request_is_named() {
             "18000000 01000000 0c000000 ffffffff ffffffff 00000000",
             "GET_CONFIG: the end of the part is 8589934590, expected at most 256",
         ),
-        (
-            "1f000000 01000000 00000000",
-            "GET_INFLIGHT_FD is not supported (INFLIGHT_SHMFD is not offered)",
-        ),
+        ("1f000000 01000000 00000000", "GET_INFLIGHT_FD is not supported (INFLIGHT_SHMFD is not offered)"),
         ("63000000 01000000 00000000", "request 99 is not supported"),
     ] {
         assert_eq!(fault(text, 0).to_string(), said);

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! - [`Location`]: `s3://BUCKET/PREFIX/NAME` and the like.
-//! - [`StoreWriter`]: a [`towline_migration::Sink`]. Pages gather in a [`spool`](Spool); a chunk whose pages are all there is
+//! - [`StoreWriter`]: a [`towline_migration::Sink`]. Pages gather in a spool; a chunk whose pages are all there is
 //!   hashed, compressed and sent in the background, unless the store has it.
 //! - [`StoredImage`]: a [`towline_migration::Guest`]. Chunks are fetched when their pages are asked for, some ahead, and compared
 //!   with their names before any of their bytes leaves.
@@ -17,7 +17,7 @@
 //! What it is not: a filesystem, or a cache that outlives its process. Limits: no proxies; one HTTP/1.1 connection for each request
 //! under way; the S3, Google and Azure credentials that `object_store` knows, and profiles of AWS's files with static keys.
 //!
-//! `object_store` is asynchronous. Its runtime is one thread of its own ([`Runtime`]); everything else here blocks.
+//! `object_store` is asynchronous. Its runtime is one thread of its own (`runtime`); everything else here blocks.
 
 mod access;
 mod cache;

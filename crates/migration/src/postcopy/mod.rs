@@ -10,7 +10,7 @@
 //!   preparers: working set · all memory ──► ready ──┴─► the sender: claim · send ──► main channel
 //! ```
 //!
-//! - Whoever sends a page has claimed it in the [sent map](sent_map), which gives each page to one claimant: a destination takes
+//! - Whoever sends a page has claimed it in the sent map, which gives each page to one claimant: a destination takes
 //!   no page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never taken by
 //!   somebody who has to wait for it.
 //! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves nothing that runs; a [`Running`] may have

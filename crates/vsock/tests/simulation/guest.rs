@@ -267,7 +267,7 @@ impl Guest {
         if !line.open || line.gone || line.shut.contains(Shut::SEND) {
             return;
         }
-        if line.sent == line.plan.from_guest() {
+        if line.sent == line.plan.guest_bytes() {
             line.shut |= Shut::SEND;
             let flags = line.shut.bits();
             self.say(name, Operation::Shutdown, flags, &[]);

@@ -53,7 +53,7 @@ pub(crate) struct World {
 
 pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
     // A long stream through the smallest of buffers would only take long.
-    let capacity = [1, 100, 3000, 100_000][rng.usize(..4)].max(plan.from_guest() / 300);
+    let capacity = [1, 100, 3000, 100_000][rng.usize(..4)].max(plan.guest_bytes() / 300);
     let longest = plan.guest.iter().copied().max().unwrap_or(1);
     Rc::new(RefCell::new(Socket {
         capacity: if plan.kind == Kind::Seqpacket { capacity.max(longest) } else { capacity },
@@ -137,7 +137,7 @@ impl Socket {
 
     /// Whether the program has all that the guest sent, and knows that it is all.
     pub(crate) fn is_complete(&self) -> bool {
-        self.read == self.plan.from_guest() && self.end_seen
+        self.read == self.plan.guest_bytes() && self.end_seen
     }
 }
 

@@ -213,7 +213,12 @@ impl Run {
             assert!(!line.was_reset, "{tag}: it was reset, and nobody had died: {plan:?}");
             assert_eq!(line.read, plan.to_guest(), "{tag}: bytes to the guest, {plan:?}");
             assert!(line.has_read_all(), "{tag}: the guest knows of no end");
-            assert!(socket.is_complete(), "{tag}: {} of {} bytes, {plan:?}", socket.given, plan.from_guest());
+            assert!(
+                socket.is_complete(),
+                "{tag}: {} of {} bytes, {plan:?}",
+                socket.given,
+                plan.guest_bytes()
+            );
             assert!(plan.kind == Kind::Stream || socket.messages == plan.guest, "{tag}: messages");
         }
     }

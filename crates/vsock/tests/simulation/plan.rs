@@ -33,7 +33,7 @@ impl Plan {
         Self { kind, seed: rng.u32(..), guest, host, dies: rng.u32(..8) == 0 }
     }
 
-    pub(crate) fn from_guest(&self) -> u32 {
+    pub(crate) fn guest_bytes(&self) -> u32 {
         self.guest.iter().sum()
     }
 
