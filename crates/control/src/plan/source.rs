@@ -18,7 +18,7 @@ use super::private_dir::{PrivateDir, open_to_peer};
 use super::{Error, GuestState, Options, Progress, blame, compression};
 use crate::qemu::{Qemu, Settings, Wanted};
 use crate::qmp::commands::{
-    Capability, Migrate, MigrateCancel, MigrateSetParameters, MigrationParameters, MigrationStatus, RunState,
+    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
 };
 use crate::qmp::{self, Event};
 
@@ -281,7 +281,8 @@ impl QmpSource {
             downtime_limit: self.tuning.downtime_limit().map(milliseconds),
             ..MigrationParameters::default()
         };
-        if let Err(error) = self.qemu.client().execute(&MigrateSetParameters(parameters)) {
+        let Some(settings) = &mut self.settings else { return };
+        if let Err(error) = settings.change(&mut self.qemu, parameters) {
             tracing::warn!(%error, "the source does not take limits that were changed");
         }
         if let Some(limit) = self.tuning.downtime_limit() {

@@ -109,6 +109,21 @@ impl Settings {
         }
     }
 
+    /// Changes parameters under way. What they were before any change of ours is what [`Self::restore`] puts back.
+    ///
+    /// # Errors
+    /// QEMU's refusals.
+    pub fn change(&mut self, qemu: &mut Qemu, parameters: MigrationParameters) -> Result<(), Error> {
+        let before = qemu.parameters_now()?.to_map();
+        for name in parameters.to_map().keys() {
+            if let Some(value) = before.get(name) {
+                self.parameters.entry(name.clone()).or_insert_with(|| value.clone());
+            }
+        }
+        qemu.client().execute(&MigrateSetParameters(parameters))?;
+        Ok(())
+    }
+
     /// Puts back what was there. QEMU refuses while a migration is under way.
     ///
     /// # Errors
