@@ -33,8 +33,8 @@ fn a_guest_that_writes_moves_and_its_memory_follows() {
         return;
     }
     let ((source, tick), destination) = (writing(), waiting(&builder()));
-    // So short that no pass leaves little enough to go without postcopy.
-    let options = "--postcopy --postcopy-preempt --downtime-limit 1";
+    // So slow and so short that no pass leaves little enough to go without postcopy.
+    let options = "--postcopy --postcopy-preempt --max-bandwidth 24M --downtime-limit 1";
     let line = format!("move {options} --json {} {}", qmp(&source), qmp(&destination));
     let completed = completed(&run(&line));
     assert_eq!(
