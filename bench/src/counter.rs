@@ -25,9 +25,15 @@ impl Counter {
         Ok(Self { memory, address })
     }
 
+    /// How far it is; 0 while its page has not come (postcopy), which the kernel calls an error of input.
     pub(crate) fn read(&self) -> Result<u64> {
         let mut word = [0; 8];
-        self.memory.read_exact_at(&mut word, self.address).context("the guest's memory cannot be read")?;
-        Ok(u64::from_le_bytes(word))
+        match self.memory.read_exact_at(&mut word, self.address) {
+            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) => Ok(0),
+            read => {
+                read.context("the guest's memory cannot be read")?;
+                Ok(u64::from_le_bytes(word))
+            }
+        }
     }
 }
