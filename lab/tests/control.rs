@@ -122,20 +122,22 @@ fn towline_ctl_fails(place: &Place) -> String {
 /// QEMU's own client, which knows nothing of towline.
 #[test]
 fn qmp_shell_works_unchanged() {
-    let shell = paths::qmp_python(&paths::lab_directory()).with_file_name("qmp-shell");
+    let python = paths::qmp_python(&paths::lab_directory());
     if !require_lab("qmp_shell_works_unchanged") {
         return;
     }
-    if !shell.is_file() {
+    if !python.is_file() {
         skip(
             "qmp_shell_works_unchanged",
-            &format!("{} is missing; run `cargo xtask setup`", shell.display()),
+            &format!("{} is missing; run `cargo xtask setup`", python.display()),
         );
         return;
     }
     let place = Place::new();
     let towline = place.copy();
-    let mut child = Command::new(shell)
+    // As a module: the script of that name holds the path of where its environment was made.
+    let mut child = Command::new(python)
+        .args(["-m", "qemu.qmp.qmp_shell"])
         .arg(place.path("ctl.sock"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -1,7 +1,7 @@
 //! `cargo xtask setup`: what the lab needs, on a Debian 12 machine.
 //!
 //! ```text
-//! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, ethtool, tcpdump, xz, g++: apt, as root
+//! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
 //! target/lab    qemu-7.2/   QEMU 7.2 of bookworm, unpacked                 never installed
 //!               kernel/     Debian's cloud kernel and its modules          never installed
 //!               busybox/    busybox-static                                 never installed
@@ -34,7 +34,8 @@ const QEMU_VERSION: &str = "1:10.0";
 /// From the backports: the emulator with its firmware, all of one source and suite.
 const QEMU_PACKAGES: [&str; 2] = ["qemu-system-x86", "ipxe-qemu"];
 /// From the release.
-const TOOLS: [&str; 7] = ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++"];
+const TOOLS: [&str; 8] =
+    ["iperf3", "socat", "iproute2", "ethtool", "tcpdump", "xz-utils", "g++", "python3-venv"];
 
 /// Brings what is missing. `system_only` is the part that needs root, and nothing else.
 pub(crate) fn run(system_only: bool) -> Result<()> {
