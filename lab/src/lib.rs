@@ -19,6 +19,7 @@ mod boot_sector;
 pub mod certificates;
 pub mod cpio;
 pub mod demo;
+pub mod expect;
 mod guest_programs;
 mod linux;
 mod memory;

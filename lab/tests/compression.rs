@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, require_lab, towline, wait_until};
+use towline_lab::expect::{completed, qmp};
+use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
@@ -37,10 +38,6 @@ fn start(version: Version, machine: Version) -> Qemu {
     qemu
 }
 
-fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
-}
-
 fn scratch() -> TempDir {
     tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap()
 }
@@ -57,14 +54,6 @@ fn refused(code: i32, arguments: &[&str]) -> String {
     let finished = start_copy(arguments).wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(code), "{}{}", finished.stdout, finished.stderr);
     finished.stderr
-}
-
-/// What the copy says at its end.
-fn completed(finished: &Finished) -> Value {
-    let last = finished.stdout.lines().last().unwrap_or_default();
-    let last: Value = serde_json::from_str(last).unwrap();
-    assert_eq!(last["event"], "completed", "{last}");
-    last
 }
 
 /// A copy over compressed lanes, which must have saved a good part.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
+pub(crate) use towline_lab::expect::qmp;
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline_binary, wait_until};
 
 /// For anything that must come. Generous: two busy processors.
@@ -135,11 +136,6 @@ pub(crate) fn counting(builder: Builder) -> Qemu {
 /// A QEMU that waits for such a guest.
 pub(crate) fn waiting(builder: &Builder) -> Qemu {
     builder.clone().incoming_defer().start().unwrap()
-}
-
-/// Its endpoint.
-pub(crate) fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
 }
 
 /// The guest runs, and counts.

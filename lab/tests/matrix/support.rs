@@ -1,10 +1,10 @@
 //! What the tests share: the rows of the matrix, stock QEMU's half of a migration, and the proof.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tempfile::TempDir;
+pub(crate) use towline_lab::expect::{Scratch, qmp};
 use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline, wait_until};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
@@ -61,31 +61,8 @@ impl Row {
     }
 }
 
-/// A directory for images and sockets, that goes with the test.
-pub(crate) struct Scratch(TempDir);
-
-impl Scratch {
-    pub(crate) fn new() -> Self {
-        Self(tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap())
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// A path in it as an argument.
-    pub(crate) fn text(&self, name: &str) -> String {
-        text(&self.path(name))
-    }
-}
-
 pub(crate) fn text(path: &Path) -> String {
     path.to_str().unwrap().to_owned()
-}
-
-/// The endpoint that a QEMU is by its QMP socket.
-pub(crate) fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
 }
 
 /// Starts the small guest and waits until it counts.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tempfile::TempDir;
+pub(crate) use towline_lab::expect::number;
 use towline_lab::{
     Builder, LinuxGuest, MemoryBackend, Network, Qemu, Towline, Version, skip, towline_binary, wait_until,
 };
@@ -35,10 +36,6 @@ pub(crate) fn network(name: &str) -> Option<Network> {
             None
         }
     }
-}
-
-pub(crate) fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
 }
 
 pub(crate) fn scratch() -> TempDir {

@@ -1,43 +1,14 @@
 //! What these tests share: images of small guests, restores, and what QEMU and towline say of them.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use tempfile::TempDir;
-use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline, wait_until};
+pub(crate) use towline_lab::expect::{Scratch, assert_ended, completed, events, number, qmp};
+use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, expect, towline};
 
 /// For anything that must come. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(90);
 pub(crate) const PAGE: u64 = 4096;
-
-/// What this variable says, for long runs.
-pub(crate) fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
-}
-
-/// A directory for images and sockets, that goes with the test.
-pub(crate) struct Scratch(TempDir);
-
-impl Scratch {
-    pub(crate) fn new() -> Self {
-        Self(tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap())
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    /// A path in it as an argument.
-    pub(crate) fn text(&self, name: &str) -> String {
-        self.path(name).display().to_string()
-    }
-}
-
-/// The endpoint that a QEMU is by its QMP socket.
-pub(crate) fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
-}
 
 /// Starts `towline` with these arguments, which spaces separate.
 pub(crate) fn start(arguments: &str) -> Towline {
@@ -49,43 +20,9 @@ pub(crate) fn run(arguments: &str) -> Finished {
     start(arguments).wait(WITHIN).unwrap()
 }
 
-/// Fails unless it ended with this code and said all this on its standard error, in this order.
-#[track_caller]
-pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
-    let Finished { status, stdout, stderr } = finished;
-    assert_eq!(status.code(), Some(code), "{status}: {stdout}{stderr}");
-    let mut at = 0;
-    for text in texts {
-        match stderr[at..].find(text) {
-            Some(found) => at += found + text.len(),
-            None => panic!("{text:?} is not in (or not in this order): {stderr}"),
-        }
-    }
-}
-
-/// The lines of `--json` so far; the last one may be half written.
-pub(crate) fn events(stdout: &str) -> Vec<Value> {
-    stdout.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
-}
-
-/// The event that `--json` ends with.
-#[track_caller]
-pub(crate) fn completed(finished: &Finished) -> Value {
-    assert_ended(finished, 0, &[]);
-    let last = events(&finished.stdout).pop().unwrap();
-    assert_eq!(last["event"], "completed", "{last}");
-    last
-}
-
 /// Waits until a towline with `--json` has told of such an event; it must not end before.
 pub(crate) fn tells(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-    wait_until(what, WITHIN, || {
-        let runs = towline.runs()?;
-        let found = events(&towline.stdout()).into_iter().find(|event| wanted(event));
-        assert!(found.is_some() || runs, "it ended: {}{}", towline.stdout(), towline.stderr());
-        Ok(found)
-    })
-    .unwrap()
+    expect::tells(towline, what, WITHIN, wanted)
 }
 
 /// Waits until the guest is told to run.

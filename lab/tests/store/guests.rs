@@ -1,5 +1,6 @@
 //! Real guests: stored while they run on, stored again, brought back.
 
+use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version, require_lab};
 
 use crate::support::{BUCKET, S3, WITHIN, uploaded};
@@ -8,10 +9,6 @@ const MIB: u64 = 1 << 20;
 
 fn builder() -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256)
-}
-
-fn qmp(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
 }
 
 #[test]
