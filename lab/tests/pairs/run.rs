@@ -11,7 +11,9 @@ use crate::table::Pair;
 /// For what must come.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 /// For what need not come. It is waited out only where the guest does not run on, and then QEMU mostly says so at once.
-const PATIENCE: Duration = Duration::from_secs(15);
+const PATIENCE: Duration = Duration::from_secs(30);
+/// What a QEMU may take to end after it has closed the connection.
+const DYING: Duration = Duration::from_secs(5);
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// What was said of a pair, and what happened.
@@ -167,7 +169,15 @@ pub(crate) fn migrate(
             return Err(format!("the destination is dead ({status}): {}", destination.stderr().trim()));
         }
         if info["status"] == "failed" {
-            return Err(format!("the source failed: {info}; there: {}", destination.stderr().trim()));
+            // The source sees the connection end before the destination's process has.
+            let dead =
+                destination.wait_exit(DYING).map(|status| format!("the destination is dead ({status}), "));
+            let there = destination.stderr();
+            return Err(format!(
+                "{}the source failed: {info}; there: {}",
+                dead.unwrap_or_default(),
+                there.trim()
+            ));
         }
         // Fails if the destination dies meanwhile, which the next look finds.
         if destination.qmp().status().is_ok_and(|status| status == "running") && goes_on(destination)? {

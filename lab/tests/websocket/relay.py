@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
 
 # Pings in the middle of everything, and an end if one is not answered.
-OPTIONS = {"max_size": None, "ping_interval": 0.05, "ping_timeout": 5}
+OPTIONS = {"max_size": None, "ping_interval": 0.05, "ping_timeout": 30}
 
 
 async def bridge(websocket, reader, writer):
