@@ -12,7 +12,7 @@ use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, require
 
 const WITHIN: Duration = Duration::from_secs(60);
 /// How long anybody may take to say that it trusts nobody.
-const REFUSES_WITHIN: Duration = Duration::from_secs(5);
+const REFUSES_WITHIN: Duration = Duration::from_secs(30);
 const V10_0: Version = Version::V10_0;
 const V7_2: Version = Version::V7_2;
 

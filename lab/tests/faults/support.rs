@@ -11,7 +11,7 @@ use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, towline
 /// For anything that must come. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 /// How long towline may take to notice that a process at either end was killed.
-pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+pub(crate) const NOTICES_WITHIN: Duration = Duration::from_secs(20);
 /// Slow enough that the guests here are under way for seconds.
 pub(crate) const SLOW: &str = "--max-bandwidth 4M";
 

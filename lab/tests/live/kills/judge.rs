@@ -9,9 +9,9 @@ use super::{Victim, status};
 use crate::support::WITHIN;
 
 /// How long a QEMU that lives may be silent.
-pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(15);
 /// How long a source may take to run on by itself.
-const SETTLE_WITHIN: Duration = Duration::from_secs(8);
+const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Both QEMUs, seen past towline.
