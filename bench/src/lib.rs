@@ -42,6 +42,8 @@ pub struct Options {
     pub runs: usize,
     /// MiB of the guests, for tables that have several sizes; theirs if empty.
     pub sizes_mib: Vec<u64>,
+    /// Only rows whose group's name has one of these in it, for tables with very many; all if empty.
+    pub rows: Vec<String>,
     /// The binary under test.
     pub towline: PathBuf,
     /// Where peers are that are not found by themselves, by name.
@@ -65,7 +67,7 @@ impl Options {
 
     fn net(&self, parameters: net::Parameters) -> net::Parameters {
         let [testpmd, vhost_user_net] = [net::TESTPMD, net::VHOST_USER_NET].map(|name| self.peer(name));
-        net::Parameters { testpmd, vhost_user_net, ..parameters }
+        net::Parameters { testpmd, vhost_user_net, rows: self.rows.clone(), ..parameters }
     }
 }
 

@@ -50,6 +50,8 @@ pub const VHOST_USER_NET: &str = "vhost_user_net";
 const TAP_WITHIN: Duration = Duration::from_secs(30);
 /// Frames that go into the tap with one call.
 const INJECT_BATCH: usize = 32;
+/// For how long towline looks for more, where it does.
+const POLL_US: &str = "50";
 /// Memory for DPDK, in MiB.
 const DPDK_MIB: &str = "1024";
 
@@ -80,6 +82,8 @@ pub struct Parameters {
     pub testpmd: Option<PathBuf>,
     /// vhost_user_net, where there is one.
     pub vhost_user_net: Option<PathBuf>,
+    /// Rows whose name has one of these texts; all if empty.
+    pub rows: Vec<String>,
     /// Ends it early.
     pub cancel: Cancel,
 }
@@ -100,6 +104,7 @@ impl Parameters {
             towline: towline.into(),
             testpmd: None,
             vhost_user_net: None,
+            rows: Vec::new(),
             cancel,
         }
     }
@@ -130,6 +135,8 @@ enum Work {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Carrier {
     Towline,
+    /// It, looking for more for a while before it sleeps.
+    Polling,
     VhostUserNet,
     Testpmd,
     /// The tap, or for TCP a veth pair.
@@ -155,9 +162,18 @@ type Figures = Outcome<Figure>;
 /// Measures all.
 ///
 /// # Errors
-/// It was cancelled. A contender that fails is a row that says so.
+/// It was cancelled, or no row is chosen. A contender that fails is a row that says so.
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
-    let entries = entries(parameters);
+    let chosen = |entry: &Entry| {
+        let name = entry.contender().group;
+        parameters.rows.is_empty() || parameters.rows.iter().any(|text| name.contains(text))
+    };
+    let entries: Vec<Entry> = entries(parameters).into_iter().filter(chosen).collect();
+    ensure!(
+        !entries.is_empty(),
+        "no row's name has one of {:?}; without --rows all are run",
+        parameters.rows
+    );
     let contenders: Vec<Contender> = entries.iter().map(|entry| entry.contender()).collect();
     let outcomes = rounds::run(&contenders, parameters.runs, &parameters.cancel, |index| {
         run(parameters, entries[index])
@@ -168,8 +184,16 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
 fn entries(parameters: &Parameters) -> Vec<Entry> {
     let mut entries = Vec::new();
     let mut add = |work, queues| {
-        let carriers = [Carrier::Towline, Carrier::VhostUserNet, Carrier::Testpmd, Carrier::Limit];
-        entries.extend(carriers.map(|carrier| Entry { work, queues, carrier }));
+        let carriers =
+            [Carrier::Towline, Carrier::Polling, Carrier::VhostUserNet, Carrier::Testpmd, Carrier::Limit];
+        let entry = |carrier| Entry { work, queues, carrier };
+        // The limit has no queues, and is measured once; polling is for those who wait for answers.
+        let wanted = |it: &Entry| match it.carrier {
+            Carrier::Limit => it.queues == 1,
+            Carrier::Polling => matches!(it.work, Work::Tcp(Traffic::Ask { .. })),
+            _ => true,
+        };
+        entries.extend(carriers.map(entry).into_iter().filter(wanted));
     };
     if !parameters.multiqueue {
         for kind in [Kind::Plain(64), Kind::Plain(1514), Kind::Super] {
@@ -387,7 +411,7 @@ impl Bench<'_> {
     fn backend(&self, socket: &Path, directory: &Path) -> Result<Backend> {
         let (socket, queues) = (socket.display().to_string(), self.entry.queues.to_string());
         let (program, missing) = match self.entry.carrier {
-            Carrier::Towline => (Some(&self.parameters.towline), ""),
+            Carrier::Towline | Carrier::Polling => (Some(&self.parameters.towline), ""),
             Carrier::VhostUserNet => {
                 (self.parameters.vhost_user_net.as_ref(), "name it: --peer vhost_user_net=PATH")
             }
@@ -406,7 +430,11 @@ impl Bench<'_> {
                 vec!["--net-backend".into(), options]
             }
             Carrier::Testpmd => testpmd(&socket, &queues),
-            _ => ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues].map(str::to_owned).into(),
+            carrier => {
+                let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues, "--poll-us"];
+                let polled = if carrier == Carrier::Polling { POLL_US } else { "0" };
+                line.into_iter().chain([polled]).map(str::to_owned).collect()
+            }
         };
         ensure!(!program.is_empty(), "no program");
         let prefix = self.outside.prefix();
@@ -472,6 +500,7 @@ impl Carrier {
     fn name(self) -> &'static str {
         match self {
             Self::Towline => "towline",
+            Self::Polling => "towline --poll-us 50",
             Self::VhostUserNet => VHOST_USER_NET,
             Self::Testpmd => TESTPMD,
             Self::Limit => "limit",

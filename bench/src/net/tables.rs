@@ -35,6 +35,8 @@ impl Run<'_> {
             tables.push(self.frames());
         }
         tables.extend([self.streams(), self.asks(), self.goals()]);
+        // Of a part of the rows, what shows none of it.
+        tables.retain(|table| !table.rows.is_empty());
         tables
     }
 
@@ -52,7 +54,9 @@ impl Run<'_> {
     }
 
     fn beside(&self, entry: Entry, carrier: Carrier) -> Option<Summary> {
-        self.ratio(entry, Entry { carrier, ..entry })
+        // The limit has no queues.
+        let queues = if carrier == Carrier::Limit { 1 } else { entry.queues };
+        self.ratio(entry, Entry { carrier, queues, ..entry })
     }
 
     fn table(
@@ -157,6 +161,9 @@ impl Run<'_> {
                 };
                 let backend = |figure: &Figure| figure.window.backend_percent;
                 let (peer, ours) = (Carrier::VhostUserNet, Carrier::Towline);
+                if self.find(entry(ours)).is_none() {
+                    continue;
+                }
                 let cells = vec![
                     short(of(peer, gigabits)),
                     short(of(ours, gigabits)),

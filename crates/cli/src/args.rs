@@ -330,6 +330,7 @@ Examples:
   towline bench instant --sizes 1G --runs 1
   towline bench vsock --runs 3
   towline bench net --peer vhost_user_net=/opt/vhost_user_net
+  towline bench net-queues --runs 1 --rows 'TCP_CRR, 1 B' --rows 'TCP_RR, 1 B'
 ")]
 pub(crate) struct BenchArgs {
     /// Which tables; all if none is named
@@ -344,6 +345,9 @@ pub(crate) struct BenchArgs {
     /// Memory of the guests, for `instant` [default: 1G,4G,8G]
     #[arg(long, value_name = "BYTES", value_parser = bytes, value_delimiter = ',')]
     pub(crate) sizes: Vec<u64>,
+    /// Only rows whose name has one of these in it, for `net` and `net-queues`: "TCP_RR, 64 B"; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) rows: Vec<String>,
     /// Where a peer's program is that is not found by itself: `vhost_user_net=PATH`, `vhost-device-vsock=PATH`
     #[arg(long = "peer", value_name = "NAME=PATH", value_parser = peer)]
     pub(crate) peers: Vec<(String, PathBuf)>,
