@@ -32,3 +32,5 @@ pub use tap::{Tap, TapError, Taps};
 pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;
 /// The longest frame, with its virtio header: a super-frame of 64 KiB with room for its headers.
 pub const FRAME_BYTES_MAX: usize = 68 << 10;
+/// After so many bytes the guest sees what was done, while the rest of the batch is: both sides work at once.
+const BYTES_A_BATCH: u64 = 64 << 10;

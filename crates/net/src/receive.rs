@@ -16,13 +16,13 @@ use std::io;
 use towline_channel::{IOV_MAX, IoBufMut, gather};
 use towline_vhost_user::{Batch, Chain, Ring};
 
-use crate::FRAME_BYTES_MAX;
 use crate::statistics::{DropReason, Tally};
 use crate::tap::Tap;
+use crate::{BYTES_A_BATCH, FRAME_BYTES_MAX};
 
 /// Frames in one turn; then the other direction, and the session, have theirs.
 const FRAMES_A_TURN: usize = 256;
-/// Frames after which the guest hears of them, if more are there.
+/// Frames after which the guest sees them, if more are there.
 const FRAMES_A_BATCH: usize = 64;
 /// Chains taken at a time, at least and at most.
 const WINDOW: std::ops::RangeInclusive<usize> = 8..=256;
@@ -152,10 +152,10 @@ impl Receiver {
     ) -> (usize, bool) {
         // Whether the ring may have more chains than these.
         let more = self.batch.len() == self.window;
-        let (mut at, mut unpublished) = (0, 0);
+        let (mut at, mut unpublished, mut shown) = (0, 0, tally.bytes);
         let mut bufs = Vec::new();
         while *left > 0 && at < self.batch.len() {
-            let may_wait = more && (at > 0 || self.window < *WINDOW.end());
+            let may_wait = at > 0 || (more && self.window < *WINDOW.end());
             let received;
             (received, bufs) = self.receive(ring, line, tally, (at, may_wait), bufs);
             match received {
@@ -166,9 +166,9 @@ impl Receiver {
             }
             *left -= 1;
             unpublished += 1;
-            if unpublished == FRAMES_A_BATCH {
+            if unpublished == FRAMES_A_BATCH || tally.bytes - shown >= BYTES_A_BATCH {
                 ring.publish();
-                unpublished = 0;
+                (unpublished, shown) = (0, tally.bytes);
             }
         }
         (at, false)

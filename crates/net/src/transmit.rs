@@ -7,9 +7,9 @@ use std::io;
 use towline_channel::IOV_MAX;
 use towline_vhost_user::{Batch, Ring};
 
-use crate::FRAME_BYTES_MAX;
 use crate::receive::Line;
 use crate::statistics::{DropReason, Tally};
+use crate::{BYTES_A_BATCH, FRAME_BYTES_MAX};
 
 /// Frames that are taken, and given back, together.
 const FRAMES_A_BATCH: usize = 64;
@@ -52,6 +52,7 @@ impl Transmitter {
     /// Sends the batch; how many frames of it until the tap had no room.
     fn send(&mut self, ring: &mut Ring, Line { tap, format }: Line<'_>, tally: &mut Tally) -> usize {
         let mut bufs = Vec::with_capacity(IOV_MAX.min(64));
+        let mut shown = tally.bytes;
         for (index, chain) in self.batch.chains().enumerate() {
             let length = chain.readable_bytes() as usize;
             bufs.clear();
@@ -70,6 +71,10 @@ impl Transmitter {
                 Err(error) => tally.drop(reason(&error)),
             }
             ring.complete(chain, 0);
+            if tally.bytes - shown >= BYTES_A_BATCH {
+                ring.publish();
+                shown = tally.bytes;
+            }
         }
         self.batch.len()
     }

@@ -295,16 +295,29 @@ impl Thread {
             .filter_map(|slot| slot.ring.as_mut())
             .for_each(Ring::disarm);
         let next = self.worker.run(&mut Queues { slots: &mut self.slots, first: self.first });
-        let mut again = next == Next::Again;
-        for (queue, slot) in self.slots.iter_mut().enumerate() {
+        for slot in &mut self.slots {
             let (runs, takes) = (slot.runs(), slot.takes());
             let Some(ring) = &mut slot.ring else { continue };
             if takes && !runs {
                 discard(ring, &mut self.scrap);
             }
             ring.publish();
-            again |= takes && ring.arm();
-            if let Some(fault) = ring.fault()
+        }
+        // Who looks again anyway needs no kick, which costs the driver a system call.
+        let again = next == Next::Again || self.arm();
+        self.name_faults();
+        again
+    }
+
+    /// Asks to be kicked. True if there is more to do at once; then it is not asked of all rings.
+    fn arm(&mut self) -> bool {
+        let takers = self.slots.iter_mut().filter(|slot| slot.takes());
+        takers.filter_map(|slot| slot.ring.as_mut()).any(Ring::arm)
+    }
+
+    fn name_faults(&mut self) {
+        for (queue, slot) in self.slots.iter_mut().enumerate() {
+            if let Some(fault) = slot.ring.as_ref().and_then(Ring::fault)
                 && !slot.broken
             {
                 broken(self.first + queue, fault);
@@ -312,7 +325,6 @@ impl Thread {
                 raise(slot.err.as_ref());
             }
         }
-        again
     }
 
     /// The only place where the thread waits.
