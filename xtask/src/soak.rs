@@ -139,12 +139,19 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "net-traffic",
-        about: "every kind of packet through the network card, and 10,000 connections (TOWLINE_SOAK_NET_CONNECTIONS)",
+        about: "through the network card: every kind of packet, 1 GiB each way (TOWLINE_SOAK_NET_MIB), 10,000 connections \
+            (TOWLINE_SOAK_NET_CONNECTIONS); streams for 120 s (TOWLINE_SOAK_NET_SECONDS), and while a capture stands still for \
+            60 s (TOWLINE_SOAK_NET_SUSPENDED_S)",
         run: || {
             lab_test(
                 "net",
                 "traffic::every_kind_of_packet_goes_both_ways",
-                &[("TOWLINE_SOAK_NET_CONNECTIONS", "10000")],
+                &[("TOWLINE_SOAK_NET_CONNECTIONS", "10000"), ("TOWLINE_SOAK_NET_MIB", "1024")],
+            )?;
+            lab_test(
+                "net",
+                "traffic::a_guests_settings_change_while_it_sends",
+                &[("TOWLINE_SOAK_NET_SECONDS", "120"), ("TOWLINE_SOAK_NET_SUSPENDED_S", "60")],
             )
         },
     },

@@ -154,20 +154,26 @@ fn connect(to: SocketAddr) -> TcpStream {
     stream
 }
 
+/// Bytes that are made and compared at a time.
+const PART: usize = 1 << 20;
+
 /// Sends so many bytes to an echo by TCP, and compares what comes back.
 pub(crate) fn talk(to: SocketAddr, length: usize, seed: u64) {
-    let sent = pattern(seed, length);
+    let parts = || (0..length).step_by(PART).map(|at| pattern(seed + at as u64, PART.min(length - at)));
     let mut stream = connect(to);
-    let mut found = vec![0; length];
     std::thread::scope(|scope| {
-        let (mut sender, sent) = (stream.try_clone().unwrap(), &sent);
+        let mut sender = stream.try_clone().unwrap();
         scope.spawn(move || {
-            sender.write_all(sent).unwrap();
+            parts().for_each(|part| sender.write_all(&part).unwrap());
             sender.shutdown(Shutdown::Write).unwrap();
         });
-        stream.read_exact(&mut found).unwrap();
+        let mut found = vec![0; PART];
+        for (index, part) in parts().enumerate() {
+            let found = &mut found[..part.len()];
+            stream.read_exact(found).unwrap();
+            assert!(found == part, "part {index} came back from {to} as something else");
+        }
     });
-    assert!(found == sent, "something else came back from {to}");
 }
 
 /// Sends a datagram to an echo until it comes back; so many attempts may be lost.
@@ -248,6 +254,14 @@ impl Conversation {
             Ok((self.blocks.load(SeqCst) >= wanted).then_some(()))
         })
         .unwrap();
+    }
+
+    /// Waits so long, while it goes on.
+    pub(crate) fn goes_on_for(all: &[Self], time: Duration) {
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            all.iter().for_each(|conversation| conversation.goes_on(1));
+        }
     }
 
     /// Ends it; the longest time that a block took.

@@ -1,5 +1,7 @@
 //! What goes through the card: every protocol, size and direction, with every queue and some of its offloads.
 
+use std::time::Duration;
+
 use towline_lab::{ProgramDisk, Version, require_lab, skip};
 
 use crate::support::{
@@ -8,6 +10,18 @@ use crate::support::{
 };
 
 const MIB: usize = 1 << 20;
+/// What a guest says at most before it answers.
+const TALK_MIB: usize = 128;
+/// What a card with four queues may take.
+const OWN_KIB_MAX: u64 = 24 << 10;
+
+/// What a process has in memory and does not share with its guest.
+fn own_kib(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let kib = |line: &str| line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
+    let own = |line: &&str| line.starts_with("RssAnon:") || line.starts_with("RssFile:");
+    status.lines().filter(own).map(kib).sum()
+}
 
 #[test]
 fn every_kind_of_packet_goes_both_ways() {
@@ -27,9 +41,10 @@ fn every_kind_of_packet_goes_both_ways() {
     assert!(ping.contains(" 0% packet loss"), "{ping}");
 
     let echo = host_echo(&network);
+    let mib = usize::try_from(number("TOWLINE_SOAK_NET_MIB", 8)).unwrap();
     network
         .enter(|| {
-            talk(guest_address(GUEST), 8 * MIB, 1);
+            talk(guest_address(GUEST), mib * MIB, 1);
             talk(guest_address(GUEST_6), 4 * MIB, 2);
             for length in [1, 1400, 65_507] {
                 datagram(guest_address(GUEST), length, 20);
@@ -37,7 +52,9 @@ fn every_kind_of_packet_goes_both_ways() {
             datagram(guest_address(GUEST_6), 9000, 20);
         })
         .unwrap();
-    guest.talk(echo, 8 << 20, 1).unwrap();
+    for at in (0..mib).step_by(TALK_MIB) {
+        guest.talk(echo, (TALK_MIB.min(mib - at) * MIB) as u64, 1).unwrap();
+    }
     guest.talk(echo, 100, number("TOWLINE_SOAK_NET_CONNECTIONS", 500)).unwrap();
 
     // A VLAN, and frames of 9000 bytes.
@@ -61,6 +78,9 @@ fn every_kind_of_packet_goes_both_ways() {
             datagram(guest_address(GUEST), 8900, 20);
         })
         .unwrap();
+    let kib = own_kib(card.pid());
+    assert!(kib <= OWN_KIB_MAX, "the card takes {kib} KiB besides its guest's memory");
+    println!("the card takes {kib} KiB besides its guest's memory");
     let statistics = end(card);
     assert!(sum(&statistics, "rx", "bytes") > 13 << 20, "{statistics}");
     assert!(sum(&statistics, "tx", "bytes") > 13 << 20, "{statistics}");
@@ -94,6 +114,8 @@ fn a_guests_settings_change_while_it_sends() {
     assert!(combined.len() == 2 && combined.iter().all(|line| line.ends_with('4')), "{channels}");
 
     let conversations: Vec<_> = (0..4).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
+    let seconds = |name| Duration::from_secs(number(name, 0));
+    Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SECONDS"));
     for change in
         ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
             .into_iter()
@@ -116,6 +138,7 @@ fn a_guests_settings_change_while_it_sends() {
         let pid = rustix::process::Pid::from_raw(dump.pid().cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
         conversations.iter().for_each(|conversation| conversation.goes_on(50));
+        Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
     } else {
         skip(name, "its part with tcpdump: not here; run `cargo xtask setup`");
     }
