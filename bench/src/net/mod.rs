@@ -30,6 +30,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use tempfile::TempDir;
 use towline_channel::Cancel;
+use towline_frontend::net::FRAME_BYTES_MAX;
 use towline_lab::wait_until;
 
 use crate::rounds::{self, Contender, Outcome};
@@ -382,7 +383,8 @@ impl Bench<'_> {
         } else {
             let socket = directory.path().join("net.sock");
             let mut backend = self.backend(&socket, directory.path())?;
-            let (queues, bytes) = (self.entry.queues, Kind::Super.len());
+            // A kernel's super-frames are as long as they like: what a buffer has no room for would be cut off, and resent.
+            let (queues, bytes) = (self.entry.queues, FRAME_BYTES_MAX);
             let card = match Card::start(backend.connect(&socket)?, queues, bytes) {
                 Ok(card) => card,
                 Err(error) => return Err(backend.check().err().unwrap_or(error)),
