@@ -272,6 +272,9 @@ impl Bench<'_> {
             }
         };
         let measured = self.window(Some(&mut backend));
+        // Now: a backend may end with its driver, and its tap with it.
+        let total = self.signals.units.load(Ordering::Relaxed) as f64;
+        let taken = self.outside.within(|| hosts::frames(TAP));
         self.signals.stop.store(true, Ordering::Relaxed);
         let ended = card.join().expect("it does not panic");
         if let Some(injector) = injector {
@@ -281,11 +284,7 @@ impl Bench<'_> {
         ended?;
         match self.entry.work {
             // What the driver got back counts only as far as the tap has it.
-            Work::Transmit(_) => {
-                let (taken, _) = self.outside.within(|| hosts::frames(TAP))?;
-                let total = self.signals.units.load(Ordering::Relaxed) as f64;
-                window.units *= (taken as f64 / total).min(1.0);
-            }
+            Work::Transmit(_) => window.units *= (taken?.0 as f64 / total).min(1.0),
             _ if kind == Kind::Super => window.units /= kind.len() as f64,
             _ => {}
         }
