@@ -295,7 +295,8 @@ impl Thread {
             .filter_map(|slot| slot.ring.as_mut())
             .for_each(Ring::disarm);
         let next = self.worker.run(&mut Queues { slots: &mut self.slots, first: self.first });
-        let mut again = next == Next::Again;
+        let goes_on = next == Next::Again;
+        let mut again = goes_on;
         for (queue, slot) in self.slots.iter_mut().enumerate() {
             let (runs, takes) = (slot.runs(), slot.takes());
             let Some(ring) = &mut slot.ring else { continue };
@@ -303,7 +304,8 @@ impl Thread {
                 discard(ring, &mut self.scrap);
             }
             ring.publish();
-            again |= takes && ring.arm();
+            // Who comes back anyway need not be woken.
+            again |= takes && !goes_on && ring.arm();
             if let Some(fault) = ring.fault()
                 && !slot.broken
             {
@@ -333,7 +335,8 @@ impl Thread {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => tracing::error!(%errno, "poll"),
         }
-        let events: Vec<PollFlags> = fds[..=kicks.len()].iter().map(PollFd::revents).collect();
+        let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+        self.worker.polled(&events[1 + kicks.len()..]);
         if events[0].contains(PollFlags::IN) {
             take(self.wake.as_fd());
         }
