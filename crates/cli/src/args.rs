@@ -344,6 +344,9 @@ pub(crate) struct BenchArgs {
     /// Memory of the guests, for `instant` [default: 1G,4G,8G]
     #[arg(long, value_name = "BYTES", value_parser = bytes, value_delimiter = ',')]
     pub(crate) sizes: Vec<u64>,
+    /// Only rows whose name has one of these in it, for `vsock`: "to the guest, 1 stream"; may be repeated
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) rows: Vec<String>,
     /// Where a peer's program is that is not found by itself: `vhost_user_net=PATH`, `vhost-device-vsock=PATH`
     #[arg(long = "peer", value_name = "NAME=PATH", value_parser = peer)]
     pub(crate) peers: Vec<(String, PathBuf)>,

@@ -17,6 +17,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         report: args.report.clone(),
         runs: args.runs,
         sizes_mib: args.sizes.iter().map(|size| size >> 20).collect(),
+        rows: args.rows.clone(),
         towline: std::env::current_exe()?,
         peers: args.peers.clone(),
         cancel: cancel_on_signals("guests and images are put away")?,
