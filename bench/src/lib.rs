@@ -87,7 +87,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 9] = [
+const BENCHMARKS: [Benchmark; 10] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -125,7 +125,16 @@ const BENCHMARKS: [Benchmark; 9] = [
         measure: |options| {
             let peer = options.peer(vsock::PEER);
             let (runs, cancel) = (options.runs, options.cancel.clone());
-            vsock::measure(&vsock::Parameters::of(&options.towline, peer, runs, cancel))
+            let rows = options.rows.clone();
+            let parameters = vsock::Parameters::of(&options.towline, peer, runs, cancel);
+            vsock::measure(&vsock::Parameters { rows, ..parameters })
+        },
+    },
+    Benchmark {
+        name: "vsock-guests",
+        measure: |options| {
+            let (runs, cancel) = (options.runs, options.cancel.clone());
+            vsock::crowd::measure(&vsock::Parameters::of(&options.towline, None, runs, cancel))
         },
     },
     Benchmark {
@@ -193,7 +202,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, net, net-queues"
+            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -14,7 +14,7 @@ use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 
 use super::host::PORT;
-use super::{Buffers, CID, Direction, Work};
+use super::{Buffers, Direction, Work};
 use crate::vhost::Signals;
 
 /// Entries of each ring, as QEMU has them.
@@ -43,6 +43,7 @@ impl Machine {
     /// Boots on a backend.
     pub(super) fn start(
         mut frontend: Frontend,
+        cid: u64,
         buffers: Buffers,
         work: Work,
         signals: &Arc<Signals>,
@@ -54,7 +55,7 @@ impl Machine {
             Buffers::Large => PAYLOAD_BYTES_MAX + towline_frontend::vsock::HEADER_BYTES,
         };
         let features = agreed.features;
-        let options = Options { cid: CID, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
+        let options = Options { cid, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options))?);
         frontend.share(Some(&memory))?;
         let guest = Guest::start(&mut frontend, &memory, options)?;
@@ -88,6 +89,21 @@ impl Machine {
                     let blocked = !self.sending.is_empty() || !self.owed.is_empty();
                     self.guest.wait(blocked && !self.guest.has_room(), SLEEP)?;
                 }
+            }
+            Ok(())
+        })
+    }
+
+    /// Runs this, with the number of the turn, until it is over.
+    pub(super) fn spawn_with(
+        mut self,
+        turn: impl Fn(&mut Guest, u64) -> Result<()> + Send + 'static,
+    ) -> JoinHandle<Result<()>> {
+        std::thread::spawn(move || {
+            let mut number = 0;
+            while !self.signals.power_off.load(Ordering::Relaxed) {
+                turn(&mut self.guest, number)?;
+                number += 1;
             }
             Ok(())
         })

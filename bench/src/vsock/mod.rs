@@ -9,6 +9,7 @@
 //!
 //! Limits: the driver does not copy what it receives, and sends what its buffers hold: a guest's own work is not measured.
 
+pub mod crowd;
 mod guest;
 mod host;
 mod tables;
@@ -48,6 +49,8 @@ pub struct Parameters {
     pub window: Duration,
     /// Runs of each row.
     pub runs: usize,
+    /// Only groups of rows whose name has one of these in it; all if empty.
+    pub rows: Vec<String>,
     /// The binary under test.
     pub towline: PathBuf,
     /// vhost-device-vsock, where there is one.
@@ -66,6 +69,7 @@ impl Parameters {
             ask_bytes: 64,
             window: Duration::from_secs(1),
             runs,
+            rows: Vec::new(),
             towline: towline.into(),
             peer,
             cancel,
@@ -162,6 +166,11 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
             add(Work::Ask { size: parameters.ask_bytes, connections, anew }, Buffers::Linux);
         }
     }
+    let wanted = |entry: &Entry| {
+        let group = entry.contender().group;
+        parameters.rows.is_empty() || parameters.rows.iter().any(|part| group.contains(part.as_str()))
+    };
+    entries.retain(wanted);
     entries
 }
 
@@ -177,10 +186,11 @@ fn run(parameters: &Parameters, entry: Entry) -> Result<Figure> {
     }
     let (socket, uds) = (directory.path().join("vhost.sock"), directory.path().join("uds.sock"));
     let mut backend = backend(parameters, entry.carrier, (&socket, &uds), directory.path())?;
-    let mut machine = match Machine::start(backend.connect(&socket)?, entry.buffers, entry.work, &signals) {
-        Ok(machine) => machine,
-        Err(error) => return Err(backend.check().err().unwrap_or(error)),
-    };
+    let mut machine =
+        match Machine::start(backend.connect(&socket)?, CID, entry.buffers, entry.work, &signals) {
+            Ok(machine) => machine,
+            Err(error) => return Err(backend.check().err().unwrap_or(error)),
+        };
     let place = Place::Vsock(uds);
     let mut host = Host::default();
     let measured = (|| {

@@ -345,7 +345,7 @@ pub(crate) struct BenchArgs {
     /// Memory of the guests, for `instant` [default: 1G,4G,8G]
     #[arg(long, value_name = "BYTES", value_parser = bytes, value_delimiter = ',')]
     pub(crate) sizes: Vec<u64>,
-    /// Only rows whose name has one of these in it, for `net` and `net-queues`: "TCP_RR, 64 B"; may be repeated
+    /// Only rows whose name has one of these in it, for `net`, `net-queues` and `vsock`: "TCP_RR, 64 B"; may be repeated
     #[arg(long, value_name = "TEXT")]
     pub(crate) rows: Vec<String>,
     /// Where a peer's program is that is not found by itself: `vhost_user_net=PATH`, `vhost-device-vsock=PATH`

@@ -1,10 +1,12 @@
 //! `towline vsock`: devices for one guest or many, each on threads of its own.
 
+mod guest;
+
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use signal_hook::consts::SIGUSR1;
@@ -13,6 +15,7 @@ use towline_channel::Cancel;
 use towline_vhost_user::{Address, Device, Frontends, Listener};
 use towline_vsock::{Limits, Rule, Settings, Siblings, Vsock, guest_cid};
 
+use self::guest::Guest;
 use crate::Exit;
 use crate::signals::cancel_on_signals;
 use crate::units::bytes;
@@ -27,8 +30,10 @@ use crate::units::bytes;
 Rules (--forward), numeric addresses only:
   guest:PORT=tcp:ADDRESS:PORT    the guest's connections to the host's PORT go there
   guest:PORT=unix:PATH           the same, to a Unix socket
+  guest:PORT=vsock:CID:PORT      the same, to a port of the host's own vsock, where it has one
   tcp:ADDRESS:PORT=guest:PORT    listen there; who connects gets the guest's PORT
   unix:PATH=guest:PORT           the same, at a Unix socket
+  vsock:PORT=guest:PORT          the same, at a port of the host's own vsock
   cid:N=uds:PATH                 the guest's connections to guest N go to its device, whose --uds is PATH
 
 Examples:
@@ -41,29 +46,41 @@ Examples:
     towline vsock --socket S --cid 3 --forward tcp:127.0.0.1:2222=guest:22 --forward guest:80=tcp:127.0.0.1:8080
   Two guests that may also reach each other by their contexts:
     towline vsock --guest cid=3,socket=a.sock,uds=a.v,group=lab --guest cid=4,socket=b.sock,uds=b.v,group=lab
+  The same from a file: towline vsock --config guests.toml
+    [[guest]]                               one for each guest, with the keys of --guest
+    cid = 3
+    socket = \"a.sock\"
+    uds = \"a.v\"
+    forward = [\"guest:80=tcp:127.0.0.1:8080\"]
+    group = [\"lab\"]
   Statistics, of each guest and each connection: kill -USR1 PID; they are also printed at the end.")]
 pub(crate) struct VsockArgs {
     /// Listen at this path for QEMU (or another VMM)
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["fd", "guest"], required_unless_present_any = ["fd", "guest"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["fd", "guest", "config"],
+          required_unless_present_any = ["fd", "guest", "config"])]
     socket: Option<PathBuf>,
     /// An open socket instead, listening or connected
-    #[arg(long, value_name = "N", conflicts_with = "guest")]
+    #[arg(long, value_name = "N", conflicts_with_all = ["guest", "config"])]
     fd: Option<i32>,
     /// The guest's context: above 2, and not another guest's
-    #[arg(long, value_name = "N", value_parser = guest_cid, required_unless_present = "guest")]
+    #[arg(long, value_name = "N", value_parser = guest_cid, required_unless_present_any = ["guest", "config"],
+          conflicts_with_all = ["guest", "config"])]
     cid: Option<u64>,
     /// Listen here for those who say CONNECT; and where, with _PORT, the guest's connections go
-    #[arg(long, value_name = "PATH", conflicts_with = "guest")]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["guest", "config"])]
     uds: Option<PathBuf>,
     /// The same for sockets that keep messages apart (SOCK_SEQPACKET)
-    #[arg(long, value_name = "PATH", conflicts_with = "guest")]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["guest", "config"])]
     uds_seqpacket: Option<PathBuf>,
     /// Who else may be connected with whom; see below
-    #[arg(long, value_name = "RULE", conflicts_with = "guest")]
+    #[arg(long, value_name = "RULE", conflicts_with_all = ["guest", "config"])]
     forward: Vec<Rule>,
     /// One of several guests: cid=N,socket=PATH and, as above, uds=, uds-seqpacket=, forward=, group=NAME, as often as needed
     #[arg(long, value_name = "KEY=VALUE,...")]
     guest: Vec<Guest>,
+    /// The guests of a TOML file, beside those of --guest; see below
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// The most bytes that one connection may have waiting for its host side (suffixes K, M, G)
     #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "1M")]
     buf_alloc: u64,
@@ -73,44 +90,12 @@ pub(crate) struct VsockArgs {
     /// The most connections that a guest may have
     #[arg(long, value_name = "N", default_value_t = Limits::default().connections)]
     connections_limit: usize,
+    /// Wait awake for so long where requests and answers alternate, instead of being woken; 0: never
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 50)]
+    poll_us: u64,
     /// Print no statistics at the end
     #[arg(long)]
     quiet: bool,
-}
-
-/// What `--guest` says.
-#[derive(Debug, Clone, Default)]
-struct Guest {
-    cid: u64,
-    socket: PathBuf,
-    uds: Option<PathBuf>,
-    uds_seqpacket: Option<PathBuf>,
-    forward: Vec<Rule>,
-    group: Vec<String>,
-}
-
-impl FromStr for Guest {
-    type Err = anyhow::Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let mut guest = Self::default();
-        for part in text.split(',') {
-            let (key, value) = part.split_once('=').with_context(|| format!("`{part}` is not KEY=VALUE"))?;
-            match key {
-                "cid" => guest.cid = guest_cid(value)?,
-                "socket" => guest.socket = value.into(),
-                "uds" => guest.uds = Some(value.into()),
-                "uds-seqpacket" => guest.uds_seqpacket = Some(value.into()),
-                "forward" => guest.forward.push(value.parse()?),
-                "group" => guest.group.push(value.to_owned()),
-                _ => bail!("`{key}` is not one of cid, socket, uds, uds-seqpacket, forward, group"),
-            }
-        }
-        if guest.cid == 0 || guest.socket.as_os_str().is_empty() {
-            bail!("`{text}` needs cid= and socket=");
-        }
-        Ok(guest)
-    }
 }
 
 /// A guest's device, and where its frontend comes from.
@@ -134,6 +119,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             rules: guest.forward,
             groups: guest.group,
             limits,
+            poll: Duration::from_micros(args.poll_us),
         };
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
@@ -163,13 +149,21 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
         let listener = Listener::bind(&Address::Unix(path.clone()));
         Ok(Frontends::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
     };
-    if !args.guest.is_empty() {
-        return args.guest.iter().map(|guest| Ok((guest.clone(), listen(&guest.socket)?))).collect();
+    let mut many = args.guest.clone();
+    if let Some(path) = &args.config {
+        many.extend(guest::read(path)?);
+    }
+    if !many.is_empty() {
+        let listening = many.into_iter().map(|guest| {
+            let frontends = listen(&guest.socket)?;
+            Ok((guest, frontends))
+        });
+        return listening.collect();
     }
     let frontends = match (&args.socket, args.fd) {
         (Some(path), _) => listen(path)?,
         (None, Some(fd)) => Frontends::from_fd(take_over(fd)?)?,
-        (None, None) => bail!("--socket, --fd or --guest is needed"),
+        (None, None) => bail!("--socket, --fd, --guest or --config is needed"),
     };
     let guest = Guest {
         cid: args.cid.context("--cid is needed")?,

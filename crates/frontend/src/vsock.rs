@@ -151,6 +151,8 @@ pub enum Event {
 /// The credit of a stream.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream {
+    /// Whom it is with, if not the host.
+    peer_cid: Option<u64>,
     kind: u16,
     sent: u32,
     peer_alloc: u32,
@@ -353,7 +355,7 @@ impl Guest {
         stream.told = stream.taken;
         Header {
             src_cid: cid,
-            dst_cid: HOST_CID,
+            dst_cid: stream.peer_cid.unwrap_or(HOST_CID),
             src_port: ports.0,
             dst_port: ports.1,
             len,
@@ -399,6 +401,13 @@ impl Guest {
     /// Asks the host for a stream from `ports.0` to `ports.1`; an [`Event::Connected`] or [`Event::Reset`] follows.
     pub fn request(&mut self, ports: Ports) {
         self.streams.insert(ports, Stream { kind: STREAM, ..Stream::default() });
+        self.control(ports, op::REQUEST, 0);
+    }
+
+    /// As [`Guest::request`], of another guest.
+    pub fn request_of(&mut self, peer_cid: u64, ports: Ports) {
+        let peer_cid = Some(peer_cid);
+        self.streams.insert(ports, Stream { kind: STREAM, peer_cid, ..Stream::default() });
         self.control(ports, op::REQUEST, 0);
     }
 

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::time::Instant;
 
-use rustix::event::PollFd;
+use rustix::event::{PollFd, PollFlags};
 
 use crate::features::ProtocolFeatures;
 use crate::worker::Queues;
@@ -157,6 +157,11 @@ pub trait Worker: Send {
         let _ = fds;
     }
 
+    /// What became of the descriptors of [`Worker::poll`], in their order, before the next [`Worker::run`].
+    fn polled(&mut self, events: &[PollFlags]) {
+        let _ = events;
+    }
+
     /// Before a queue is stopped: completes what was taken from it and is still under way, until the deadline at most.
     /// What is left then goes back empty.
     fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
@@ -169,7 +174,7 @@ pub trait Worker: Send {
 pub enum Next {
     /// To wait until there is something to do.
     Wait,
-    /// To go on at once; it stopped only to let others have a turn.
+    /// To go on at once; it stopped only to let others have a turn, or waits awake. Drivers need not wake it.
     Again,
 }
 

@@ -345,7 +345,8 @@ impl Thread {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => tracing::error!(%errno, "poll"),
         }
-        let events: Vec<PollFlags> = fds[..=kicks.len()].iter().map(PollFd::revents).collect();
+        let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
+        self.worker.polled(&events[1 + kicks.len()..]);
         if events[0].contains(PollFlags::IN) {
             take(self.wake.as_fd());
         }

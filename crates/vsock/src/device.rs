@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Queues, Refusal, Worker};
@@ -14,6 +15,7 @@ use crate::engine::Engine;
 use crate::gate::Gate;
 use crate::host::{Ears, Event, Host, HostSocket, Listening};
 use crate::packet::Kind;
+use crate::pulse::Pulse;
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Mailbox, Siblings};
@@ -47,6 +49,8 @@ pub struct Settings {
     pub groups: Vec<String>,
     /// What it may take.
     pub limits: Limits,
+    /// How long its thread waits awake where requests and answers alternate; 0: never.
+    pub poll: Duration,
 }
 
 /// Why there is no device.
@@ -76,6 +80,7 @@ pub enum DeviceError {
 pub struct Vsock {
     cid: u64,
     limits: Limits,
+    poll: Duration,
     ears: Arc<Ears>,
     desk: Arc<Desk>,
     passage: Arc<Passage>,
@@ -95,7 +100,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits } = settings;
+        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, poll } = settings;
         let mut listening = Vec::new();
         let mut add = |name: String, made: io::Result<Listening>, port| match made {
             Ok(made) => {
@@ -114,6 +119,7 @@ impl Vsock {
                 let name = match from {
                     Place::Tcp(address) => address.to_string(),
                     Place::Unix(path) => path.display().to_string(),
+                    Place::Vsock { port, .. } => format!("port {port} of the host's own vsock"),
                 };
                 add(name, Listening::place(from), Some(*port))?;
             }
@@ -126,7 +132,7 @@ impl Vsock {
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
         let ears = Arc::new(Ears { listening, uds, rules, cid, siblings, mailbox });
-        Ok(Self { cid, limits, ears, desk: Arc::default(), passage: Arc::default() })
+        Ok(Self { cid, limits, poll, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
     /// What it has done so far.
@@ -161,7 +167,8 @@ impl Device for Vsock {
         let engine = Engine::new(self.cid, self.limits, seed(), host);
         let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
         let (gate, waiting) = (Gate::default(), VecDeque::new());
-        Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting }))
+        let (pulse, news) = (Pulse::new(self.poll), true);
+        Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting, pulse, news }))
     }
 
     fn config(&self) -> Vec<u8> {
@@ -222,6 +229,9 @@ struct Server {
     /// Whether this queue began anew, and the other one did not yet.
     fresh: [bool; 2],
     waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
+    pulse: Pulse,
+    /// Sockets have something to tell.
+    news: bool,
 }
 
 impl Drop for Server {
@@ -265,7 +275,9 @@ impl Server {
     fn hear(&mut self) {
         let now = self.engine.sockets_mut().look_at_clock();
         self.engine.tick(now);
-        self.engine.sockets_mut().look();
+        if std::mem::take(&mut self.news) {
+            self.engine.sockets_mut().look();
+        }
         while let Some(event) = self.engine.sockets_mut().next_event() {
             match event {
                 Event::Readable(id, news) => self.engine.readable(id, news),
@@ -304,6 +316,7 @@ impl Worker for Server {
         }
         let wanted = self.engine.needs_time() || self.gate != Gate::Open;
         self.engine.sockets_mut().keep_time(wanted);
+        again |= self.pulse.goes_on(self.engine.traffic(), Instant::now);
         if again { Next::Again } else { Next::Wait }
     }
 
@@ -331,7 +344,11 @@ impl Worker for Server {
         fds.push(PollFd::new(self.engine.sockets(), PollFlags::IN));
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, _: std::time::Instant) {
+    fn polled(&mut self, events: &[PollFlags]) {
+        self.news = events.iter().any(|events| !events.is_empty());
+    }
+
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, _: Instant) {
         if queue == TRANSMIT {
             self.engine.let_go(queues.ring(TRANSMIT));
         }

@@ -20,6 +20,7 @@ mod engine;
 mod gate;
 mod host;
 pub mod packet;
+mod pulse;
 mod report;
 mod rules;
 mod siblings;

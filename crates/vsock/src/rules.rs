@@ -2,7 +2,9 @@
 //!
 //! ```text
 //!   guest:PORT=tcp:ADDRESS    guest:PORT=unix:PATH      the guest connects to the host's PORT and gets that
+//!   guest:PORT=vsock:CID:PORT                           the same, by the host's own AF_VSOCK
 //!   tcp:ADDRESS=guest:PORT    unix:PATH=guest:PORT      we listen there; who connects gets the guest's PORT
+//!   vsock:PORT=guest:PORT                               the same, with the host's own AF_VSOCK
 //!   cid:N=uds:PATH                                      the guest connects to guest N, whose device's socket is PATH
 //! ```
 //! What has no rule is refused, but for the convention's own.
@@ -18,6 +20,13 @@ pub enum Place {
     Tcp(SocketAddr),
     /// A Unix socket.
     Unix(PathBuf),
+    /// A socket of the host's own AF_VSOCK.
+    Vsock {
+        /// Whose; none: anybody's, to listen.
+        cid: Option<u32>,
+        /// The port.
+        port: u32,
+    },
 }
 
 /// One rule.
@@ -51,8 +60,8 @@ pub enum Rule {
 pub enum RuleError {
     /// Not of the form.
     #[error(
-        "`{found}` is no rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, tcp:ADDRESS:PORT=guest:PORT, \
-         unix:PATH=guest:PORT or cid:N=uds:PATH"
+        "`{found}` is no rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
+         tcp:ADDRESS:PORT=guest:PORT, unix:PATH=guest:PORT, vsock:PORT=guest:PORT or cid:N=uds:PATH"
     )]
     Form {
         /// What was given.
@@ -89,7 +98,10 @@ impl FromStr for Rule {
         }
         // A path may have a `=` in it; then the guest is behind the last one.
         if let Some(number) = from.strip_prefix("guest:") {
-            return Ok(Self::Out { port: port(number)?, to: place(to).ok_or_else(form)?? });
+            let to = place(to).ok_or_else(form)??;
+            // Nobody connects to anybody.
+            let somewhere = !matches!(to, Place::Vsock { cid: None, .. });
+            return if somewhere { Ok(Self::Out { port: port(number)?, to }) } else { Err(form()) };
         }
         let (from, to) = text.rsplit_once('=').ok_or_else(form)?;
         let number = to.strip_prefix("guest:").ok_or_else(form)?;
@@ -115,6 +127,13 @@ fn place(text: &str) -> Option<Result<Place, RuleError>> {
     if let Some(path) = text.strip_prefix("unix:") {
         return (!path.is_empty()).then(|| Ok(Place::Unix(path.into())));
     }
+    if let Some(address) = text.strip_prefix("vsock:") {
+        let (cid, number) = match address.split_once(':') {
+            Some((cid, number)) => (Some(cid.parse().ok()?), number),
+            None => (None, address),
+        };
+        return Some(port(number).map(|port| Place::Vsock { cid, port }));
+    }
     let address = text.strip_prefix("tcp:")?;
     Some(address.parse().map(Place::Tcp).map_err(|_| RuleError::Address { found: address.to_owned() }))
 }
@@ -132,6 +151,9 @@ mod tests {
         let odd = Place::Unix("/a=b".into());
         assert_eq!(rule("guest:5=unix:/a=b"), Rule::Out { port: 5, to: odd.clone() });
         assert_eq!(rule("unix:/a=b=guest:5"), Rule::In { from: odd, port: 5 });
+        let (cid, port) = (Some(1), 9001);
+        assert_eq!(rule("guest:5=vsock:1:9001"), Rule::Out { port: 5, to: Place::Vsock { cid, port } });
+        assert_eq!(rule("vsock:9001=guest:5"), Rule::In { from: Place::Vsock { cid: None, port }, port: 5 });
         assert_eq!(rule("cid:7=uds:/run/seven"), Rule::Sibling { cid: 7, uds: "/run/seven".into() });
     }
 
@@ -140,6 +162,8 @@ mod tests {
         let error = |text: &str| text.parse::<Rule>().unwrap_err().to_string();
         assert!(error("5").starts_with("`5` is no rule; expected guest:PORT=tcp:"));
         assert!(error("guest:5=").starts_with("`guest:5=` is no rule"));
+        assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is no rule"));
+        assert!(error("vsock:x:1=guest:5").starts_with("`vsock:x:1=guest:5` is no rule"));
         assert_eq!(error("guest:x=unix:/a"), "`x` is no port; expected a number below 2^32 - 1");
         assert!(error("guest:4294967295=unix:/a").contains("is no port"));
         assert!(error("tcp:localhost:80=guest:5").starts_with("`localhost:80` is no address"));

@@ -1,117 +1,20 @@
 //! The whole device, with a driver over shared memory in the place of a guest, and real sockets.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
+mod common;
+
 use std::io::{Read as _, Write as _};
 use std::os::fd::AsFd as _;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
 use towline_frontend::vsock::{Event, Guest, Options};
-use towline_frontend::wire::{Code, halves};
-use towline_frontend::{Frontend, Memory};
-use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
+use towline_frontend::wire::{Code, feature, halves};
+use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
+use towline_vhost_user::Device as _;
 use towline_vsock::{Limits, Settings, Siblings, Vsock};
 
-const WITHIN: Duration = Duration::from_secs(60);
-const CID: u64 = 33;
-/// `VHOST_USER_PROTOCOL_F_DEVICE_STATE`.
-const DEVICE_STATE: u64 = 1 << 19;
-
-/// A device that serves.
-struct Served {
-    directory: TempDir,
-    device: Arc<Vsock>,
-    cancel: Cancel,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Served {
-    fn new(limits: Limits) -> Self {
-        let directory = TempDir::with_prefix("towline-vsock-").unwrap();
-        let settings = Settings {
-            cid: CID,
-            uds: Some(directory.path().join("v")),
-            uds_seqpacket: None,
-            rules: Vec::new(),
-            groups: Vec::new(),
-            limits,
-        };
-        let device = Arc::new(Vsock::new(settings, &Arc::default()).unwrap());
-        let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
-        let cancel = Cancel::new().unwrap();
-        let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
-        let thread = std::thread::spawn(move || {
-            let device: Arc<dyn Device> = serving;
-            assert!(Frontends::Listen(listener).serve(&device, &cancelled).is_err());
-        });
-        Self { directory, device, cancel, thread: Some(thread) }
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
-
-    fn guest(&self) -> (Frontend, Guest) {
-        let options = Options { cid: CID, size: 128, receive_bytes: 4096, features: 0, takes_at_once: true };
-        let mut frontend = Frontend::connect(&self.path("d"), WITHIN).unwrap();
-        let agreed = frontend.negotiate(0, 1 << 29, DEVICE_STATE).unwrap();
-        let options = Options { features: agreed.features, ..options };
-        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-        frontend.share(Some(&memory)).unwrap();
-        let guest = Guest::start(&mut frontend, &memory, options).unwrap();
-        (frontend, guest)
-    }
-
-    fn connect(&self, port: u32) -> UnixStream {
-        let mut stream = UnixStream::connect(self.path("v")).unwrap();
-        stream.set_read_timeout(Some(WITHIN)).unwrap();
-        stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
-        stream
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.cancel.cancel();
-        if let Some(thread) = self.thread.take() {
-            let ended = thread.join();
-            assert!(ended.is_ok() || std::thread::panicking());
-        }
-    }
-}
-
-/// Polls until something is found.
-fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
-    let deadline = Instant::now() + WITHIN;
-    loop {
-        let mut what = None;
-        guest.poll(|guest, event| what = what.take().or(found(guest, event))).unwrap();
-        if let Some(what) = what {
-            return what;
-        }
-        assert!(Instant::now() < deadline, "nothing came");
-        guest.wait(false, Duration::from_millis(20)).unwrap();
-    }
-}
-
-/// The guest's connection to a socket of the host's.
-fn reach(served: &Served, guest: &mut Guest, port: u32) -> ((u32, u32), UnixStream) {
-    let listener = UnixListener::bind(served.path(&format!("v_{port}"))).unwrap();
-    let ports = (port + 1000, port);
-    guest.request(ports);
-    until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
-    let (stream, _) = listener.accept().unwrap();
-    stream.set_read_timeout(Some(WITHIN)).unwrap();
-    (ports, stream)
-}
-
-fn bytes(count: usize) -> Vec<u8> {
-    (0..count).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[0]).collect()
-}
+use common::{CID, DEVICE_STATE, Served, WITHIN, bytes, reach, until};
 
 #[test]
 fn what_is_held_when_a_ring_stops_is_not_lost() {
@@ -218,6 +121,58 @@ fn a_state_resets_what_the_guest_had_elsewhere() {
     assert!(refused.to_string().contains("context 34, and this is for 33"));
 }
 
+/// Where the event queue is the device's, the driver hears that its connections are gone, and gets none before it has.
+#[test]
+fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
+    let (here, there) = (Served::new(Limits::default()), Served::new(Limits::default()));
+    let (mut frontend, mut guest) = here.guest();
+    let (ports, _stream) = reach(&here, &mut guest, 5000);
+    let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
+    let state = save(&mut frontend);
+    let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
+    let features = other.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap().features;
+    let memory = Arc::clone(guest.memory());
+    other.share(Some(&memory)).unwrap();
+    assert_eq!(load(&mut other, &state), 0);
+    let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
+    let buffers = [(); 4].map(|()| Buffer { guest: memory.alloc(8, 8), len: 8 });
+    for (token, buffer) in (0..).zip(buffers) {
+        memory.write(buffer.guest, &[0xff; 8]);
+        assert!(events.add(&[], &[buffer], token));
+    }
+    events.publish();
+    other.start(guest.rx(), bases[0]).unwrap();
+    other.start(guest.tx(), bases[1]).unwrap();
+    other.start(&events, 0).unwrap();
+    events.raise();
+    let _stream = there.connect(22);
+    let mut reset = false;
+    let mut told = None;
+    let deadline = Instant::now() + WITHIN;
+    while told.is_none() || !reset {
+        assert!(Instant::now() < deadline, "the event came: {}; the reset: {reset}", told.is_some());
+        guest
+            .poll(|_, event| match event {
+                Event::Reset(found) => reset |= found == ports,
+                event => panic!("{event:?} before the guest knows"),
+            })
+            .unwrap();
+        told = told.or(events.take().unwrap());
+        guest.wait(false, Duration::from_millis(10)).unwrap();
+    }
+    let told = told.unwrap();
+    assert_eq!((told.token, told.len), (0, 4));
+    assert_eq!(memory.bytes(buffers[0].guest, 4), [0; 4], "VIRTIO_VSOCK_EVENT_TRANSPORT_RESET");
+    for _ in 0..20 {
+        guest.poll(|_, event| panic!("{event:?} before the guest has taken the event")).unwrap();
+        guest.wait(false, Duration::from_millis(10)).unwrap();
+    }
+    assert!(events.add(&[], &[buffers[0]], 0));
+    events.publish();
+    events.raise();
+    until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
+}
+
 fn save(frontend: &mut Frontend) -> Vec<u8> {
     let (mut reader, writer) = std::io::pipe().unwrap();
     let reply = frontend.ask(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()]).unwrap();
@@ -239,35 +194,6 @@ fn load(frontend: &mut Frontend, state: &[u8]) -> u64 {
     frontend.number(Code::CHECK_DEVICE_STATE).unwrap()
 }
 
-#[test]
-fn thousands_of_connections_take_the_memory_that_was_stated() {
-    towline_vsock::allow_descriptors();
-    let limits = Limits { memory: 32 << 20, ..Limits::default() };
-    let served = Served::new(limits);
-    let (_frontend, mut guest) = served.guest();
-    let listener = UnixListener::bind(served.path("v_5000")).unwrap();
-    let wanted = 2_000;
-    let accepting =
-        std::thread::spawn(move || (0..wanted).map(|_| listener.accept().unwrap().0).collect::<Vec<_>>());
-    let mut connected = 0;
-    for port in 0..wanted {
-        guest.request((port, 5000));
-        guest.poll(|_, event| connected += u32::from(matches!(event, Event::Connected(_)))).unwrap();
-    }
-    until(&mut guest, |_, event| {
-        assert!(!matches!(event, Event::Reset(_)), "refused after {connected}");
-        connected += u32::from(matches!(event, Event::Connected(_)));
-        (connected == wanted).then_some(())
-    });
-    assert_eq!(accepting.join().unwrap().len(), wanted as usize);
-    let report = served.device.report();
-    assert_eq!((report.statistics.connections, report.kept), (u64::from(wanted), 0));
-    // One more than there is memory promised for: 16 KiB each.
-    guest.request((1_000_000, 5000));
-    guest.poll(|_, _| ()).unwrap();
-    assert_eq!(report.statistics.table.refused_by_limit, 0);
-}
-
 /// Siblings that nobody else has.
 #[test]
 fn a_context_is_one_guest_s() {
@@ -279,6 +205,7 @@ fn a_context_is_one_guest_s() {
         rules: Vec::new(),
         groups: Vec::new(),
         limits: Limits::default(),
+        poll: Duration::ZERO,
     };
     let _one = Vsock::new(settings(3), &siblings).unwrap();
     let other = Vsock::new(settings(3), &siblings).unwrap_err();

@@ -6,3 +6,33 @@ mod messages;
 mod peers_defects;
 mod streams;
 mod support;
+
+use towline_lab::{Version, require_lab};
+
+use support::Scene;
+
+/// All that one guest can show, one after the other: booting it takes longer than most of it.
+fn all_of(version: Version) {
+    let mut scene = Scene::new(version);
+    scene.perl("echo", "listen stream 5001 echo");
+    peers_defects::what_others_do_wrong(&mut scene);
+    streams::bytes_go_both_ways(&mut scene);
+    streams::many_connections_and_each_end_on_its_own(&mut scene);
+    messages::stay_apart(&mut scene);
+    streams::a_death_is_seen_at_the_other_end(&mut scene);
+    assert!(scene.device.runs().unwrap());
+}
+
+#[test]
+fn a_guest_of_qemu_10_0() {
+    if require_lab("a_guest_of_qemu_10_0") {
+        all_of(Version::V10_0);
+    }
+}
+
+#[test]
+fn a_guest_of_qemu_7_2() {
+    if require_lab("a_guest_of_qemu_7_2") {
+        all_of(Version::V7_2);
+    }
+}

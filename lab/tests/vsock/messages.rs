@@ -9,9 +9,9 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect,
     listen, recv, send, socket_with,
 };
-use towline_lab::{require_lab, skip, wait_until};
+use towline_lab::{skip, wait_until};
 
-use crate::support::{Scene, VERSIONS, WITHIN};
+use crate::support::{Scene, WITHIN};
 
 fn socket() -> OwnedFd {
     let fd = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
@@ -39,33 +39,25 @@ fn text(fd: &OwnedFd) -> String {
     String::from_utf8(hear(fd)).unwrap()
 }
 
-#[test]
-fn messages_stay_apart() {
-    if !require_lab("messages_stay_apart") {
+pub(crate) fn stay_apart(scene: &mut Scene) {
+    let listener = socket();
+    rustix::io::ioctl_fionbio(&listener, true).unwrap();
+    let address = SocketAddrUnix::new(scene.scratch.path().join("v_6010")).unwrap();
+    bind(&listener, &address).unwrap();
+    listen(&listener, 8).unwrap();
+    scene.perl("messages-ask", "connect seqpacket 6010 ask one two-and-a-half three");
+    let Some(fd) = accept_or_refused(scene, &listener) else {
+        let reason = "the guest is not offered VIRTIO_VSOCK_F_SEQPACKET by this QEMU";
+        skip(&format!("messages::stay_apart ({:?})", scene.version), reason);
         return;
-    }
-    for version in VERSIONS {
-        let directory = tempfile::TempDir::with_prefix("towline-lab-").unwrap();
-        let path = directory.path().join("m");
-        let mut scene = Scene::new(version, &["--uds-seqpacket", path.to_str().unwrap()]);
-        let listener = socket();
-        rustix::io::ioctl_fionbio(&listener, true).unwrap();
-        let address = SocketAddrUnix::new(scene.scratch.path().join("v_6010")).unwrap();
-        bind(&listener, &address).unwrap();
-        listen(&listener, 8).unwrap();
-        scene.perl("ask", "connect seqpacket 6010 ask one two-and-a-half three");
-        let Some(fd) = accept_or_refused(&mut scene, &listener) else {
-            let reason = "the guest is not offered VIRTIO_VSOCK_F_SEQPACKET by this QEMU";
-            skip(&format!("messages_stay_apart ({version:?})"), reason);
-            continue;
-        };
-        assert_eq!([text(&fd), text(&fd), text(&fd)], ["one", "two-and-a-half", "three"]);
-        assert!(hear(&fd).is_empty(), "the guest has ended");
-        say(&fd, b"an answer");
-        drop(fd);
-        scene.wait_said("ask", "answered an answer");
-        lengths(&mut scene, &path);
-    }
+    };
+    assert_eq!([text(&fd), text(&fd), text(&fd)], ["one", "two-and-a-half", "three"]);
+    assert!(hear(&fd).is_empty(), "the guest has ended");
+    say(&fd, b"an answer");
+    drop(fd);
+    scene.wait_said("messages-ask", "answered an answer");
+    let path = scene.scratch.path().join("m");
+    lengths(scene, &path);
 }
 
 /// The guest's connection; `None` if its kernel cannot make one.
@@ -74,7 +66,7 @@ fn accept_or_refused(scene: &mut Scene, listener: &OwnedFd) -> Option<OwnedFd> {
         if let Ok(fd) = accept(listener) {
             return Ok(Some(Some(patient(fd))));
         }
-        let said = scene.guest.shell("cat /tmp/ask", WITHIN)?;
+        let said = scene.guest.shell("cat /tmp/messages-ask", WITHIN)?;
         Ok(said.contains("refused").then_some(None))
     });
     outcome.unwrap()

@@ -3,27 +3,18 @@
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 
-use towline_lab::require_lab;
+use crate::support::{Scene, hear_all, hear_ok, patient};
 
-use crate::support::{Scene, VERSIONS, hear_all, hear_ok, patient};
-
-#[test]
-fn what_others_do_wrong() {
-    if !require_lab("what_others_do_wrong") {
-        return;
-    }
-    for version in VERSIONS {
-        let mut scene = Scene::new(version, &[]);
-        scene.perl("echo", "listen stream 5001 echo");
-        connections_that_end_at_once(&scene);
-        data_right_behind_connect(&scene);
-        connect_in_pieces(&scene);
-        lines_that_are_none(&scene);
-        nobody_listens(&mut scene);
-        assert!(scene.device.runs().unwrap());
-        let stderr = scene.device.stderr();
-        assert!(stderr.is_empty(), "{version:?}: {stderr}");
-    }
+/// Needs who echoes on port 5001.
+pub(crate) fn what_others_do_wrong(scene: &mut Scene) {
+    connections_that_end_at_once(scene);
+    data_right_behind_connect(scene);
+    connect_in_pieces(scene);
+    lines_that_are_none(scene);
+    nobody_listens(scene);
+    assert!(scene.device.runs().unwrap());
+    let stderr = scene.device.stderr();
+    assert!(stderr.is_empty(), "{:?}: {stderr}", scene.version);
 }
 
 /// Who connects, asks, and is gone before the guest has answered: once the end of the whole process.

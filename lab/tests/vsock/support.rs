@@ -9,7 +9,6 @@ use tempfile::TempDir;
 use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline, Version, towline, wait_until};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
-pub(crate) const VERSIONS: [Version; 2] = [Version::V10_0, Version::V7_2];
 pub(crate) const CID: u64 = 33;
 
 /// Sockets in Perl, which needs no module for them: `perl v.pl listen|connect stream|seqpacket PORT MODE`.
@@ -57,6 +56,7 @@ if ($mode eq 'ask') {
 pub(crate) struct Scene {
     pub(crate) guest: LinuxGuest,
     _qemu: Qemu,
+    pub(crate) version: Version,
     pub(crate) device: Towline,
     pub(crate) scratch: TempDir,
 }
@@ -84,18 +84,19 @@ pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
 }
 
 impl Scene {
-    pub(crate) fn new(version: Version, more: &[&str]) -> Self {
+    pub(crate) fn new(version: Version) -> Self {
         let scratch = TempDir::with_prefix("towline-lab-").unwrap();
         let socket = scratch.path().join("device");
-        let (device_path, uds) =
-            (socket.display().to_string(), scratch.path().join("v").display().to_string());
+        let [device_path, uds, messages] =
+            ["device", "v", "m"].map(|name| scratch.path().join(name).display().to_string());
         let cid = CID.to_string();
-        let own = ["--socket", &device_path, "--cid", &cid, "--uds", &uds];
-        let device = start_device(&[&own[..], more].concat(), &socket);
+        let arguments =
+            ["--socket", &device_path, "--cid", &cid, "--uds", &uds, "--uds-seqpacket", &messages];
+        let device = start_device(&arguments, &socket);
         let qemu = linux(version).args(device_arguments(&socket)).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         install_perl(&mut guest);
-        Self { guest, _qemu: qemu, device, scratch }
+        Self { guest, _qemu: qemu, version, device, scratch }
     }
 
     pub(crate) fn uds(&self) -> PathBuf {

@@ -23,6 +23,7 @@ use towline_vhost_user::{Batch, Ring};
 
 use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
 use crate::packet::{HEADER_BYTES, Kind, Shut};
+use crate::pulse::Traffic;
 use crate::sockets::{Connect, Sockets};
 use crate::table::Table;
 
@@ -83,6 +84,8 @@ pub struct Engine<S: Sockets> {
     stalls: VecDeque<(u64, Id)>,
     /// Since when the guest has left no room for answers.
     full_since: Option<u64>,
+    /// Without packets that carry something to the guest: those are counted below.
+    traffic: Traffic,
     statistics: Statistics,
 }
 
@@ -101,6 +104,7 @@ impl<S: Sockets> Engine<S> {
             deadlines: VecDeque::new(),
             stalls: VecDeque::new(),
             full_since: None,
+            traffic: Traffic::default(),
             statistics: Statistics::default(),
         }
     }
@@ -118,6 +122,12 @@ impl<S: Sockets> Engine<S> {
     /// The connections by name.
     pub fn table(&self) -> &Table {
         &self.table
+    }
+
+    /// What came and went so far, but for what only tells credit.
+    pub(crate) fn traffic(&self) -> Traffic {
+        let to_guest = self.traffic.to_guest + self.statistics.lines.packets_to_guest;
+        Traffic { to_guest, ..self.traffic }
     }
 
     /// What was counted so far.

@@ -8,7 +8,7 @@ use zerocopy::IntoBytes as _;
 
 use super::{Engine, SKIP, STALL_MS};
 use crate::connection::Id;
-use crate::packet::{Ends, HEADER_BYTES, Kind, PAYLOAD_BYTES_MAX, Shut};
+use crate::packet::{Ends, HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
 use crate::sockets::{Received, Sockets};
 
 /// Buffers of the guest's that are taken together.
@@ -65,6 +65,8 @@ impl<S: Sockets> Engine<S> {
                 ring.complete(chain, 0);
                 used += 1;
             } else if let Some(header) = self.table.next_control() {
+                let credit = header.operation == Operation::CreditUpdate.number();
+                self.traffic.to_guest += u64::from(!credit);
                 chain.write_at(0, header.as_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;

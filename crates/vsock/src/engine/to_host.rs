@@ -64,6 +64,7 @@ impl<S: Sockets> Engine<S> {
         let header = Header::parse(&bytes);
         let payload = chain.readable_bytes() - HEADER_BYTES as u32;
         let inbound = self.table.from_guest(&header, payload);
+        self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
         if let Inbound::Payload(id, ends) = inbound {
             self.statistics.lines.packets_from_guest += 1;
             if self.payload(id, (slot, index), header.len.get(), ends) {

@@ -15,6 +15,7 @@ use rustix::net::{
 
 use crate::packet::{Kind, Shut};
 use crate::rules::Place;
+use crate::sys::VsockAddress;
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
@@ -81,6 +82,11 @@ impl HostSocket {
                 let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
                 let fd = socket_with(family, SocketType::STREAM, FLAGS, None)?;
                 let connected = connect(&fd, address);
+                (fd, connected)
+            }
+            Place::Vsock { cid, port } => {
+                let fd = socket_with(AddressFamily::VSOCK, socket_type(kind), FLAGS, None)?;
+                let connected = connect(&fd, &VsockAddress::new(*cid, *port));
                 (fd, connected)
             }
         };
@@ -206,8 +212,17 @@ impl Listening {
         Ok(Self { fd, kind: Kind::Stream, is_tcp: true, path: None })
     }
 
+    /// Listens at a port of the host's own AF_VSOCK.
+    fn vsock(cid: Option<u32>, port: u32) -> io::Result<Self> {
+        let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
+        bind(&fd, &VsockAddress::new(cid, port))?;
+        listen(&fd, BACKLOG)?;
+        Ok(Self { fd, kind: Kind::Stream, is_tcp: false, path: None })
+    }
+
     pub(crate) fn place(place: &Place) -> io::Result<Self> {
         match place {
+            Place::Vsock { cid, port } => Self::vsock(*cid, *port),
             Place::Unix(path) => Self::unix(path, Kind::Stream),
             Place::Tcp(address) => Self::tcp(address),
         }

@@ -1,8 +1,9 @@
-//! All that is unsafe: the vectored calls on sockets over buffers that Rust never looks into.
+//! All that is unsafe: the vectored calls on sockets over buffers that Rust never looks into, and addresses of AF_VSOCK.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use rustix::net::addr::{SocketAddrArg, SocketAddrLen, SocketAddrOpaque};
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut};
 
 use crate::sockets::Received;
@@ -49,5 +50,28 @@ pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> 
         if error.kind() != io::ErrorKind::Interrupted {
             return Err(error);
         }
+    }
+}
+
+/// An address of AF_VSOCK (`sockaddr_vm`).
+pub(crate) struct VsockAddress(libc::sockaddr_vm);
+
+impl VsockAddress {
+    /// A port of this context; none: of whatever contexts this machine has.
+    pub(crate) fn new(cid: Option<u32>, port: u32) -> Self {
+        Self(libc::sockaddr_vm {
+            svm_family: libc::AF_VSOCK as libc::sa_family_t,
+            svm_reserved1: 0,
+            svm_port: port,
+            svm_cid: cid.unwrap_or(libc::VMADDR_CID_ANY),
+            svm_zero: [0; 4],
+        })
+    }
+}
+
+// SAFETY: `f` gets a pointer to a whole `sockaddr_vm` that lives across the call, and its length.
+unsafe impl SocketAddrArg for VsockAddress {
+    unsafe fn with_sockaddr<R>(&self, f: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R) -> R {
+        f((&raw const self.0).cast(), size_of::<libc::sockaddr_vm>() as SocketAddrLen)
     }
 }

@@ -1,0 +1,126 @@
+//! Guests as they are given: `--guest`, or a file of them.
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use towline_vsock::{Rule, guest_cid};
+
+/// One guest.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Guest {
+    pub(super) cid: u64,
+    pub(super) socket: PathBuf,
+    pub(super) uds: Option<PathBuf>,
+    pub(super) uds_seqpacket: Option<PathBuf>,
+    pub(super) forward: Vec<Rule>,
+    pub(super) group: Vec<String>,
+}
+
+impl FromStr for Guest {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut guest = Self::default();
+        for part in text.split(',') {
+            let (key, value) = part.split_once('=').with_context(|| format!("`{part}` is not KEY=VALUE"))?;
+            match key {
+                "cid" => guest.cid = guest_cid(value)?,
+                "socket" => guest.socket = value.into(),
+                "uds" => guest.uds = Some(value.into()),
+                "uds-seqpacket" => guest.uds_seqpacket = Some(value.into()),
+                "forward" => guest.forward.push(value.parse()?),
+                "group" => guest.group.push(value.to_owned()),
+                _ => bail!("`{key}` is not one of cid, socket, uds, uds-seqpacket, forward, group"),
+            }
+        }
+        if guest.cid == 0 || guest.socket.as_os_str().is_empty() {
+            bail!("`{text}` needs cid= and socket=");
+        }
+        Ok(guest)
+    }
+}
+
+/// What a file of guests has in it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    guest: Vec<Entry>,
+}
+
+/// One `[[guest]]`, with the keys of `--guest`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Entry {
+    cid: u64,
+    socket: PathBuf,
+    uds: Option<PathBuf>,
+    uds_seqpacket: Option<PathBuf>,
+    #[serde(default)]
+    forward: Vec<String>,
+    #[serde(default)]
+    group: Vec<String>,
+}
+
+/// The guests of a TOML file.
+pub(super) fn read(path: &Path) -> Result<Vec<Guest>> {
+    let named = || format!("--config {}", path.display());
+    parse(&std::fs::read_to_string(path).with_context(named)?).with_context(named)
+}
+
+fn parse(text: &str) -> Result<Vec<Guest>> {
+    let File { guest } = toml::from_str(text)?;
+    ensure!(!guest.is_empty(), "there is no [[guest]] in it");
+    guest.into_iter().map(Entry::into_guest).collect()
+}
+
+impl Entry {
+    fn into_guest(self) -> Result<Guest> {
+        let Self { cid, socket, uds, uds_seqpacket, forward, group } = self;
+        let cid = guest_cid(&cid.to_string())?;
+        let rules = forward.iter().map(|rule| rule.parse::<Rule>());
+        let forward = rules.collect::<Result<_, _>>().with_context(|| format!("the guest with cid {cid}"))?;
+        Ok(Guest { cid, socket, uds, uds_seqpacket, forward, group })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_says_what_the_options_say() {
+        let file = r#"
+            [[guest]]
+            cid = 3
+            socket = "/run/a"
+            uds = "/run/a.v"
+            uds-seqpacket = "/run/a.m"
+            forward = ["guest:80=tcp:127.0.0.1:8080", "cid:9=uds:/run/nine"]
+            group = ["lab", "all"]
+
+            [[guest]]
+            cid = 4
+            socket = "/run/b"
+        "#;
+        let options = [
+            "cid=3,socket=/run/a,uds=/run/a.v,uds-seqpacket=/run/a.m,forward=guest:80=tcp:127.0.0.1:8080,\
+             forward=cid:9=uds:/run/nine,group=lab,group=all",
+            "cid=4,socket=/run/b",
+        ];
+        let options: Vec<Guest> = options.iter().map(|text| text.parse().unwrap()).collect();
+        assert_eq!(format!("{:?}", parse(file).unwrap()), format!("{options:?}"));
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_file_is_said() {
+        let error = |text: &str| format!("{:#}", parse(text).unwrap_err());
+        assert!(error("guest = []").contains("there is no [[guest]] in it"));
+        assert!(error("[[guest]]\ncid = 3").contains("missing field `socket`"));
+        assert!(error("[[guest]]\ncid = 3\nsocket = 'a'\npath = 'b'").contains("unknown field `path`"));
+        assert!(error("[[guest]]\ncid = 2\nsocket = 'a'").contains("`2` is no guest's context"));
+        let rule = error("[[guest]]\ncid = 3\nsocket = 'a'\nforward = ['guest:x=unix:/a']");
+        assert!(rule.contains("the guest with cid 3: `x` is no port"), "{rule}");
+    }
+}

@@ -1,0 +1,139 @@
+//! A device that serves, with a driver over shared memory in the place of a guest.
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use std::io::Write as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use towline_frontend::vsock::{Event, Guest, Options};
+use towline_frontend::wire::feature;
+use towline_frontend::{Frontend, Memory};
+use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
+use towline_vsock::{Limits, Settings, Vsock};
+
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+pub(crate) const CID: u64 = 33;
+/// `VHOST_USER_PROTOCOL_F_DEVICE_STATE`.
+pub(crate) const DEVICE_STATE: u64 = 1 << 19;
+
+/// A device that serves.
+pub(crate) struct Served {
+    directory: TempDir,
+    cid: u64,
+    pub(crate) device: Arc<Vsock>,
+    cancel: Cancel,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Served {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self::with(limits, CID, &[])
+    }
+
+    /// A device for the guest `cid` with these rules.
+    pub(crate) fn with(limits: Limits, cid: u64, rules: &[String]) -> Self {
+        let directory = TempDir::with_prefix("towline-vsock-").unwrap();
+        let settings = Settings {
+            cid,
+            uds: Some(directory.path().join("v")),
+            uds_seqpacket: None,
+            rules: rules.iter().map(|rule| rule.parse().unwrap()).collect(),
+            groups: Vec::new(),
+            limits,
+            poll: Duration::from_micros(50),
+        };
+        let device = Arc::new(Vsock::new(settings, &Arc::default()).unwrap());
+        let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
+        let cancel = Cancel::new().unwrap();
+        let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
+        let thread = std::thread::spawn(move || {
+            let device: Arc<dyn Device> = serving;
+            assert!(Frontends::Listen(listener).serve(&device, &cancelled).is_err());
+        });
+        Self { directory, cid, device, cancel, thread: Some(thread) }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub(crate) fn guest(&self) -> (Frontend, Guest) {
+        let options =
+            Options { cid: self.cid, size: 128, receive_bytes: 4096, features: 0, takes_at_once: true };
+        let mut frontend = Frontend::connect(&self.path("d"), WITHIN).unwrap();
+        let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap();
+        let options = Options { features: agreed.features, ..options };
+        let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+        frontend.share(Some(&memory)).unwrap();
+        let guest = Guest::start(&mut frontend, &memory, options).unwrap();
+        (frontend, guest)
+    }
+
+    pub(crate) fn connect(&self, port: u32) -> UnixStream {
+        let mut stream = UnixStream::connect(self.path("v")).unwrap();
+        stream.set_read_timeout(Some(WITHIN)).unwrap();
+        stream.write_all(format!("CONNECT {port}\n").as_bytes()).unwrap();
+        stream
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.cancel.cancel();
+        if let Some(thread) = self.thread.take() {
+            let ended = thread.join();
+            assert!(ended.is_ok() || std::thread::panicking());
+        }
+    }
+}
+
+/// Polls until something is found.
+pub(crate) fn until<T>(guest: &mut Guest, mut found: impl FnMut(&mut Guest, Event) -> Option<T>) -> T {
+    let deadline = Instant::now() + WITHIN;
+    loop {
+        let mut what = None;
+        guest.poll(|guest, event| what = what.take().or(found(guest, event))).unwrap();
+        if let Some(what) = what {
+            return what;
+        }
+        assert!(Instant::now() < deadline, "nothing came");
+        guest.wait(false, Duration::from_millis(20)).unwrap();
+    }
+}
+
+/// The guest's connection to a socket of the host's.
+pub(crate) fn reach(served: &Served, guest: &mut Guest, port: u32) -> ((u32, u32), UnixStream) {
+    let listener = UnixListener::bind(served.path(&format!("v_{port}"))).unwrap();
+    let ports = (port + 1000, port);
+    guest.request(ports);
+    until(guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    let (stream, _) = listener.accept().unwrap();
+    stream.set_read_timeout(Some(WITHIN)).unwrap();
+    (ports, stream)
+}
+
+/// Sends all of this, as the host takes it.
+pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
+    let deadline = Instant::now() + WITHIN;
+    let mut sent = 0;
+    while sent < content.len() {
+        let room = (guest.credit(ports) as usize).min(60_000).min(content.len() - sent);
+        if room > 0 && guest.has_room() && guest.send(ports, &content[sent..sent + room], 0) {
+            sent += room;
+            continue;
+        }
+        guest.poll(|_, _| ()).unwrap();
+        assert!(Instant::now() < deadline, "{sent} of {} bytes were taken", content.len());
+        guest.wait(!guest.has_room(), Duration::from_millis(20)).unwrap();
+    }
+    guest.poll(|_, _| ()).unwrap();
+}
+
+/// Bytes that differ from their neighbours.
+pub(crate) fn bytes(count: usize) -> Vec<u8> {
+    (0..count).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[0]).collect()
+}
