@@ -19,6 +19,7 @@ mod features;
 mod pair;
 mod rarp;
 mod receive;
+pub mod segment;
 mod statistics;
 mod sys;
 mod tap;
