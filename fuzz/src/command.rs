@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Every target, with the longest input that is worth its time.
-pub const TARGETS: [(&str, u32); 10] = [
+pub const TARGETS: [(&str, u32); 11] = [
     ("main_channel", 2048),
     ("lane", 4096),
     ("return_path", 1024),
@@ -16,6 +16,7 @@ pub const TARGETS: [(&str, u32); 10] = [
     ("vhost_session", 2048),
     ("vhost_ring", 3072),
     ("facts", 2048),
+    ("net_segments", 1024),
 ];
 
 /// `cargo fuzz run` of a target, `runs` inputs long, in the repository at `root`. It needs cargo-fuzz (`cargo install

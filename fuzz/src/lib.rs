@@ -10,6 +10,9 @@ pub mod vhost_user;
 #[path = "../../crates/vsock/tests/simulation/packets.rs"]
 pub mod vsock;
 
+#[path = "../../crates/net/tests/segments/hostile.rs"]
+pub mod segments;
+
 #[path = "../../crates/compat/tests/hostile.rs"]
 pub mod compat;
 

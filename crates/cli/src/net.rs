@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
-use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
+use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
 
 use crate::Exit;
@@ -40,6 +40,10 @@ Examples:
   Taps that a manager opened (descriptors 5 and 6), threads on processors 2 and 3, looking for more for 50 µs before
   they sleep:
     towline net --fd 4 --tap-fds 5:6 --cpus 2,3 --poll-us 50
+  A guest that sends without a copy: its memory is pinned, and queue 0 of a network card's function reads it. What the guest
+  receives comes by a macvtap of the same function (see docs/net.md for which drivers, and what else they want):
+    ip link add link ens1f0 name vm0 address 52:54:00:00:00:01 type macvtap mode bridge && ip link set vm0 up
+    towline net --socket /run/vm/net0.sock --tap vm0 --af-xdp ens1f0
 
 Exit codes: 0 ended as asked; 1 failed or refused, with the reason; 2 usage.
 ")]
@@ -62,6 +66,15 @@ pub(crate) struct NetArgs {
     /// The tap's MTU is set to this
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..), conflicts_with = "tap_fds")]
     mtu: Option<u16>,
+    /// What the guest sends leaves by this interface, from the guest's memory (AF_XDP); what it receives comes by the tap
+    #[arg(long, value_name = "IF")]
+    af_xdp: Option<String>,
+    /// AF_XDP sockets that were opened already, not bound: one for each pair
+    #[arg(long, value_name = "A:B:..", value_delimiter = ':', requires = "af_xdp")]
+    xsk_fds: Vec<i32>,
+    /// The interface's queue that the first pair sends by; the others take the next ones
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "af_xdp")]
+    xsk_queue: u32,
     /// Processors for the threads, one after the other
     #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
     cpus: Vec<usize>,
@@ -83,7 +96,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         taps.set_mtu(mtu)?;
     }
     let options = Options { cpus: args.cpus.clone(), poll: Duration::from_micros(args.poll_us) };
-    let net = Arc::new(Net::new(taps, options));
+    let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let frontends = match (&args.socket, args.fd) {
         (Some(path), _) => Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?),
         (None, Some(number)) => {
@@ -101,6 +114,13 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         Err(ServeError::Channel(_)) if cancel.is_cancelled() => Ok(Exit::Done),
         outcome => outcome.map(|()| Exit::Done).map_err(Into::into),
     }
+}
+
+/// What there is to transmit by beside the tap.
+fn xdp(args: &NetArgs) -> Result<Option<Xdp>> {
+    let Some(name) = &args.af_xdp else { return Ok(None) };
+    let given = if args.xsk_fds.is_empty() { None } else { Some(inherited(&args.xsk_fds)?) };
+    Ok(Some(Xdp::new(name, args.xsk_queue, given)?))
 }
 
 fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
@@ -140,7 +160,12 @@ fn tell(net: &Net, json: bool) {
     if json {
         let pairs: Vec<Value> = pairs
             .iter()
-            .map(|[receive, transmit]| json!({ "rx": object(receive), "tx": object(transmit) }))
+            .zip(net.modes())
+            .map(|([receive, transmit], mode)| {
+                let mut transmit = object(transmit);
+                transmit["mode"] = mode.name().into();
+                json!({ "rx": object(receive), "tx": transmit })
+            })
             .collect();
         println!("{}", json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs }));
         return;
@@ -148,6 +173,17 @@ fn tell(net: &Net, json: bool) {
     for (index, pair) in pairs.iter().enumerate() {
         for (way, queue) in ["rx", "tx"].into_iter().zip(pair) {
             eprintln!("towline: net {} {way} {index}: {}", net.taps().name(), line(queue));
+        }
+        if net.uses_xdp() {
+            let (transmit, mode) = (&pair[1], net.modes()[index]);
+            eprintln!(
+                "towline: net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
+                net.taps().name(),
+                mode.name(),
+                transmit.zero_copy,
+                transmit.referenced,
+                transmit.pending
+            );
         }
     }
 }
@@ -161,6 +197,9 @@ fn object(queue: &QueueStatistics) -> Value {
         "notifications": queue.notifications,
         "notifications-suppressed": queue.notifications_suppressed,
         "copied": queue.copied,
+        "zero-copy": queue.zero_copy,
+        "referenced": queue.referenced,
+        "pending": queue.pending,
         "drops": Value::Object(drops.into_iter().collect()),
     })
 }

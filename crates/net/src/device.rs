@@ -1,7 +1,7 @@
 //! The card as vhost-user sees it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
@@ -12,6 +12,7 @@ use crate::pair::{Pair, TRANSMIT};
 use crate::rarp;
 use crate::statistics::{Counters, QueueStatistics};
 use crate::tap::Taps;
+use crate::xdp::{Mode, Xdp};
 
 /// The first word of [`Device::migration_version`].
 const KIND: &str = "towline-net-1";
@@ -35,6 +36,9 @@ pub struct Net {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) taps: Taps,
+    pub(crate) xdp: Option<Xdp>,
+    /// By pair: a [`Mode`].
+    pub(crate) modes: Vec<AtomicU8>,
     pub(crate) options: Options,
     /// What the driver took.
     pub(crate) features: AtomicU64,
@@ -45,8 +49,15 @@ pub(crate) struct Shared {
 impl Net {
     /// A card on these queues of a tap, a pair for each.
     pub fn new(taps: Taps, options: Options) -> Self {
+        Self::with_xdp(taps, None, options)
+    }
+
+    /// As [`Net::new`], but what the guest sends leaves by AF_XDP wherever it can.
+    pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let counters = taps.queues().iter().map(|_| <[Counters; 2]>::default()).collect();
-        Self { shared: Arc::new(Shared { taps, options, features: AtomicU64::new(0), counters }) }
+        let modes = taps.queues().iter().map(|_| AtomicU8::new(Mode::Tap as u8)).collect();
+        let features = AtomicU64::new(0);
+        Self { shared: Arc::new(Shared { taps, xdp, modes, options, features, counters }) }
     }
 
     /// Its tap.
@@ -58,6 +69,16 @@ impl Net {
     pub fn statistics(&self) -> Vec<[QueueStatistics; 2]> {
         let snapshot = |pair: &[Counters; 2]| [pair[0].snapshot(), pair[1].snapshot()];
         self.shared.counters.iter().map(snapshot).collect()
+    }
+
+    /// Whether it was made to send by AF_XDP.
+    pub fn uses_xdp(&self) -> bool {
+        self.shared.xdp.is_some()
+    }
+
+    /// How each pair sends now.
+    pub fn modes(&self) -> Vec<Mode> {
+        self.shared.modes.iter().map(|mode| Mode::of(mode.load(Relaxed))).collect()
     }
 
     fn pairs(&self) -> usize {
@@ -115,7 +136,12 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
-        Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))))
+        Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))?))
+    }
+
+    /// Memory that has not come cannot be pinned.
+    fn allows_postcopy(&self) -> bool {
+        self.shared.xdp.is_none()
     }
 
     fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {

@@ -19,14 +19,17 @@ mod features;
 mod pair;
 mod rarp;
 mod receive;
+pub mod segment;
 mod statistics;
 mod sys;
 mod tap;
 mod transmit;
+mod xdp;
 
 pub use device::{Net, Options};
 pub use statistics::{DropReason, QueueStatistics};
 pub use tap::{Tap, TapError, Taps};
+pub use xdp::{Mode, Xdp, XdpError};
 
 /// The most queue pairs: what one byte names on the wire, two queues each.
 pub const PAIRS_MAX: usize = towline_vhost_user::QUEUES_MAX / 2;

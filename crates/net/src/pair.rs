@@ -1,5 +1,6 @@
 //! A receive and a transmit queue with a queue of the tap, on one thread.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
@@ -13,6 +14,7 @@ use crate::receive::{Format, Line, Receiver};
 use crate::statistics::Tally;
 use crate::tap::Tap;
 use crate::transmit::Transmitter;
+use crate::xdp::Sender;
 
 /// Of the queues of a pair: the one that the guest receives from.
 const RECEIVE: usize = 0;
@@ -26,6 +28,8 @@ pub(crate) struct Pair {
     format: Format,
     receiver: Receiver,
     transmitter: Transmitter,
+    /// Sends by AF_XDP, where that is wanted.
+    sender: Option<Sender>,
     tallies: [Tally; 2],
     /// Whether the guest's queue to receive from runs.
     receives: bool,
@@ -35,18 +39,20 @@ pub(crate) struct Pair {
 }
 
 impl Pair {
-    pub(crate) fn new(index: usize, shared: Arc<Shared>) -> Self {
-        Self {
+    pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
+        let sender = shared.xdp.is_some().then(|| Sender::new(index, Arc::clone(&shared)));
+        Ok(Self {
             index,
             shared,
             format: Format { header_bytes: 12, mergeable: false },
             receiver: Receiver::new(),
             transmitter: Transmitter::new(),
+            sender: sender.transpose()?,
             tallies: Default::default(),
             receives: false,
             busy: None,
             begun: false,
-        }
+        })
     }
 
     fn tap(&self) -> &Tap {
@@ -117,9 +123,14 @@ impl Worker for Pair {
         let tallies = &mut self.tallies;
         if let Some(ring) = queues.ring(TRANSMIT) {
             let tally = &mut tallies[TRANSMIT];
-            more |= self.transmitter.run(ring, line, tally);
+            more |= match &mut self.sender {
+                Some(sender) => sender.run(ring, line, tally, &mut self.transmitter),
+                None => self.transmitter.run(ring, line, tally),
+            };
             worked |= tally.packets > 0;
             tally.settle(ring, &counters[TRANSMIT]);
+        } else if let Some(sender) = &mut self.sender {
+            sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
         }
         if let Some(ring) = queues.ring(RECEIVE) {
             let tally = &mut tallies[RECEIVE];
@@ -141,6 +152,21 @@ impl Worker for Pair {
         }
         if !events.is_empty() {
             fds.push(PollFd::new(tap, events));
+        }
+        if let Some(timer) = self.sender.as_ref().and_then(Sender::waits_for) {
+            fds.push(PollFd::from_borrowed_fd(timer, PollFlags::IN));
+        }
+    }
+
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
+        if let Some(sender) = self.sender.as_mut().filter(|_| queue == TRANSMIT) {
+            sender.drain(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline);
+        }
+    }
+
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
+        if let Some(sender) = &mut self.sender {
+            sender.release(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline);
         }
     }
 }

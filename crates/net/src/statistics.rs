@@ -48,8 +48,15 @@ pub struct QueueStatistics {
     pub notifications: u64,
     /// Times that it did not want to be.
     pub notifications_suppressed: u64,
-    /// Frames that were copied, because the guest's buffers were too few when they came (receiving only).
+    /// Receiving: frames that were copied here, because the guest's buffers were too few when they came. Transmitting by
+    /// AF_XDP: those that somebody copied, the kernel or this process.
     pub copied: u64,
+    /// Transmitting by AF_XDP: frames that the device read from the guest's memory.
+    pub zero_copy: u64,
+    /// Transmitting by AF_XDP: frames that the kernel was shown in the guest's memory, whatever it did then.
+    pub referenced: u64,
+    /// Of these, how many it has now.
+    pub pending: u64,
     /// Frames that went nowhere, by [`DropReason::ALL`].
     pub drops: [u64; DropReason::ALL.len()],
 }
@@ -70,6 +77,9 @@ pub(crate) struct Counters {
     notifications: AtomicU64,
     notifications_suppressed: AtomicU64,
     copied: AtomicU64,
+    zero_copy: AtomicU64,
+    referenced: AtomicU64,
+    pending: AtomicU64,
     drops: [AtomicU64; DropReason::ALL.len()],
 }
 
@@ -82,6 +92,9 @@ impl Counters {
             notifications: self.notifications.load(Relaxed),
             notifications_suppressed: self.notifications_suppressed.load(Relaxed),
             copied: self.copied.load(Relaxed),
+            zero_copy: self.zero_copy.load(Relaxed),
+            referenced: self.referenced.load(Relaxed),
+            pending: self.pending.load(Relaxed),
             drops: std::array::from_fn(|reason| self.drops[reason].load(Relaxed)),
         }
     }
@@ -93,6 +106,10 @@ pub(crate) struct Tally {
     pub(crate) packets: u64,
     pub(crate) bytes: u64,
     pub(crate) copied: u64,
+    pub(crate) zero_copy: u64,
+    pub(crate) referenced: u64,
+    /// Not a sum: what it is now.
+    pub(crate) pending: u64,
     drops: [u64; DropReason::ALL.len()],
     /// What the ring had counted when it was last looked at.
     ring: RingStatistics,
@@ -118,6 +135,9 @@ impl Tally {
         add(&counters.packets, std::mem::take(&mut self.packets));
         add(&counters.bytes, std::mem::take(&mut self.bytes));
         add(&counters.copied, std::mem::take(&mut self.copied));
+        add(&counters.zero_copy, std::mem::take(&mut self.zero_copy));
+        add(&counters.referenced, std::mem::take(&mut self.referenced));
+        counters.pending.store(self.pending, Relaxed);
         for (counter, drops) in counters.drops.iter().zip(&mut self.drops) {
             add(counter, std::mem::take(drops));
         }

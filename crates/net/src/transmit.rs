@@ -4,8 +4,8 @@
 
 use std::io;
 
-use towline_channel::IOV_MAX;
-use towline_vhost_user::{Batch, Ring};
+use towline_channel::{IOV_MAX, IoBuf};
+use towline_vhost_user::{Batch, Chain, Ring};
 
 use crate::receive::Line;
 use crate::statistics::{DropReason, Tally};
@@ -50,25 +50,12 @@ impl Transmitter {
     }
 
     /// Sends the batch; how many frames of it until the tap had no room.
-    fn send(&mut self, ring: &mut Ring, Line { tap, format }: Line<'_>, tally: &mut Tally) -> usize {
+    fn send(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> usize {
         let mut bufs = Vec::with_capacity(IOV_MAX.min(64));
         let mut shown = tally.bytes;
         for (index, chain) in self.batch.chains().enumerate() {
-            let length = chain.readable_bytes() as usize;
-            bufs.clear();
-            bufs.extend(chain.readable());
-            let written = match length {
-                _ if length <= format.header_bytes => Err(io::Error::from_raw_os_error(libc::EINVAL)),
-                ..=FRAME_BYTES_MAX => tap.write(&bufs),
-                _ => Err(io::Error::from_raw_os_error(libc::EMSGSIZE)),
-            };
-            match written {
-                Ok(_) => {
-                    tally.packets += 1;
-                    tally.bytes += (length - format.header_bytes) as u64;
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return index,
-                Err(error) => tally.drop(reason(&error)),
+            if !frame(chain, line, &mut bufs, tally) {
+                return index;
             }
             ring.complete(chain, 0);
             if tally.bytes - shown >= BYTES_A_BATCH {
@@ -78,6 +65,32 @@ impl Transmitter {
         }
         self.batch.len()
     }
+}
+
+/// Sends one frame, or drops it. False if the tap has no room.
+pub(crate) fn frame<'b>(
+    chain: Chain<'b>,
+    Line { tap, format }: Line<'_>,
+    bufs: &mut Vec<IoBuf<'b>>,
+    tally: &mut Tally,
+) -> bool {
+    let length = chain.readable_bytes() as usize;
+    bufs.clear();
+    bufs.extend(chain.readable());
+    let written = match length {
+        _ if length <= format.header_bytes => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+        ..=FRAME_BYTES_MAX => tap.write(bufs),
+        _ => Err(io::Error::from_raw_os_error(libc::EMSGSIZE)),
+    };
+    match written {
+        Ok(_) => {
+            tally.packets += 1;
+            tally.bytes += (length - format.header_bytes) as u64;
+        }
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
+        Err(error) => tally.drop(reason(&error)),
+    }
+    true
 }
 
 fn reason(error: &io::Error) -> DropReason {

@@ -167,6 +167,12 @@ pub trait Worker: Send {
     fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
         let _ = (queue, queues, deadline);
     }
+
+    /// Before the guest's memory changes: ends what uses it without the rings knowing (a device of the host's that reads it
+    /// by itself), by the deadline. What is not completed then was under way in memory that is no longer there.
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
+        let _ = (queues, deadline);
+    }
 }
 
 /// What a worker wants after a run.

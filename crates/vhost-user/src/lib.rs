@@ -28,7 +28,7 @@ mod worker;
 
 pub use device::{Device, Next, Refusal, Worker};
 pub use features::ProtocolFeatures;
-pub use memory::{Memory, MemoryError, REGIONS_MAX, Region};
+pub use memory::{Memory, MemoryError, Place, REGIONS_MAX, Region};
 pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
 pub use rustix::event::{PollFd, PollFlags};
 pub use server::{Frontends, ServeError, serve};

@@ -10,6 +10,7 @@
 //! Limits: [`REGIONS_MAX`] regions. A file that its owner cuts short after it was mapped kills this process (SIGBUS), as
 //! it does QEMU: memory is shared with whom one trusts.
 
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -109,7 +110,22 @@ pub(crate) struct Piece {
     offset: u64,
 }
 
+/// A part of one region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Which of [`Memory::regions`].
+    pub region: usize,
+    /// Where it begins there.
+    pub offset: u64,
+    /// Its bytes.
+    pub len: u32,
+}
+
 impl Piece {
+    pub(crate) fn place(&self) -> Place {
+        Place { region: self.region.into(), offset: self.offset, len: self.len }
+    }
+
     /// All but its first `len` bytes, which it has.
     pub(crate) fn behind(&self, len: usize) -> Self {
         let skipped = u32::try_from(len).expect("a piece is shorter than 4 GiB");
@@ -133,6 +149,16 @@ impl Region {
         }
         let mapping = Mapping::new(fd, info.mmap_offset.get(), size)?;
         Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
+    }
+
+    /// Its length in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// The file that it is shared by, and where it begins there: for who needs it mapped in a way of its own.
+    pub fn file(&self) -> (&File, u64) {
+        self.mapping.file()
     }
 }
 
@@ -175,6 +201,11 @@ impl Memory {
         let mut regions = self.regions.clone();
         regions.remove(place);
         Ok(Self { regions })
+    }
+
+    /// Its regions, by guest address.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
     }
 
     /// How many bytes are shared.

@@ -56,6 +56,11 @@ impl Queues<'_> {
     pub fn ring(&mut self, index: usize) -> Option<&mut Ring> {
         self.slots.get_mut(index).filter(|slot| slot.runs())?.ring.as_mut()
     }
+
+    /// One of them as long as it is there, also if it is disabled or broken: to complete what was taken from it before.
+    pub fn held(&mut self, index: usize) -> Option<&mut Ring> {
+        self.slots.get_mut(index)?.ring.as_mut()
+    }
 }
 
 /// The place of a ring.
@@ -396,6 +401,8 @@ impl Thread {
             }
             Order::Address(queue, address) => self.settle(queue, None, Some(address)),
             Order::Memory(memory) => {
+                let mut queues = Queues { slots: &mut self.slots, first: self.first };
+                self.worker.release(&mut queues, Instant::now() + DRAIN_WITHIN);
                 (0..self.slots.len()).for_each(|queue| self.settle(queue, Some(&memory), None));
             }
             Order::Log(log) => {

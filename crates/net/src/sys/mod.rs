@@ -1,7 +1,9 @@
-//! All that is unsafe: the ioctls of taps and interfaces.
+//! All that is unsafe: the ioctls of taps and interfaces, and what is shared with AF_XDP.
 
 pub(crate) mod interface;
+pub(crate) mod span;
 pub(crate) mod tap;
+pub(crate) mod xsk;
 
 use std::io;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 
-use crate::memory::{Memory, Piece};
+use crate::memory::{Memory, Piece, Place};
 
 /// Room for chains, to be used again and again; it keeps the memory that they are in.
 #[derive(Debug, Default)]
@@ -96,6 +96,11 @@ impl<'b> Chain<'b> {
     pub fn writable(&self) -> impl ExactSizeIterator<Item = IoBufMut<'b>> + use<'b> {
         let memory = &self.batch.memory;
         self.writable_pieces().iter().map(|piece| memory.io_buf_mut(piece))
+    }
+
+    /// Where [`Self::readable`] is in the batch's memory.
+    pub fn readable_places(&self) -> impl ExactSizeIterator<Item = Place> + use<'b> {
+        self.batch.pieces[self.shape.start..self.shape.writable].iter().map(Piece::place)
     }
 
     /// Bytes in [`Self::readable`].

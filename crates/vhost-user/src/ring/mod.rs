@@ -385,7 +385,8 @@ impl Ring {
         self.next
     }
 
-    pub(crate) fn memory(&self) -> &Arc<Memory> {
+    /// The memory that it and its buffers are in.
+    pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 

@@ -56,6 +56,12 @@ impl Mapping {
         (self.pointer(0, self.len), self.len)
     }
 
+    /// Its file, and where it begins there.
+    pub(crate) fn file(&self) -> (&File, u64) {
+        let mapped = self.region.file_offset().expect("it was made of a file");
+        (mapped.file(), self.lead as u64)
+    }
+
     fn pointer(&self, offset: usize, len: usize) -> *mut u8 {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a mapping of {} bytes", self.len);
