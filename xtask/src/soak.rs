@@ -128,12 +128,34 @@ const SOAKS: &[Soak] = &[
     },
     Soak {
         name: "net-restarts",
-        about: "100 deaths of the network card's process while its guest talks (TOWLINE_SOAK_NET_RESTARTS)",
+        about: "twice 100 deaths of the network card's process while its guest talks (TOWLINE_SOAK_NET_RESTARTS)",
         run: || {
             lab_test(
                 "net",
                 "restarts::connections_survive_the_death_of_the_cards_process",
                 &[("TOWLINE_SOAK_NET_RESTARTS", "100")],
+            )
+        },
+    },
+    Soak {
+        name: "net-upgrades",
+        about: "100 times another process takes the network card over while its guest talks (TOWLINE_SOAK_NET_UPGRADES)",
+        run: || {
+            lab_test(
+                "net",
+                "restarts::another_process_takes_over_and_the_guest_notices_nothing",
+                &[("TOWLINE_SOAK_NET_UPGRADES", "100")],
+            )
+        },
+    },
+    Soak {
+        name: "net-testpmd",
+        about: "DPDK's driver swaps frames on four queues for a minute each way (TOWLINE_SOAK_TESTPMD_SECONDS)",
+        run: || {
+            lab_test(
+                "net",
+                "testpmd::another_driver_gets_and_sends_back_every_frame",
+                &[("TOWLINE_SOAK_TESTPMD_SECONDS", "60")],
             )
         },
     },

@@ -14,6 +14,7 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -101,6 +102,24 @@ impl Listener {
             _ => None,
         };
         Ok(Self { address: local, openings, kind, options: options.clone() })
+    }
+
+    /// A Unix socket that another process has bound to `path` and handed over; its file is removed with this one.
+    pub fn adopt(fd: OwnedFd, path: &Path) -> Self {
+        let kind = Kind::Unix(UnixListener::adopt(fd, path));
+        Self {
+            address: Address::Unix(path.to_owned()),
+            openings: None,
+            kind,
+            options: ListenOptions::default(),
+        }
+    }
+
+    /// The socket's file stays when this is dropped: who was handed the socket removes it.
+    pub fn leave_file(&mut self) {
+        if let Kind::Unix(listener) = &mut self.kind {
+            listener.leave_file();
+        }
     }
 
     /// Where it listens, with the port really chosen when 0 was asked for, and the numeric host.

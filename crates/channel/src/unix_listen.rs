@@ -32,8 +32,8 @@ const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 pub(crate) struct UnixListener {
     fd: OwnedFd,
     path: PathBuf,
-    /// Device and inode of our file.
-    identity: (u64, u64),
+    /// Device and inode of our file; `None` once it is somebody else's to remove.
+    identity: Option<(u64, u64)>,
 }
 
 impl UnixListener {
@@ -51,8 +51,18 @@ impl UnixListener {
         }
         .map_err(|errno| io("bind", errno))?;
         net::listen(&fd, BACKLOG).map_err(|errno| io("listen", errno))?;
-        let identity = identity(path).map_err(|errno| io("stat", errno))?;
+        let identity = Some(identity(path).map_err(|errno| io("stat", errno))?);
         Ok(Self { fd, path: path.to_owned(), identity })
+    }
+
+    /// One that somebody else has bound to this path, whose file is ours to remove from now on.
+    pub(crate) fn adopt(fd: OwnedFd, path: &Path) -> Self {
+        Self { fd, path: path.to_owned(), identity: identity(path).ok() }
+    }
+
+    /// Leaves the file to whoever has the socket too.
+    pub(crate) fn leave_file(&mut self) {
+        self.identity = None;
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -64,7 +74,7 @@ impl Drop for UnixListener {
     fn drop(&mut self) {
         // Without the lock only a race is left that needs somebody to replace the file in this very moment.
         let _lock = lock_directory(&self.path);
-        if identity(&self.path) == Ok(self.identity) {
+        if self.identity.is_some() && identity(&self.path).ok() == self.identity {
             let _ = rustix::fs::unlink(&self.path);
         }
     }

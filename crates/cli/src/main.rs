@@ -11,6 +11,7 @@ mod ctl;
 mod endpoint;
 #[cfg(feature = "store")]
 mod garbage;
+mod hand_over;
 mod inspect;
 mod memory;
 mod net;
@@ -18,6 +19,7 @@ mod outcome;
 mod progress;
 mod sends;
 mod signals;
+mod state;
 mod units;
 mod vsock;
 

@@ -1,6 +1,6 @@
 //! `towline net`: a network card for one guest, behind vhost-user.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
@@ -11,9 +11,10 @@ use serde_json::{Value, json};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
+use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
 
-use crate::Exit;
+use crate::hand_over::{self, Ended, Successors, Wishes};
+use crate::{Exit, state};
 
 /// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
 /// the tap, and QEMU migrates the guest
@@ -81,6 +82,15 @@ pub(crate) struct NetArgs {
     /// Microseconds that a thread looks for more before it sleeps
     #[arg(long, value_name = "US", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     poll_us: u64,
+    /// Where descriptors that are in flight are written down, so that a process that dies loses none of the guest's: a file
+    /// (on a tmpfs), or `fd-store`: the service manager's (`FileDescriptorStoreMax=1`)
+    #[arg(long, value_name = "FILE|fd-store")]
+    state: Option<PathBuf>,
+    /// The live upgrade: a process with the same command line that is started while this one runs asks it here for the card,
+    /// and has it, with the connection to QEMU and the taps; then this one ends. If it cannot be, this one goes on.
+    /// Not with --af-xdp: two processes cannot have one queue of an interface
+    #[arg(long, value_name = "SOCKET", conflicts_with = "af_xdp")]
+    hand_over: Option<PathBuf>,
     /// What the queues did as one JSON object, on standard output
     #[arg(long)]
     json: bool,
@@ -88,31 +98,78 @@ pub(crate) struct NetArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
-    let taps = match &args.tap {
-        Some(name) => Taps::open(name, args.queues.unwrap_or(1))?,
-        None => Taps::from_fds(inherited(&args.tap_fds)?)?,
+    let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
+    let mut given = offer.as_mut().map(Offer::take_own).unwrap_or_default();
+    // The first is the socket at which the next successor asks.
+    let asked = if given.is_empty() { None } else { Some(given.remove(0)) };
+    let taps = match (&offer, &args.tap) {
+        (Some(_), _) => taken_over(args, given),
+        (None, Some(name)) => Taps::open(name, args.queues.unwrap_or(1)).map_err(Into::into),
+        (None, None) => inherited(&args.tap_fds).and_then(|fds| Ok(Taps::from_fds(fds)?)),
+    };
+    let taps = match taps {
+        Ok(taps) => taps,
+        Err(error) => {
+            if let Some(offer) = offer {
+                offer.refuse(&format!("{error:#}"));
+            }
+            return Err(error);
+        }
     };
     if let Some(mtu) = args.mtu {
         taps.set_mtu(mtu)?;
     }
     let options = Options { cpus: args.cpus.clone(), poll: Duration::from_micros(args.poll_us) };
     let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
-    let frontends = match (&args.socket, args.fd) {
-        (Some(path), _) => Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?),
+    let device: Arc<dyn Device> = net.clone();
+    let (service, record) = match offer {
+        Some(offer) => offer.accept(&device, |listener| listener.map(|fd| adopted(args, fd)))?,
+        None => (Service::new(frontends(args)?), state::record(args.state.as_deref(), device.queue_count())?),
+    };
+    let wishes = Wishes::new()?;
+    watch_signals(&net, &wishes, args.json)?;
+    let successors =
+        args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
+    let own: Vec<_> = net.taps().queues().iter().map(AsFd::as_fd).collect();
+    let stays = || net.taps().reattach();
+    let outcome = hand_over::serve(service, (&device, &own), &record, (&wishes, successors), stays);
+    tell(&net, args.json);
+    if let Ended::HandedOver = outcome? {
+        tracing::info!("another process has the card now");
+    }
+    Ok(Exit::Done)
+}
+
+/// The taps of the process before, if they are those that are asked for.
+fn taken_over(args: &NetArgs, fds: Vec<OwnedFd>) -> Result<Taps> {
+    let taps = Taps::from_fds(fds)?;
+    let (name, queues) = (taps.name(), taps.queues().len());
+    if let Some(wanted) = args.tap.as_deref().filter(|wanted| *wanted != name) {
+        anyhow::bail!("the process that runs has the tap {name}, this one is to have {wanted}");
+    }
+    if args.tap.is_some() && args.queues.unwrap_or(1) != queues {
+        let wanted = args.queues.unwrap_or(1);
+        anyhow::bail!("the process that runs has {queues} queue pairs, this one is to have {wanted}");
+    }
+    Ok(taps)
+}
+
+fn frontends(args: &NetArgs) -> Result<Frontends> {
+    match (&args.socket, args.fd) {
+        (Some(path), _) => Ok(Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?)),
         (None, Some(number)) => {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
-            Frontends::from_fd(fd)?
+            Ok(Frontends::from_fd(fd)?)
         }
         (None, None) => anyhow::bail!("neither --socket nor --fd"),
-    };
-    let cancel = Cancel::new().context("no event descriptor can be had")?;
-    watch_signals(&net, &cancel, args.json)?;
-    let device: Arc<dyn Device> = net.clone();
-    let outcome = frontends.serve(&device, &cancel);
-    tell(&net, args.json);
-    match outcome {
-        Err(ServeError::Channel(_)) if cancel.is_cancelled() => Ok(Exit::Done),
-        outcome => outcome.map(|()| Exit::Done).map_err(Into::into),
+    }
+}
+
+/// The socket on which the process before listened.
+fn adopted(args: &NetArgs, fd: OwnedFd) -> Frontends {
+    match &args.socket {
+        Some(path) => Frontends::Listen(Listener::adopt(fd, path)),
+        None => Frontends::Inherited(fd),
     }
 }
 
@@ -140,14 +197,14 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
     numbers.iter().map(take).collect()
 }
 
-fn watch_signals(net: &Arc<Net>, cancel: &Cancel, json: bool) -> Result<()> {
+fn watch_signals(net: &Arc<Net>, wishes: &Wishes, json: bool) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1]).context("signals cannot be caught")?;
-    let (net, cancel) = (Arc::clone(net), cancel.clone());
+    let (net, wishes) = (Arc::clone(net), wishes.clone());
     thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
             match signal {
                 SIGUSR1 => tell(&net, json),
-                _ => cancel.cancel(),
+                _ => wishes.quit(),
             }
         }
     })?;

@@ -123,6 +123,10 @@ impl Device for Net {
         queue % 2 == TRANSMIT
     }
 
+    fn keeps_order(&self) -> bool {
+        true
+    }
+
     fn features(&self) -> u64 {
         features::offered(self.shared.taps.offloads(), self.pairs())
     }

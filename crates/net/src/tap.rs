@@ -170,6 +170,10 @@ impl Taps {
             }
         }
         let (name, flags) = first.ok_or(TapError::Pairs { found: 0 })?;
+        // Whoever had them before may have detached some; those that are attached refuse it.
+        for fd in &fds {
+            let _ = tap::set_queue(fd.as_fd(), true);
+        }
         Self::new(name, false, flags & tap::MULTI_QUEUE != 0, fds)
     }
 
@@ -215,6 +219,14 @@ impl Taps {
     /// Its queues.
     pub fn queues(&self) -> &[Tap] {
         &self.queues
+    }
+
+    /// After another process has had its descriptors: what is to be attached is, again.
+    pub fn reattach(&self) {
+        for queue in self.queues.iter().filter(|queue| queue.is_attached()) {
+            // Those that are refuse it.
+            let _ = tap::set_queue(queue.fd.as_fd(), true);
+        }
     }
 
     /// Its MTU, if it is in this process's network.

@@ -37,6 +37,13 @@ pub trait Device: Send + Sync {
         false
     }
 
+    /// Whether chains are published in the order in which they were taken where no record of them outlives this process, so
+    /// that the used index tells the next one where to go on. Not for a device that keeps some for long while it is done
+    /// with others.
+    fn keeps_order(&self) -> bool {
+        false
+    }
+
     /// Its own virtio features, of which the driver takes some.
     fn features(&self) -> u64;
 

@@ -15,11 +15,16 @@
 //! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as
 //! [`ring`] bounds them. Linux on a little-endian machine. Where it is written down: `docs/vhost-user.md`.
 
+mod conversation;
 pub mod device;
 pub mod features;
+#[cfg(test)]
+mod fuse;
+mod hand_over;
 pub mod log;
 pub mod memory;
 pub mod message;
+mod record;
 pub mod ring;
 mod server;
 mod session;
@@ -28,10 +33,16 @@ mod worker;
 
 pub use device::{Device, Next, Refusal, Worker};
 pub use features::ProtocolFeatures;
+pub use hand_over::{HandOverError, Left, Offer, hand_over};
 pub use memory::{Memory, MemoryError, Place, REGIONS_MAX, Region};
+pub use record::{Record, RecordError, STORED as STORED_RECORD, VERSION as RECORD_VERSION};
 pub use ring::{Batch, Chain, Head, RING_SIZE_MAX, Ring, RingFault, RingSetup, RingStatistics};
 pub use rustix::event::{PollFd, PollFlags};
-pub use server::{Frontends, ServeError, serve};
+pub use server::{Frontends, ServeError, Service, serve};
 pub use session::{QUEUES_MAX, SessionError};
 pub use towline_channel::{Address, Cancel, Listener};
 pub use worker::Queues;
+
+// Tests share their driver with those outside of the crate.
+#[cfg(test)]
+extern crate self as towline_vhost_user;

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::memory::MemoryError;
+use crate::message::LogMemory;
 use crate::sys::{Area, Mapping};
 
 /// Bytes of guest memory for each bit (`VHOST_LOG_PAGE`).
@@ -58,6 +59,14 @@ impl DirtyLog {
         let len = usize::try_from(words * 8).expect("it is mapped");
         let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
+    }
+}
+
+impl DirtyLog {
+    /// What was shared, as it was.
+    pub(crate) fn shared(&self) -> std::io::Result<LogMemory> {
+        let (fd, offset) = self.words.mapping().part()?;
+        Ok(LogMemory { size: self.pages / 8, offset, fd })
     }
 }
 

@@ -160,6 +160,12 @@ impl Region {
     pub fn file(&self) -> (&File, u64) {
         self.mapping.file()
     }
+
+    /// A region is told by its addresses and its size.
+    fn is(&self, info: &RegionInfo) -> bool {
+        (self.guest, self.user, self.size)
+            == (info.guest_address.get(), info.user_address.get(), info.size.get())
+    }
 }
 
 impl Memory {
@@ -194,10 +200,8 @@ impl Memory {
     /// [`MemoryError::Absent`].
     pub fn without(&self, info: &RegionInfo) -> Result<Self, MemoryError> {
         let (guest, size) = (info.guest_address.get(), info.size.get());
-        let is_it = |region: &Region| {
-            region.guest == guest && region.size == size && region.user == info.user_address.get()
-        };
-        let place = self.regions.iter().position(is_it).ok_or(MemoryError::Absent { guest, size })?;
+        let place = self.regions.iter().position(|region| region.is(info));
+        let place = place.ok_or(MemoryError::Absent { guest, size })?;
         let mut regions = self.regions.clone();
         regions.remove(place);
         Ok(Self { regions })
@@ -206,6 +210,26 @@ impl Memory {
     /// Its regions, by guest address.
     pub fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    /// What was shared, as it was.
+    pub(crate) fn shared(&self) -> std::io::Result<Vec<(RegionInfo, OwnedFd)>> {
+        let shared = |region: &Region| {
+            let (fd, offset) = region.mapping.part()?;
+            let info = RegionInfo {
+                guest_address: region.guest.into(),
+                size: region.size.into(),
+                user_address: region.user.into(),
+                mmap_offset: offset.into(),
+            };
+            Ok((info, fd))
+        };
+        self.regions.iter().map(shared).collect()
+    }
+
+    /// Whether this very region is of it.
+    pub(crate) fn has(&self, info: &RegionInfo) -> bool {
+        self.regions.iter().any(|region| region.is(info))
     }
 
     /// How many bytes are shared.

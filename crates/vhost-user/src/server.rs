@@ -12,24 +12,19 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
-use towline_channel::{
-    Address, Cancel, Channel, ChannelExt, ConnectOptions, FDS_MAX, IoBuf, Listener, SendFlags, UnixChannel,
-    connect_with,
-};
+use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
 
+use crate::conversation::Conversation;
 use crate::device::Device;
-use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
-use crate::session::{Session, SessionError};
+use crate::record::{Record, RecordError, STORED};
+use crate::session::SessionError;
 use crate::sys::inherited;
-use crate::worker::Crew;
 
 /// How long a frontend may be away, or a step of waiting for one; waiting goes on behind it.
 const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// Before a frontend that was lost is connected to again; there is nothing to wait for but time.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// How long the rest of a message may take, and an answer to be taken.
-const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 
 /// Why a connection ended, other than by the frontend's own wish.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +46,9 @@ pub enum ServeError {
         /// How many it has.
         found: usize,
     },
+    /// The record of what is in flight.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// More sockets than one device has.
     #[error("the service manager passes {found} sockets, expected 1; give each device a unit of its own")]
     Sockets {
@@ -93,37 +91,115 @@ impl Frontends {
     /// # Errors
     /// [`ServeError::Sockets`] if there are several, [`ServeError::Descriptor`] if it is no socket.
     pub fn from_service_manager() -> Result<Option<Self>, ServeError> {
-        match inherited::count() {
-            0 => Ok(None),
-            1 => Self::from_fd(inherited::take().map_err(ServeError::Descriptor)?).map(Some),
-            found => Err(ServeError::Sockets { found }),
+        let names = inherited::names();
+        let is_socket = |index: &usize| names[*index] != STORED;
+        match (0..names.len()).filter(is_socket).collect::<Vec<_>>()[..] {
+            [] => Ok(None),
+            [index] => Self::from_fd(inherited::take(index).map_err(ServeError::Descriptor)?).map(Some),
+            ref several => Err(ServeError::Sockets { found: several.len() }),
         }
     }
 
     /// Serves one frontend after the other until cancelled. What goes wrong with one is logged and ends only that one.
     ///
     /// # Errors
-    /// [`ServeError::Channel`] if no frontend can be had any more: with `Cancelled` if that was wished. With
-    /// [`Frontends::Connected`] also that connection's own end.
+    /// As [`Service::serve`], and [`ServeError::Record`].
     pub fn serve(self, device: &Arc<dyn Device>, cancel: &Cancel) -> Result<(), ServeError> {
+        check_queues(device.as_ref())?;
+        Service::new(self).serve(device, &Record::new(device.queue_count())?, cancel)
+    }
+}
+
+/// A device's frontends, and the one that is connected: can be left and served again, also by
+/// [another process](crate::hand_over()).
+pub struct Service {
+    /// `None` once the only connection that there could be is served.
+    pub(crate) frontends: Option<Frontends>,
+    pub(crate) conversation: Option<Conversation>,
+}
+
+impl std::fmt::Debug for Service {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let connected = self.conversation.is_some();
+        f.debug_struct("Service").field("frontends", &self.frontends).field("connected", &connected).finish()
+    }
+}
+
+impl Service {
+    /// Before the first of them has connected.
+    pub fn new(frontends: Frontends) -> Self {
+        Self { frontends: Some(frontends), conversation: None }
+    }
+
+    /// Serves one frontend after the other until cancelled, or goes on with the one that is connected. What goes wrong with
+    /// one is logged and ends only that one. The record, of all of the device's queues, says what is in flight.
+    ///
+    /// # Errors
+    /// [`ServeError::Channel`] if no frontend can be had any more: with `Cancelled` if that was wished; the rings of a
+    /// frontend that is connected then run until this value is dropped. With [`Frontends::Connected`] also that
+    /// connection's own end. [`ServeError::Queues`].
+    pub fn serve(
+        &mut self,
+        device: &Arc<dyn Device>,
+        record: &Record,
+        cancel: &Cancel,
+    ) -> Result<(), ServeError> {
+        check_queues(device.as_ref())?;
         loop {
-            let channel = match &self {
-                Self::Connected(channel) => return serve(channel.as_ref(), device, cancel),
-                Self::Listen(listener) => patiently(|until| listener.accept(until, cancel))?,
-                Self::Connect(address) => {
-                    let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
-                    patiently(|until| connect_with(address, until, cancel, &options))?
-                }
-                Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
-            };
-            if let Err(error) = serve(channel.as_ref(), device, cancel) {
+            let outcome = self.converse(device, record, cancel);
+            if outcome.is_err() {
                 cancel.check()?;
-                tracing::error!(%error, device = device.name(), "a frontend's connection ended");
             }
-            if matches!(self, Self::Connect(_)) {
+            let connected = self.conversation.take().is_some();
+            match outcome {
+                outcome if self.frontends.is_none() => return outcome,
+                Err(error) if !connected && !matches!(error, ServeError::Session { .. }) => {
+                    return Err(error);
+                }
+                Err(error) => {
+                    tracing::error!(%error, device = device.name(), "a frontend's connection ended");
+                }
+                Ok(()) => {}
+            }
+            if matches!(self.frontends, Some(Frontends::Connect(_))) {
                 rest(cancel)?;
             }
         }
+    }
+}
+
+impl Service {
+    /// With the one that is connected, or the next.
+    fn converse(
+        &mut self,
+        device: &Arc<dyn Device>,
+        record: &Record,
+        cancel: &Cancel,
+    ) -> Result<(), ServeError> {
+        if self.conversation.is_none() {
+            let channel = match self.frontends.take() {
+                Some(Frontends::Connected(channel)) => channel,
+                Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
+                None => return Ok(()),
+            };
+            self.conversation = Some(Conversation::new(channel, device, Some(record))?);
+        }
+        self.conversation.as_mut().map_or(Ok(()), |conversation| conversation.serve(cancel))
+    }
+}
+
+impl Frontends {
+    /// The next one that connects, or is connected to.
+    fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
+        Ok(match self {
+            Self::Connected(_) => unreachable!("it is served, and not waited for"),
+            Self::Listen(listener) => patiently(|until| listener.accept(until, cancel))?,
+            Self::Connect(address) => {
+                let options = ConnectOptions { retry: true, ..ConnectOptions::default() };
+                patiently(|until| connect_with(address, until, cancel, &options))?
+            }
+            Self::Inherited(socket) => Box::new(accept(socket, cancel)?),
+        })
     }
 }
 
@@ -167,91 +243,18 @@ fn accept(socket: &OwnedFd, cancel: &Cancel) -> Result<UnixChannel, ServeError> 
 ///
 /// # Errors
 /// [`ServeError::Queues`], [`ServeError::Channel`] (`Cancelled` too), [`ServeError::Session`].
-pub fn serve(channel: &dyn Channel, device: &Arc<dyn Device>, cancel: &Cancel) -> Result<(), ServeError> {
-    let found = device.queue_count();
-    if found == 0 || found > crate::QUEUES_MAX {
-        return Err(ServeError::Queues { found });
-    }
-    channel.set_timeouts(Some(MESSAGE_WITHIN), Some(MESSAGE_WITHIN))?;
-    let given_up = |source| ServeError::Session { peer: channel.peer().to_owned(), source };
-    let mut session = Session::new(Arc::clone(device), Crew::new(device.as_ref()).map_err(given_up)?);
-    loop {
-        if !channel.wait_recv(cancel)? {
-            return Err(towline_channel::Error::Cancelled.into());
-        }
-        let Some((header, payload, fds)) = receive(channel, given_up)? else { return Ok(()) };
-        let request = Request::decode(header.code, &payload, fds).map_err(SessionError::from);
-        tracing::debug!(code = %header.code, need_reply = header.need_reply, "request");
-        let outcome = request.and_then(|request| session.handle(request));
-        let acknowledges = header.need_reply && session.acknowledges();
-        let reply = match outcome {
-            Ok(Some(reply)) => reply,
-            Ok(None) if acknowledges => Reply::Number(0),
-            Ok(None) => continue,
-            Err(SessionError::Gone { index }) => return Err(given_up(SessionError::Gone { index })),
-            Err(error) if acknowledges => {
-                tracing::warn!(%error, "refused");
-                Reply::Number(1)
-            }
-            Err(error) => return Err(given_up(error)),
-        };
-        answer(channel, &reply.encode(header.code), session.take_answer_fd().as_ref())?;
-    }
+pub fn serve(
+    channel: &(dyn Channel + 'static),
+    device: &Arc<dyn Device>,
+    cancel: &Cancel,
+) -> Result<(), ServeError> {
+    check_queues(device.as_ref())?;
+    Conversation::new(channel, device, None)?.serve(cancel)
 }
 
-/// Sends an answer; what of it does not go with its descriptor follows.
-fn answer(channel: &dyn Channel, bytes: &[u8], fd: Option<&OwnedFd>) -> Result<(), ServeError> {
-    let sent = match fd {
-        Some(fd) => channel.send_fds(bytes, &[fd.as_fd()])?,
-        None => 0,
-    };
-    Ok(channel.send_all(&[IoBuf::from(&bytes[sent..])], SendFlags::empty())?)
-}
-
-type Message = (Header, Vec<u8>, Vec<OwnedFd>);
-
-/// One message; `None` at the end. Descriptors come with its first byte and never with another's: the kernel does not
-/// join what has some.
-fn receive(
-    channel: &dyn Channel,
-    given_up: impl Fn(SessionError) -> ServeError,
-) -> Result<Option<Message>, ServeError> {
-    let mut fds = Vec::new();
-    let mut bytes = [0; HEADER_BYTES];
-    if fill(channel, &mut bytes, &mut fds)? == 0 {
-        return Ok(None);
+fn check_queues(device: &dyn Device) -> Result<(), ServeError> {
+    match device.queue_count() {
+        1..=crate::QUEUES_MAX => Ok(()),
+        found => Err(ServeError::Queues { found }),
     }
-    let fault = |fault: MessageError| given_up(fault.into());
-    let header = Header::parse(&bytes).map_err(fault)?;
-    let mut payload = vec![0; header.length];
-    let got = fill(channel, &mut payload, &mut fds)?;
-    if got < header.length {
-        let (peer, wanted) = (channel.peer().to_owned(), header.length);
-        return Err(towline_channel::Error::Closed { peer, wanted, got }.into());
-    }
-    if fds.len() > FDS_MAX {
-        let (code, found) = (header.code, fds.len());
-        return Err(fault(MessageError::Descriptors { code, found, expected: FDS_MAX }));
-    }
-    Ok(Some((header, payload, fds)))
-}
-
-/// Fills all of it, or nothing at the stream's end. Returns how much.
-fn fill(
-    channel: &dyn Channel,
-    bytes: &mut [u8],
-    fds: &mut Vec<OwnedFd>,
-) -> Result<usize, towline_channel::Error> {
-    let mut got = 0;
-    while got < bytes.len() && fds.len() <= FDS_MAX {
-        match channel.recv_fds(&mut bytes[got..], fds)? {
-            0 if got == 0 => break,
-            0 => {
-                let (peer, wanted) = (channel.peer().to_owned(), bytes.len());
-                return Err(towline_channel::Error::Closed { peer, wanted, got });
-            }
-            received => got += received,
-        }
-    }
-    Ok(got)
 }

@@ -23,8 +23,9 @@ use crate::device::{Device, Next, Worker};
 use crate::log::DirtyLog;
 use crate::memory::Memory;
 use crate::message::VringAddress;
+use crate::record::{QueueRecord, Record};
 use crate::ring::{Batch, RING_SIZE_MAX, Ring, RingFault, RingSetup};
-use crate::session::{Rings, SessionError};
+use crate::session::{Rings, SessionError, Stopped};
 
 /// How long a queue that is stopped may take for what is under way.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
@@ -76,6 +77,9 @@ struct Slot {
     epoch: u64,
     /// Where a ring stood whose memory was taken away.
     lost_at: Option<u16>,
+    /// Where what it has in flight is written down.
+    record: Option<QueueRecord>,
+    keeps_order: bool,
 }
 
 impl Slot {
@@ -106,7 +110,7 @@ enum Order {
 /// What it answers.
 enum Answer {
     Done,
-    Stopped(Option<u16>),
+    Stopped(Option<Stopped>),
     Fault(RingFault),
 }
 
@@ -125,14 +129,17 @@ struct Hand {
 }
 
 impl Crew {
-    /// Starts the threads.
-    pub(crate) fn new(device: &dyn Device) -> Result<Self, SessionError> {
+    /// Starts the threads, which write down what their rings have in flight, if there is a record.
+    pub(crate) fn new(device: &dyn Device, record: Option<&Record>) -> Result<Self, SessionError> {
         let (count, each) = (device.queue_count(), device.queues_per_worker().max(1));
         let hand = |index: usize| {
             let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
             let queues = each.min(count - index * each);
             let slots = index * each..index * each + queues;
-            let slots = slots.map(|queue| Slot { discards: device.discards(queue), ..Slot::default() });
+            let slots = slots.map(|queue| {
+                let (discards, record) = (device.discards(queue), record.map(|record| record.queue(queue)));
+                Slot { discards, record, keeps_order: device.keeps_order(), ..Slot::default() }
+            });
             Hand::new(device.name(), index, worker, (index * each, slots.collect()))
         };
         let hands = (0..count.div_ceil(each)).map(hand).collect::<Result<_, _>>()?;
@@ -171,9 +178,9 @@ impl Rings for Crew {
         }
     }
 
-    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError> {
+    fn stop(&mut self, ring: usize) -> Result<Option<Stopped>, SessionError> {
         match self.order(ring, Order::Stop)? {
-            Answer::Stopped(base) => Ok(base),
+            Answer::Stopped(stopped) => Ok(stopped),
             _ => Ok(None),
         }
     }
@@ -427,7 +434,15 @@ impl Thread {
         // A chain of another ring is told by it as well.
         let epoch = (self.first + queue) as u64 | slot.epoch << 16;
         match Ring::new(setup, memory, epoch) {
-            Ok(ring) => {
+            Ok(mut ring) => {
+                let known = slot.record.clone().and_then(|record| ring.go_on(record, slot.keeps_order));
+                if let Some(chains @ 1..) = known {
+                    tracing::info!(
+                        ring = self.first + queue,
+                        chains,
+                        "taken again: they were under way before"
+                    );
+                }
                 // The process before this one may have died between a batch and its notification.
                 ring.call();
                 self.worker.started(queue, ring.is_new());
@@ -442,15 +457,17 @@ impl Thread {
         }
     }
 
-    fn stop(&mut self, queue: usize) -> Option<u16> {
+    fn stop(&mut self, queue: usize) -> Option<Stopped> {
         if self.slots[queue].ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
             let mut queues = Queues { slots: &mut self.slots, first: self.first };
             self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN);
         }
         let slot = &mut self.slots[queue];
-        (slot.kick, slot.err) = (None, None);
-        let Some(ring) = slot.ring.take() else { return slot.lost_at.take() };
-        let (base, left) = ring.stop();
+        let (kick, err) = (slot.kick.take(), slot.err.take());
+        let Some(ring) = slot.ring.take() else {
+            return slot.lost_at.take().map(|base| Stopped { base, kick, call: None, err });
+        };
+        let (base, left, call) = ring.stop();
         if left > 0 {
             tracing::warn!(
                 ring = self.first + queue,
@@ -458,7 +475,7 @@ impl Thread {
                 "stopped with chains under way; they go back empty"
             );
         }
-        Some(base)
+        Some(Stopped { base, kick, call, err })
     }
 
     fn settle(&mut self, queue: usize, memory: Option<&Arc<Memory>>, address: Option<VringAddress>) {
@@ -469,8 +486,7 @@ impl Thread {
         if let Err(fault) = ring.settle(Arc::clone(memory), address) {
             broken(self.first + queue, &fault);
             raise(slot.err.as_ref());
-            // Its old places are no longer the guest's to give: it is not even stopped.
-            slot.lost_at = slot.ring.take().map(|ring| ring.stands_at());
+            slot.lost_at = slot.ring.take().map(Ring::lose);
         }
     }
 }

@@ -11,4 +11,5 @@ mod moves;
 mod queues;
 mod restarts;
 mod support;
+mod testpmd;
 mod traffic;

@@ -1,10 +1,10 @@
-//! The card's process dies and is started again, and the guest's connections go on.
+//! The card's process dies and is started again, or another one takes over from it, and the guest's connections go on.
 
 use towline_lab::{Version, require_lab};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network, number,
-    path, scratch, set_up, sum,
+    Conversation, GUEST, VERSIONS, WITHIN, add_tap, builder, card, end, guest_address, host_echo, network,
+    number, path, scratch, set_up, start_card, sum,
 };
 
 #[test]
@@ -15,12 +15,12 @@ fn connections_survive_the_death_of_the_cards_process() {
     }
     let Some(network) = network(name) else { return };
     add_tap(&network, 2);
-    let restarts = number("TOWLINE_SOAK_NET_RESTARTS", 3);
-    // With QEMU 7.2 the guest does not go on after its card's process died; docs/net.md says so.
-    for version in [Version::V10_0] {
+    let restarts = number("TOWLINE_SOAK_NET_RESTARTS", 2);
+    for version in VERSIONS {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
-        let arguments = ["--tap", "tap0", "--queues", "2"];
+        let state = path(&scratch, "net.state");
+        let arguments = ["--tap", "tap0", "--queues", "2", "--state", state.to_str().unwrap()];
         let mut process = card(&network, &socket, &arguments);
         let qemu = builder(version, &socket, 2).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
@@ -40,4 +40,43 @@ fn connections_survive_the_death_of_the_cards_process() {
         assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
         println!("{version:?}: {restarts} restarts, the longest block took {longest:?}");
     }
+}
+
+#[test]
+fn another_process_takes_over_and_the_guest_notices_nothing() {
+    let name = "another_process_takes_over_and_the_guest_notices_nothing";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    add_tap(&network, 2);
+    let scratch = scratch();
+    let (socket, hand_over) = (path(&scratch, "net.sock"), path(&scratch, "upgrade.sock"));
+    let arguments =
+        |queues| ["--tap", "tap0", "--queues", queues, "--hand-over", hand_over.to_str().unwrap()];
+    let mut process = card(&network, &socket, &arguments("2"));
+    let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    let conversations: Vec<_> = (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
+    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    for _ in 0..number("TOWLINE_SOAK_NET_UPGRADES", 3) {
+        let successor = start_card(&network, &socket, &arguments("2"));
+        let before = std::mem::replace(&mut process, successor).wait_done(WITHIN).unwrap();
+        let last = before.stdout.lines().last().unwrap().to_owned();
+        assert!(last.contains("statistics"), "{last}");
+        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    }
+    // One that is another card is refused, and the one that runs goes on.
+    let refused = start_card(&network, &socket, &arguments("1")).wait(WITHIN).unwrap();
+    assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
+    let expected = "the process that runs has 2 queue pairs, this one is to have 1";
+    assert!(refused.stderr.contains(expected), "{}", refused.stderr);
+    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
+    guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
+    let statistics = end(process);
+    assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
+    println!("the longest block took {longest:?}");
+    assert!(!socket.exists() && !hand_over.exists(), "the last one has cleared up");
 }

@@ -57,14 +57,18 @@ pub(crate) fn give_addresses(network: &Network, interface: &str) {
     network.run(&["ip", "link", "set", interface, "up"]).unwrap();
 }
 
-/// A `towline net` in a network, listening.
-pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
-    let _ = std::fs::remove_file(socket);
+/// A `towline net` in a network.
+pub(crate) fn start_card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
     let (prefix, towline) = (network.prefix(), towline_binary().unwrap());
     let net = ["net", "--json", "--socket", socket.to_str().unwrap()];
     let line = prefix[1..].iter().map(String::as_str).chain([towline.to_str().unwrap()]);
-    let mut card =
-        Towline::start(Path::new(&prefix[0]), line.chain(net).chain(arguments.iter().copied())).unwrap();
+    Towline::start(Path::new(&prefix[0]), line.chain(net).chain(arguments.iter().copied())).unwrap()
+}
+
+/// A `towline net` in a network, listening.
+pub(crate) fn card(network: &Network, socket: &Path, arguments: &[&str]) -> Towline {
+    let _ = std::fs::remove_file(socket);
+    let mut card = start_card(network, socket, arguments);
     wait_until("the card's socket", WITHIN, || {
         assert!(card.runs()?, "it ended: {}", card.stderr());
         Ok(socket.exists().then_some(()))

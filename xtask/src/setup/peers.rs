@@ -1,4 +1,5 @@
-//! `cargo xtask peers`: programs that the benches compare with, below target/peers. Nothing else needs them.
+//! `cargo xtask peers`: programs that the benches compare with, below target/peers. One test of the lab uses testpmd where
+//! it is there; nothing else needs them.
 //!
 //! ```text
 //! target/peers/bin/vhost-device-vsock   built from crates.io
@@ -19,7 +20,8 @@ const VSOCK: &str = "vhost-device-vsock";
 const VSOCK_VERSION: &str = "0.3.0";
 const TESTPMD: &str = "dpdk-testpmd";
 /// What brings it, with the drivers that it loads when it is told to.
-const DPDK: [&str; 3] = ["dpdk-dev", "librte-net-vhost23", "librte-net-tap23"];
+const DPDK: [&str; 4] = ["dpdk-dev", "librte-net-vhost23", "librte-net-tap23", "librte-net-virtio23"];
+const LAST_DRIVER: &str = "usr/lib/x86_64-linux-gnu/dpdk/pmds-23.0/librte_net_virtio.so.23";
 /// Of what it depends on: libraries of its own and those that not every machine has.
 const LIBRARIES: [&str; 9] = [
     "librte-",
@@ -38,7 +40,7 @@ const WRAPPER: &str = r#"#!/bin/sh
 here=$(dirname "$(readlink -f "$0")")/../dpdk/usr
 lib=$here/lib/x86_64-linux-gnu
 LD_LIBRARY_PATH=$lib:$lib/dpdk/pmds-23.0 exec "$here/bin/dpdk-testpmd" -d librte_net_vhost.so.23 -d librte_net_tap.so.23 \
-    -d librte_mempool_ring.so.23 "$@"
+    -d librte_net_virtio.so.23 -d librte_mempool_ring.so.23 "$@"
 "#;
 
 /// Brings what is missing.
@@ -61,7 +63,11 @@ fn vsock(peers: &Path) -> Result<()> {
 
 fn testpmd(peers: &Path) -> Result<()> {
     let place = peers.join("dpdk");
-    if !place.is_dir() {
+    // One that was brought before its drivers were more is brought anew.
+    if !place.join(LAST_DRIVER).exists() {
+        if place.is_dir() {
+            std::fs::remove_dir_all(&place).with_context(|| place.display().to_string())?;
+        }
         require_debian(&[TESTPMD])?;
         let mut wanted =
             DPDK.map(|name| versioned(name, |_| true)).into_iter().collect::<Result<Vec<_>>>()?;

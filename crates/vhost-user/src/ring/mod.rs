@@ -13,6 +13,9 @@
 
 mod batch;
 mod fault;
+mod recovery;
+#[cfg(test)]
+mod recovery_tests;
 mod walk;
 
 use std::collections::VecDeque;
@@ -28,6 +31,7 @@ use crate::log::{DirtyCache, DirtyLog, LogSwitch};
 use crate::memory::Memory;
 use crate::message::VringAddress;
 use crate::sys::Area;
+use recovery::Recovery;
 use walk::Walk;
 
 /// The most entries of a ring.
@@ -99,8 +103,10 @@ pub struct Ring {
     used: u16,
     /// The used index when the driver was last woken or did not want to be.
     told: u16,
-    /// By head: the device has it.
-    taken: Vec<bool>,
+    /// By head: the device has it, by the number at which it was taken; 0 if it has not.
+    taken: Vec<u64>,
+    order: u64,
+    recovery: Recovery,
     in_flight: u16,
     /// Completed and not yet published: head, bytes written.
     staged: VecDeque<(u16, u32)>,
@@ -143,7 +149,9 @@ impl Ring {
             seen: base,
             used,
             told: used,
-            taken: vec![false; usize::from(size)],
+            taken: vec![0; usize::from(size)],
+            order: 0,
+            recovery: Recovery::default(),
             in_flight: 0,
             staged: VecDeque::new(),
             listening: true,
@@ -166,6 +174,8 @@ impl Ring {
     }
 
     fn take(&mut self, batch: &mut Batch, most: usize) -> Result<(), RingFault> {
+        self.take_again(batch, most)?;
+        let most = most - batch.len();
         if usize::from(self.seen.wrapping_sub(self.next)) < most {
             self.look()?;
         }
@@ -176,21 +186,22 @@ impl Ring {
             if head >= self.size {
                 return Err(RingFault::Head { found: head, size: self.size });
             }
-            if self.taken[usize::from(head)] {
+            if self.taken[usize::from(head)] != 0 {
                 return Err(RingFault::Twice { head });
             }
-            let walk = Walk {
-                memory: &self.memory,
-                table: &self.parts.table,
-                size: self.size,
-                indirect: self.indirect,
-            };
-            walk.chain(head, batch)?;
-            self.taken[usize::from(head)] = true;
+            self.walk(head, batch)?;
+            self.order += 1;
+            self.taken[usize::from(head)] = self.order;
+            self.recovery.took(head, self.order);
             self.in_flight += 1;
             self.next = self.next.wrapping_add(1);
         }
         Ok(())
+    }
+
+    fn walk(&self, head: u16, batch: &mut Batch) -> Result<(), RingFault> {
+        let (memory, table) = (&self.memory, &self.parts.table);
+        Walk { memory, table, size: self.size, indirect: self.indirect }.chain(head, batch)
     }
 
     /// Looks at the driver's index.
@@ -212,10 +223,15 @@ impl Ring {
     /// If one of them is no longer the device's, or the batch is of another ring.
     pub fn give_back(&mut self, batch: &mut Batch, first: usize) {
         assert_eq!(batch.epoch, self.epoch, "a batch of another ring");
-        for shape in batch.chains.drain(first..) {
-            let taken = std::mem::take(&mut self.taken[usize::from(shape.head)]);
-            assert!(taken, "chain {} was completed and given back", shape.head);
+        for shape in batch.chains.drain(first..).rev() {
+            let taken = &mut self.taken[usize::from(shape.head)];
+            assert!(*taken != 0, "chain {} was completed and given back", shape.head);
+            if self.recovery.gives_back(shape.head, *taken) {
+                continue;
+            }
+            *taken = 0;
             self.in_flight -= 1;
+            self.order -= 1;
             self.next = self.next.wrapping_sub(1);
         }
     }
@@ -239,9 +255,16 @@ impl Ring {
 
     fn finish(&mut self, head: Head, written: u32) {
         // A ring that was stopped meanwhile has told the frontend that it gives nothing back.
-        if head.epoch == self.epoch && std::mem::take(&mut self.taken[usize::from(head.index)]) {
+        let order = if head.epoch == self.epoch { self.taken[usize::from(head.index)] } else { 0 };
+        if order == 0 || !self.recovery.is_due((head.index, written), order) {
+            return;
+        }
+        let mut next = Some((head.index, written));
+        while let Some((head, written)) = next {
+            self.taken[usize::from(head)] = 0;
             self.in_flight -= 1;
-            self.staged.push_back((head.index, written));
+            self.staged.push_back((head, written));
+            next = self.recovery.next_due();
         }
     }
 
@@ -251,13 +274,15 @@ impl Ring {
             return false;
         }
         let (mut at, count) = (self.used, self.staged.len());
-        for (head, written) in self.staged.drain(..) {
+        self.recovery.gives(count);
+        for (head, written) in &self.staged {
             let slot = usize::from(at & (self.size - 1));
-            self.parts.used.store_pair(ENTRIES + USED_BYTES * slot, [head.into(), written]);
+            self.parts.used.store_pair(ENTRIES + USED_BYTES * slot, [(*head).into(), *written]);
             at = at.wrapping_add(1);
         }
         let first = std::mem::replace(&mut self.used, at);
         self.parts.used.store_16(INDEX, at, Ordering::Release);
+        self.recovery.gave(self.staged.drain(..));
         self.mark_used(first, count);
         self.flush_log();
         self.statistics.chains += count as u64;
@@ -368,6 +393,7 @@ impl Ring {
     pub(crate) fn settle(&mut self, memory: Arc<Memory>, address: VringAddress) -> Result<(), RingFault> {
         self.parts = Parts::find(&memory, &address, self.size, self.event_index)?;
         (self.memory, self.address) = (memory, address);
+        self.recovery.moved(&address);
         Ok(())
     }
 
@@ -381,7 +407,9 @@ impl Ring {
         self.dirty.set_log(log);
     }
 
-    pub(crate) fn stands_at(&self) -> u16 {
+    /// Its places are no longer the guest's to give, so it is not even stopped. Where it stood.
+    pub(crate) fn lose(self) -> u16 {
+        self.recovery.end();
         self.next
     }
 
@@ -394,18 +422,20 @@ impl Ring {
         self.address
     }
 
-    /// Ends the ring: chains that the device still has go back empty. Where the next one begins.
-    pub(crate) fn stop(mut self) -> (u16, usize) {
-        let left: Vec<u16> = (0..self.size).filter(|head| self.taken[usize::from(*head)]).collect();
+    /// Ends the ring: chains that the device still has go back empty. Where the next one begins, how many chains that were,
+    /// and by what the driver was woken.
+    pub(crate) fn stop(mut self) -> (u16, usize, Option<OwnedFd>) {
+        let left = self.left();
         for index in &left {
             self.finish(Head { index: *index, epoch: self.epoch }, 0);
         }
         self.publish();
+        self.recovery.end();
         if !self.event_index && self.parts.used.load_16(0, Ordering::Relaxed) != 0 {
             self.store_flags(0);
         }
         self.flush_log();
-        (self.next, left.len())
+        (self.next, left.len(), self.call)
     }
 
     /// How many entries it has.

@@ -10,6 +10,7 @@
 //! not, it would go on believing, so the connection ends ([`Session::handle`]'s error).
 
 mod error;
+mod pack;
 mod postcopy;
 mod state_transfer;
 mod vring;
@@ -18,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub use error::SessionError;
+pub(crate) use pack::{Message, Packed};
 
 use crate::device::Device;
 use crate::features::{self, ProtocolFeatures};
@@ -44,7 +46,7 @@ pub(crate) trait Rings {
         fds: (OwnedFd, Option<OwnedFd>),
     ) -> Result<Option<RingFault>, SessionError>;
     /// Drains and stops it; where it stands, if it ran.
-    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError>;
+    fn stop(&mut self, ring: usize) -> Result<Option<Stopped>, SessionError>;
     fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError>;
     fn set_kick(&mut self, ring: usize, fd: OwnedFd) -> Result<(), SessionError>;
     fn set_call(&mut self, ring: usize, fd: Option<OwnedFd>) -> Result<(), SessionError>;
@@ -54,6 +56,17 @@ pub(crate) trait Rings {
     fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) -> Result<(), SessionError>;
     /// Every batch that began before this is over.
     fn settle(&mut self) -> Result<(), SessionError>;
+}
+
+/// A ring that was stopped.
+#[derive(Debug, Default)]
+pub(crate) struct Stopped {
+    /// Where it goes on.
+    pub(crate) base: u16,
+    /// What it was woken by, what it woke, and what its faults were told to.
+    pub(crate) kick: Option<OwnedFd>,
+    pub(crate) call: Option<OwnedFd>,
+    pub(crate) err: Option<OwnedFd>,
 }
 
 /// What is agreed upon with one frontend.
@@ -133,6 +146,9 @@ impl<R: Rings> Session<R> {
             }
             Request::MemRegionsWatched => self.watch().map(done),
             Request::AddMemReg(info, fd) if self.listens() => self.tell_region(&info, fd).map(Some),
+            // QEMU before 8.1 says both once for each queue pair.
+            Request::AddMemReg(info, _) if self.memory.has(&info) => Ok(None),
+            Request::RemMemReg(info) if !self.memory.has(&info) => Ok(None),
             Request::AddMemReg(info, fd) => {
                 let memory = self.memory.with(Region::map(&info, fd)?)?;
                 self.set_memory(memory).map(done)

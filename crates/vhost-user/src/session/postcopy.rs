@@ -69,7 +69,11 @@ impl<R: Rings> Session<R> {
 
     pub(super) fn tell_region(&mut self, info: &RegionInfo, fd: OwnedFd) -> Result<Reply, SessionError> {
         let before = self.postcopy.as_ref().and_then(|postcopy| postcopy.told.as_ref());
-        let memory = before.unwrap_or(&self.memory).with(Region::map(info, fd)?)?;
+        let before = before.unwrap_or(&self.memory);
+        if before.has(info) {
+            return Ok(Reply::Region(own(before, info)));
+        }
+        let memory = before.with(Region::map(info, fd)?)?;
         let told = own(&memory, info);
         self.tell(memory);
         Ok(Reply::Region(told))

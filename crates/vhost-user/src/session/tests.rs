@@ -33,9 +33,10 @@ impl Rings for Recorder {
         Ok(self.fault.clone())
     }
 
-    fn stop(&mut self, ring: usize) -> Result<Option<u16>, SessionError> {
+    fn stop(&mut self, ring: usize) -> Result<Option<Stopped>, SessionError> {
         self.said.push(format!("stop {ring}"));
-        Ok(self.stands.pop().flatten())
+        let fd = || Some(std::fs::File::open("/dev/null").unwrap().into());
+        Ok(self.stands.pop().flatten().map(|base| Stopped { base, kick: fd(), call: fd(), err: None }))
     }
 
     fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), SessionError> {
@@ -338,6 +339,9 @@ fn memory_comes_and_goes() {
     session.handle(Request::SetMemTable(vec![(info(0), shared(4096))])).unwrap();
     session.handle(Request::AddMemReg(info(4096), shared(4096))).unwrap();
     session.handle(Request::RemMemReg(info(0))).unwrap();
+    // Some frontends say it for each of their queue pairs.
+    session.handle(Request::AddMemReg(info(4096), shared(4096))).unwrap();
+    session.handle(Request::RemMemReg(info(0))).unwrap();
     let overlap = refusal(&mut session, Request::AddMemReg(info(4000), shared(4096)));
     assert_eq!(overlap, "the regions at guest addresses 0xfa0 and 0x1000 overlap");
     assert_eq!(session.rings.said, ["memory 0x1000", "memory 0x2000", "memory 0x1000"]);
@@ -443,4 +447,29 @@ fn in_postcopy_memory_is_told_and_watched_before_it_is_used() {
     drop(faults);
     assert_eq!(reader.join().unwrap(), *b"later");
     assert!(refusal(&mut session, Request::MemRegionsWatched).contains("nothing was told"));
+}
+
+#[test]
+fn packed_and_repeated_it_is_the_same() {
+    let (mut session, _) = agreed();
+    let zero = 0.into();
+    let info = RegionInfo { guest_address: zero, size: 8192.into(), user_address: zero, mmap_offset: zero };
+    session.handle(Request::SetMemTable(vec![(info, shared(8192))])).unwrap();
+    let log = LogMemory { size: 4096, offset: 0, fd: shared(4096) };
+    session.handle(Request::SetLogBase(log)).unwrap();
+    start(&mut session);
+    session.handle(Request::SetVringEnable(state(0, 1))).unwrap();
+    // The last is asked first.
+    session.rings.stands = vec![None, Some(9)];
+    let packed = session.pack().unwrap();
+    let (mut other, card) = self::session();
+    for message in packed.agreed {
+        other.handle(message.into_request().unwrap()).unwrap();
+    }
+    assert_eq!(other.rings.said, ["memory 0x2000", "log true", "enable 0 true", "enable 1 false"]);
+    assert_eq!(*card.told.lock().unwrap(), ["acknowledge 0x130000000"]);
+    for message in packed.starts {
+        other.handle(message.into_request().unwrap()).unwrap();
+    }
+    assert_eq!(other.rings.said[4..], ["start 0 size 256 base 9 log false", "enable 0 true"]);
 }

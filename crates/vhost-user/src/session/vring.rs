@@ -10,13 +10,13 @@ use crate::ring::{RING_SIZE_MAX, RingSetup};
 /// A ring as the frontend has described it.
 #[derive(Debug, Default)]
 pub(super) struct Vring {
-    size: u32,
-    address: Option<VringAddress>,
-    base: u16,
+    pub(super) size: u32,
+    pub(super) address: Option<VringAddress>,
+    pub(super) base: u16,
     /// As long as it does not run; then its thread has them.
-    call: Option<OwnedFd>,
-    err: Option<OwnedFd>,
-    enabled: bool,
+    pub(super) call: Option<OwnedFd>,
+    pub(super) err: Option<OwnedFd>,
+    pub(super) enabled: bool,
     pub(super) running: bool,
 }
 
@@ -159,7 +159,7 @@ impl<R: Rings> Session<R> {
         let stopped = self.rings.stop(index)?;
         let vring = &mut self.vrings[index];
         (vring.running, vring.call, vring.err) = (false, None, None);
-        vring.base = stopped.unwrap_or(vring.base);
+        vring.base = stopped.map_or(vring.base, |stopped| stopped.base);
         Ok(vring.base)
     }
 }

@@ -1,35 +1,60 @@
-//! A descriptor that a service manager has left open, by systemd's protocol (`sd_listen_fds(3)`).
+//! Descriptors that a service manager has left open, by systemd's protocol (`sd_listen_fds(3)`): sockets, and what was given
+//! to its store.
 
 use std::os::fd::{FromRawFd as _, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
 
 /// `SD_LISTEN_FDS_START`.
 const FIRST: i32 = 3;
-/// It can be taken once.
-static TAKEN: AtomicBool = AtomicBool::new(false);
+/// More than these are not looked at.
+const MOST: usize = 64;
+/// Each can be taken once.
+static TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// How many descriptors were left for this very process; 0 without a service manager, and once they are taken.
-pub(crate) fn count() -> usize {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
-    if number("LISTEN_PID") != Some(std::process::id()) || TAKEN.load(Ordering::Relaxed) {
-        return 0;
+/// The names of the descriptors that were left for this very process; none without a service manager.
+pub(crate) fn names() -> Vec<String> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<usize>().ok());
+    if number("LISTEN_PID") != Some(std::process::id() as usize) {
+        return Vec::new();
     }
-    number("LISTEN_FDS").map_or(0, |count| count as usize)
+    named(number("LISTEN_FDS").unwrap_or(0), &std::env::var("LISTEN_FDNAMES").unwrap_or_default())
 }
 
-/// Takes the first of them over; `EBADF` if it is not open, or taken.
-pub(crate) fn take() -> Result<OwnedFd, Errno> {
+/// A manager that names none leaves sockets.
+fn named(count: usize, names: &str) -> Vec<String> {
+    let names = names.split(':').map(str::to_owned).chain(std::iter::repeat(String::new()));
+    names.take(count.min(MOST)).collect()
+}
+
+/// Takes one of them over; `EBADF` if it is not open, or taken.
+pub(crate) fn take(index: usize) -> Result<OwnedFd, Errno> {
+    let number = FIRST + i32::try_from(index).map_err(|_| Errno::BADF)?;
     // SAFETY: the call takes numbers.
-    let open = unsafe { libc::fcntl(FIRST, libc::F_GETFD) } >= 0;
-    if !open || count() == 0 || TAKEN.swap(true, Ordering::Relaxed) {
+    let open = unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0;
+    let there = open && index < names().len();
+    if !there || TAKEN.fetch_or(1 << index, Ordering::Relaxed) & 1 << index != 0 {
         return Err(Errno::BADF);
     }
     // SAFETY: the variables name this process, so whoever started it has left the descriptor open for it; nobody else here
     // takes it over, as it is taken once.
-    let fd = unsafe { OwnedFd::from_raw_fd(FIRST) };
+    let fd = unsafe { OwnedFd::from_raw_fd(number) };
     // It shall not go on to children.
     let flags = rustix::io::FdFlags::CLOEXEC;
     rustix::io::fcntl_setfd(&fd, flags).map(|()| fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_as_many_as_descriptors() {
+        assert_eq!(named(0, "net.socket"), [""; 0]);
+        assert_eq!(named(2, "net.socket:towline-state"), ["net.socket", "towline-state"]);
+        assert_eq!(named(2, ""), ["", ""]);
+        assert_eq!(named(1, "a:b"), ["a"]);
+        assert_eq!(named(usize::MAX, "").len(), MOST);
+    }
 }

@@ -62,6 +62,12 @@ impl Mapping {
         (mapped.file(), self.lead as u64)
     }
 
+    /// The same, to be kept or given to another process.
+    pub(crate) fn part(&self) -> std::io::Result<(OwnedFd, u64)> {
+        let (file, lead) = self.file();
+        Ok((file.try_clone()?.into(), lead))
+    }
+
     fn pointer(&self, offset: usize, len: usize) -> *mut u8 {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
         assert!(fits, "{len} bytes at {offset} of a mapping of {} bytes", self.len);
@@ -109,7 +115,7 @@ impl Mapping {
 
     fn word_64(&self, offset: usize) -> &AtomicU64 {
         let pointer = self.pointer(offset, size_of::<u64>()).cast::<u64>();
-        assert!(pointer.is_aligned(), "a word of the log at an odd place");
+        assert!(pointer.is_aligned(), "a long word at an odd place");
         // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
         unsafe { AtomicU64::from_ptr(pointer) }
     }
@@ -125,6 +131,11 @@ impl Area {
             return None;
         }
         Some(Self { mapping: Arc::clone(mapping), start, len })
+    }
+
+    /// The whole of what it is a part of.
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.mapping
     }
 
     fn at(&self, offset: usize, len: usize) -> usize {
@@ -144,6 +155,22 @@ impl Area {
 
     pub(crate) fn store_16(&self, offset: usize, value: u16, order: Ordering) {
         self.mapping.word_16(self.at(offset, 2)).store(value.to_le(), order);
+    }
+
+    pub(crate) fn load_64(&self, offset: usize, order: Ordering) -> u64 {
+        u64::from_le(self.mapping.word_64(self.at(offset, 8)).load(order))
+    }
+
+    pub(crate) fn store_64(&self, offset: usize, value: u64, order: Ordering) {
+        self.mapping.word_64(self.at(offset, 8)).store(value.to_le(), order);
+    }
+
+    /// As [`Self::store_pair`] wrote it.
+    pub(crate) fn load_pair(&self, offset: usize) -> [u32; 2] {
+        let word = self.mapping.pointer(self.at(offset, 8), 8).cast::<u32>();
+        assert!(word.is_aligned(), "an element of a used ring at an odd place");
+        // SAFETY: eight bytes are readable there and aligned for `u32`; volatile, as the guest may write them.
+        unsafe { [u32::from_le(word.read_volatile()), u32::from_le(word.add(1).read_volatile())] }
     }
 
     pub(crate) fn or_64(&self, offset: usize, bits: u64) {

@@ -38,6 +38,8 @@ pub(crate) struct Driver {
     chains: Vec<Vec<u16>>,
     pub(crate) available: u16,
     pub(crate) used: u16,
+    /// Heads that came back and were not away.
+    pub(crate) strange: usize,
 }
 
 impl Driver {
@@ -46,7 +48,7 @@ impl Driver {
         ftruncate(&fd, MEMORY_BYTES).unwrap();
         let free = (0..size).rev().collect();
         let chains = vec![Vec::new(); usize::from(size)];
-        Self { file: fd.into(), size, free, chains, available: 0, used: 0 }
+        Self { file: fd.into(), size, free, chains, available: 0, used: 0, strange: 0 }
     }
 
     pub(crate) fn memory(&self) -> Arc<Memory> {
@@ -158,8 +160,14 @@ impl Driver {
         let (head, len) = entry.split_at(4);
         let head = u16::try_from(u32::from_le_bytes(head.try_into().unwrap())).unwrap();
         self.used = self.used.wrapping_add(1);
+        self.strange += usize::from(self.chains[usize::from(head)].is_empty());
         self.free.append(&mut self.chains[usize::from(head)]);
         Some((head, u32::from_le_bytes(len.try_into().unwrap())))
+    }
+
+    /// How many heads the device has.
+    pub(crate) fn away(&self) -> usize {
+        self.chains.iter().filter(|chain| !chain.is_empty()).count()
     }
 
     /// Says from which used entry on it wants to be woken.

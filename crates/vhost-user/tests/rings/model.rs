@@ -170,6 +170,7 @@ impl Model {
         self.step(&Step::Publish);
         self.step(&Step::Take { more: 0 });
         assert!(self.offered.is_empty());
+        assert_eq!((self.driver.away(), self.driver.strange), (0, 0));
     }
 }
 

@@ -1,0 +1,64 @@
+//! Where a device's record of descriptors in flight is: in a file, or in the service manager's store (`sd_notify(3)`).
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use rustix::fs::{Mode, OFlags};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    SocketType, connect, sendmsg, socket_with,
+};
+use towline_vhost_user::{Record, STORED_RECORD};
+
+/// The word that stands for the service manager's store.
+const STORE: &str = "fd-store";
+
+/// The record of a device with so many queues.
+pub(crate) fn record(place: Option<&Path>, queues: usize) -> Result<Record> {
+    match place {
+        None => Ok(Record::new(queues)?),
+        Some(place) if place == Path::new(STORE) => stored(queues),
+        Some(file) => {
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+            let fd = rustix::fs::open(file, flags, Mode::RUSR | Mode::WUSR)
+                .with_context(|| format!("--state {}", file.display()))?;
+            Ok(Record::open(fd, queues, &file.display().to_string())?)
+        }
+    }
+}
+
+fn stored(queues: usize) -> Result<Record> {
+    let manager = std::env::var_os("NOTIFY_SOCKET").context(
+        "--state fd-store: no service manager is there to keep it (NOTIFY_SOCKET is not set); name a file instead",
+    )?;
+    if let Some(record) = Record::from_service_manager(queues)? {
+        return Ok(record);
+    }
+    let record = Record::new(queues)?;
+    keep(&manager, &record).with_context(|| {
+        format!("--state fd-store: the service manager at {} cannot be told", manager.display())
+    })?;
+    Ok(record.kept())
+}
+
+/// Gives it to the manager's store. A unit without `FileDescriptorStoreMax=` drops it, and nobody is told.
+fn keep(manager: &OsStr, record: &Record) -> rustix::io::Result<()> {
+    let address = match manager.as_bytes() {
+        [b'@', name @ ..] => SocketAddrUnix::new_abstract_name(name)?,
+        path => SocketAddrUnix::new(path)?,
+    };
+    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    connect(&socket, &address)?;
+    let fds = [record.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let fits = ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    assert!(fits, "the space is for one descriptor");
+    let text = format!("FDSTORE=1\nFDNAME={STORED_RECORD}\nFDPOLL=0");
+    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL).map(drop)
+}

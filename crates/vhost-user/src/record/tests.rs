@@ -1,0 +1,106 @@
+use std::os::unix::fs::FileExt as _;
+
+use super::*;
+use crate::message::VringAddress;
+
+fn file() -> File {
+    memfd_create("record", MemfdFlags::CLOEXEC).unwrap().into()
+}
+
+fn open(file: &File, queues: usize) -> Result<Record, RecordError> {
+    Record::open(file.as_fd().try_clone_to_owned().unwrap(), queues, "it")
+}
+
+fn address() -> VringAddress {
+    let [descriptors, available, used] = [0x1000.into(), 0x2000.into(), 0x3000.into()];
+    VringAddress { index: 0.into(), flags: 0.into(), descriptors, used, available, log: 0.into() }
+}
+
+#[test]
+fn what_was_marked_is_found_again_in_order() {
+    let file = file();
+    let queue = open(&file, 2).unwrap().queue(1);
+    queue.begin((8, &address()), 7, 7);
+    for (order, head) in [(1, 5), (2, 3), (3, 0)] {
+        queue.mark(head, order);
+    }
+    queue.clear(3);
+    let queue = open(&file, 2).unwrap().queue(1);
+    let found = queue.recover((8, &address()), 7, |_| unreachable!("nothing was published"));
+    assert_eq!(found, Some(queue::InFlight { heads: vec![5, 0], given: 7, next: 9 }));
+}
+
+#[test]
+fn a_record_of_another_ring_is_of_no_use() {
+    let file = file();
+    let queue = open(&file, 1).unwrap().queue(0);
+    queue.begin((8, &address()), 7, 7);
+    queue.mark(1, 1);
+    let elsewhere = VringAddress { used: 0x4000.into(), ..address() };
+    assert_eq!(queue.recover((8, &elsewhere), 7, |_| 0), None);
+    assert_eq!(queue.recover((16, &address()), 7, |_| 0), None);
+    assert_eq!(queue.recover((8, &address()), 6, |_| 0), None, "the ring was reset meanwhile");
+    queue.giving(9);
+    assert_eq!(queue.recover((8, &address()), 9, |_| 8), None, "the used ring has no such head");
+    queue.end();
+    assert_eq!(queue.recover((8, &address()), 7, |_| 0), None, "it was stopped in order");
+}
+
+/// What is wrong with a record in which these bytes are changed.
+fn damaged(offset: usize, value: u64) -> String {
+    let file = file();
+    let record = open(&file, 2).unwrap();
+    let queue = record.queue(1);
+    queue.begin((8, &address()), 7, 7);
+    queue.mark(0, 4);
+    file.write_all_at(&value.to_le_bytes(), offset as u64).unwrap();
+    open(&file, 2).unwrap_err().to_string()
+}
+
+#[test]
+fn what_nobody_wrote_is_refused_by_its_value() {
+    let queue = PAGE + QUEUE_BYTES;
+    for (offset, value, expected) in [
+        (0, 5, "it is no record of descriptors in flight; name another file, or remove it"),
+        (8, 2 | 2 << 32, "the record of descriptors in flight it has version 2, expected 1"),
+        (8, 1 | 3 << 32, "the record of descriptors in flight it is of 3 queues, expected 2"),
+        (16, 64, "it is no record of descriptors in flight"),
+        (queue, 2, "it is damaged: queue 1: its state is 2, expected 0 or 1"),
+        (queue + 8, 6, "queue 1: its ring has 6 entries, expected a power of two up to 32768"),
+        (queue + 8, 1 << 40, "queue 1: its ring has 1099511627776 entries"),
+        (queue + 48, 16, "queue 1: 16 chains were given back, expected 7 to 8 more"),
+        (queue + 48, 6, "queue 1: 6 chains were given back, expected 7 to 8 more"),
+        (queue + PAGE + 8, 4, "queue 1: two heads were taken at the same time"),
+    ] {
+        let found = damaged(offset, value);
+        assert!(found.contains(expected), "{found}\n  instead of {expected}");
+    }
+}
+
+#[test]
+fn files_of_any_other_length_are_refused() {
+    for length in [1, PAGE as u64 - 1, PAGE as u64, 3 * PAGE as u64] {
+        let file = file();
+        ftruncate(&file, length).unwrap();
+        let error = open(&file, 1).unwrap_err().to_string();
+        assert_eq!(error, "it is no record of descriptors in flight; name another file, or remove it");
+    }
+    let file = file();
+    drop(open(&file, 1).unwrap());
+    ftruncate(&file, (PAGE + QUEUE_BYTES - 8) as u64).unwrap();
+    let error = open(&file, 1).unwrap_err().to_string();
+    assert!(error.contains("has 270328 bytes, expected 270336"), "{error}");
+}
+
+#[test]
+fn two_processes_do_not_share_one() {
+    let path = tempfile::NamedTempFile::new().unwrap();
+    let open = || {
+        let file = File::options().read(true).write(true).open(path.path()).unwrap();
+        Record::open(file.into(), 1, "it")
+    };
+    let first = open().unwrap();
+    assert!(matches!(open().unwrap_err(), RecordError::InUse { .. }));
+    drop(first);
+    open().unwrap();
+}

@@ -1,0 +1,124 @@
+//! A driver that is neither ours nor Linux's: DPDK's virtio-user, in dpdk-testpmd, which sends back whatever comes.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use towline_lab::{Network, Towline, paths, require_lab, skip, wait_until};
+
+use crate::support::{
+    GUEST, MAC, WITHIN, add_tap, card, datagram, end, guest_address, network, number, path, scratch, sum,
+};
+
+const QUEUES: &str = "4";
+
+#[test]
+fn another_driver_gets_and_sends_back_every_frame() {
+    let name = "another_driver_gets_and_sends_back_every_frame";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(program) = testpmd() else {
+        return skip(name, "no dpdk-testpmd; `cargo xtask peers` brings it");
+    };
+    let Some(network) = network(name) else { return };
+    add_tap(&network, 4);
+    // Nothing but what is counted here.
+    network.run(&["ip", "-6", "address", "flush", "dev", "tap0"]).unwrap();
+    network.run(&["ip", "link", "set", "tap0", "addrgenmode", "none"]).unwrap();
+    network.run(&["ip", "neigh", "add", GUEST, "lladdr", MAC, "dev", "tap0"]).unwrap();
+    let seconds = Duration::from_secs(number("TOWLINE_SOAK_TESTPMD_SECONDS", 2));
+    // Addresses and ports are swapped: what comes back is an answer, and compared.
+    let answered = swap(&network, &program, "5tswap", || {
+        let until = Instant::now() + seconds;
+        let lengths = [1, 18, 300, 1472];
+        for length in lengths.iter().cycle() {
+            // Each socket is another flow.
+            datagram(guest_address(GUEST), *length, 3);
+            if Instant::now() > until {
+                return;
+            }
+        }
+    });
+    // Only the Ethernet addresses are: nobody answers, and as much is sent as the tap takes.
+    let flooded = swap(&network, &program, "macswap", || {
+        let sockets: Vec<_> = (0..16).map(|_| std::net::UdpSocket::bind("0.0.0.0:0").unwrap()).collect();
+        let until = Instant::now() + seconds;
+        while Instant::now() < until {
+            for socket in &sockets {
+                // What the tap has no room for is the tap's to count.
+                let _ = socket.send_to(&[7; 64], guest_address(GUEST));
+            }
+        }
+    });
+    println!("{answered} frames came back and were compared, {flooded} were counted");
+}
+
+/// Swaps every frame that `traffic` causes; how many came back.
+fn swap(network: &Network, program: &PathBuf, mode: &str, traffic: impl FnOnce() + Send) -> u64 {
+    let scratch = scratch();
+    let socket = path(&scratch, "net.sock");
+    let before = counters(network);
+    let card = card(network, &socket, &["--tap", "tap0", "--queues", QUEUES]);
+    let device = format!("net_virtio_user0,path={},queues={QUEUES},mac={MAC}", socket.display());
+    let line = "-l 0,1 --no-pci --no-huge -m 128 --no-shconf --vdev DEVICE -- --no-mlockall --nb-cores=1 \
+                --rxq=4 --txq=4 --total-num-mbufs=8192 --stats-period=1 --forward-mode=MODE";
+    let line = line.replace("DEVICE", &device).replace("MODE", mode).replace("=4", &format!("={QUEUES}"));
+    let mut pmd = Towline::start(program, line.split_whitespace()).unwrap();
+    wait_until("forwarding", WITHIN, || {
+        assert!(pmd.runs()?, "testpmd ended: {}{}", pmd.stdout(), pmd.stderr());
+        Ok(pmd.stdout().contains("NIC statistics for port 0").then_some(()))
+    })
+    .unwrap();
+    network.enter(traffic).unwrap();
+    // What is under way comes back, but for what testpmd has no room for in its ring: that it counts.
+    let (mut sent, mut back) = (0, 0);
+    wait_until("the last frame", WITHIN, || {
+        let now = counters(network);
+        (sent, back) = (now[0] - before[0], now[1] - before[1]);
+        let said = pmd.stdout();
+        let known = ["RX-packets:", "TX-packets:"].map(|key| number_behind(&said, key));
+        Ok((known == [sent, back]).then_some(()))
+    })
+    .unwrap_or_else(|error| panic!("{error:#}: {sent} sent, {back} came back; {}", pmd.stdout()));
+    let pid = Pid::from_raw(pmd.pid().cast_signed()).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    let said = pmd.wait(WITHIN).unwrap().stdout;
+    let statistics = end(card);
+    let known = ["RX-packets:", "TX-packets:", "TX-dropped:"].map(|key| number_behind(&said, key));
+    assert_eq!(known, [sent, back, sent - back], "{said}");
+    assert_eq!(
+        [sum(&statistics, "rx", "packets"), sum(&statistics, "tx", "packets")],
+        [sent, back],
+        "{statistics}"
+    );
+    for pair in statistics["pairs"].as_array().unwrap() {
+        assert!(pair["rx"]["packets"].as_u64() > Some(0), "a queue without a flow: {statistics}");
+    }
+    back
+}
+
+/// Frames that the host has sent to the tap and its reader has taken, and that came back.
+fn counters(network: &Network) -> [u64; 2] {
+    let prefix = network.prefix();
+    let mut command = Command::new(&prefix[0]);
+    let output =
+        command.args(&prefix[1..]).args(["ip", "-json", "-statistics", "link", "show", "tap0"]).output();
+    let links: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
+    ["tx", "rx"].map(|way| links[0]["stats64"][way]["packets"].as_u64().unwrap())
+}
+
+/// In the last table of testpmd's.
+fn number_behind(said: &str, key: &str) -> u64 {
+    let (_, behind) = said.rsplit_once(key).unwrap_or_else(|| panic!("no {key} in {said}"));
+    behind.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+fn testpmd() -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places =
+        [paths::workspace().join("target/peers/bin")].into_iter().chain(std::env::split_paths(&path));
+    places.map(|place| place.join("dpdk-testpmd")).find(|file| file.is_file())
+}
