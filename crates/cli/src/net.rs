@@ -14,6 +14,9 @@ use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
 
 use crate::Exit;
+use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::notify::Notifier;
+use crate::sandbox::{Policy, SandboxArgs};
 
 /// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
 /// the tap, and QEMU migrates the guest
@@ -44,8 +47,8 @@ Examples:
 Exit codes: 0 ended as asked; 1 failed or refused, with the reason; 2 usage.
 ")]
 pub(crate) struct NetArgs {
-    /// Where QEMU connects to; a stale socket there is replaced
-    #[arg(long, value_name = "PATH", required_unless_present = "fd", conflicts_with = "fd")]
+    /// Where QEMU connects to; a stale socket there is replaced. Without it and --fd: the socket of a service manager
+    #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
     socket: Option<PathBuf>,
     /// A socket that was opened already, listening or connected
     #[arg(long, value_name = "N")]
@@ -71,10 +74,20 @@ pub(crate) struct NetArgs {
     /// What the queues did as one JSON object, on standard output
     #[arg(long)]
     json: bool,
+    /// Print what kind of vhost-user backend this is, as QEMU's vhost-user.json has it; all else is ignored then
+    #[arg(long)]
+    #[expect(dead_code, reason = "looked for before anything else is parsed, by `backend`")]
+    print_capabilities: bool,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
+    if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
+        eprintln!("towline: {lack}");
+        return Ok(Exit::Usage);
+    }
     let taps = match &args.tap {
         Some(name) => Taps::open(name, args.queues.unwrap_or(1))?,
         None => Taps::from_fds(inherited(&args.tap_fds)?)?,
@@ -90,12 +103,19 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
             Frontends::from_fd(fd)?
         }
-        (None, None) => anyhow::bail!("neither --socket nor --fd"),
+        (None, None) => Frontends::from_service_manager()?.context(NOT_PASSED)?,
     };
     let cancel = Cancel::new().context("no event descriptor can be had")?;
+    // All is open, and no thread runs yet.
+    let mut policy = Policy::default();
+    args.socket.iter().for_each(|path| policy.removes(path));
+    let notifier = Notifier::from_environment();
+    args.sandbox.confine(&policy);
     watch_signals(&net, &cancel, args.json)?;
     let device: Arc<dyn Device> = net.clone();
+    notifier.ready(&format!("a network card on {}", net.taps().name()));
     let outcome = frontends.serve(&device, &cancel);
+    notifier.stopping();
     tell(&net, args.json);
     match outcome {
         Err(ServeError::Channel(_)) if cancel.is_cancelled() => Ok(Exit::Done),
