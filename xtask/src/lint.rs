@@ -5,17 +5,18 @@ mod sources;
 use anyhow::{Result, bail};
 
 use crate::command::{cargo, root, run as run_command};
-use crate::layering;
+use crate::{errors, layering};
 
 type Check = (&'static str, fn() -> Result<()>);
 
 /// The guest's agent, a workspace of its own.
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
-const CHECKS: [Check; 6] = [
+const CHECKS: [Check; 7] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
     ("sources", sources),
+    ("the table of errors", errors::check),
     ("clippy", || {
         run_command(&mut cargo(["clippy", "--quiet", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     }),

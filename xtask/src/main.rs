@@ -5,7 +5,9 @@
 //! only when something is missing.
 
 mod command;
+mod deb;
 mod demo;
+mod errors;
 mod layering;
 mod lint;
 mod setup;
@@ -44,6 +46,14 @@ enum Task {
     Fuzz,
     /// Save a running Linux guest to a file and restore it, with the release build and stock QEMU.
     Demo,
+    /// Write docs/errors.md anew, of the sources.
+    Errors,
+    /// A Debian package below target/deb, installed into an empty root and run there.
+    Deb {
+        /// Of the debug build, which is quicker.
+        #[arg(long)]
+        debug: bool,
+    },
     /// A long run by its name; without a name, the list of them.
     Soak {
         /// The run's name.
@@ -60,6 +70,8 @@ fn main() -> ExitCode {
         Task::Test => return test::run(),
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),
+        Task::Errors => errors::write(),
+        Task::Deb { debug } => deb::run(debug),
         Task::Soak { name } => soak::run(name.as_deref()),
     };
     match outcome {

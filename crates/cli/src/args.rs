@@ -8,7 +8,9 @@ use towline_migration::{Compression, ZeroCopySend};
 
 use crate::ctl::CtlArgs;
 use crate::endpoint::Endpoint;
+use crate::generate::{CompletionsArgs, ManArgs};
 use crate::net::NetArgs;
+use crate::sandbox::SandboxArgs;
 #[cfg(feature = "store")]
 use crate::units::hours;
 use crate::units::{bytes, seconds};
@@ -20,6 +22,10 @@ use crate::vsock::VsockArgs;
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,
+    /// What to log on standard error: error, warn, info, debug or trace, or targets with their levels [env: TOWLINE_LOG]
+    /// [default: warn]
+    #[arg(long, value_name = "FILTER", global = true)]
+    pub(crate) log: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -32,6 +38,9 @@ pub(crate) enum Command {
     Ctl(CtlArgs),
     Vsock(VsockArgs),
     Bench(BenchArgs),
+    Completions(CompletionsArgs),
+    #[command(hide = true)]
+    Man(ManArgs),
 }
 
 const ENDPOINTS: &str = "\
@@ -246,6 +255,8 @@ pub(crate) struct TransferArgs {
     /// How long the other end may take to be reached and to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) connect_timeout: std::time::Duration,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
 }
 
 /// Whether and how a guest runs at its destination before its memory is there.
@@ -311,6 +322,8 @@ pub(crate) struct InspectArgs {
     pub(crate) return_path: Switch,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
+    #[command(flatten)]
+    pub(crate) sandbox: SandboxArgs,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -7,19 +7,23 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
 use towline_control::monitor::Monitor;
-use towline_control::plan::{self, Destination, Options, Recipient, Source};
+use towline_control::plan::{self, Destination, Observer, Options, Recipient, Source};
 use towline_migration::Tuning;
 
 use crate::Exit;
 use crate::args::{CopyArgs, Method, MoveArgs, Switch, TransferArgs};
 use crate::endpoint::Endpoint;
+use crate::log::RequestId;
+use crate::notify::Notifier;
 use crate::outcome::Outcome;
 use crate::progress::Reporter;
+use crate::sandbox;
 use crate::signals::cancel_on_signals;
 
 /// Runs `copy`.
-pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
+pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
+    reporter.begun(request);
     let outcome =
         Outcome { reporter: &reporter, source: &args.source, verb: "copied", is_one_of_several: false };
     let source = match args.source.source() {
@@ -53,20 +57,25 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
         }
         false => "the source keeps its guest",
     };
-    let cancel = cancel_on_signals(promise)?;
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
     if destinations.len() > 1 && args.transfer.qmp.is_some() {
         return Ok(
             outcome.usage("--qmp shows one copy, and there are several DESTs: start one towline for each")
         );
     }
+    let notifier = Notifier::from_environment();
+    confine(&args.transfer, &source, &destinations, &options);
+    let cancel = cancel_on_signals(promise)?;
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
     }
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(outcome.usage("a copy needs a destination"));
     };
-    let copied = watched(&source, destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
+    let observer = (&reporter, &notifier);
+    let copied = watched(&source, destination, &options, &cancel, &observer, args.transfer.qmp.as_deref());
+    notifier.stopping();
+    let copied = copied?;
     reporter.finish();
     Ok(match copied {
         Ok(report) => {
@@ -77,21 +86,29 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     })
 }
 
+/// Leaves this process what a copy between these ends needs.
+fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Options) {
+    match sandbox::of_copy(source, destinations, options, args.qmp.as_deref()) {
+        Some(policy) => args.sandbox.confine(&policy),
+        None => tracing::info!("exec: runs commands, which would be confined with this process: no sandbox"),
+    }
+}
+
 /// Copies to one destination, with a control socket if one is wanted.
 fn watched(
     source: &Source,
     destination: &Destination,
     options: &Options,
     cancel: &Cancel,
-    reporter: &Reporter,
+    observer: &dyn Observer,
     qmp: Option<&Path>,
 ) -> Result<plan::Outcome> {
     let Some(path) = qmp else {
-        return Ok(plan::copy(source, destination, options, cancel, reporter));
+        return Ok(plan::copy(source, destination, options, cancel, observer));
     };
     let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
     let server = monitor.serve(path).with_context(|| format!("--qmp {}", path.display()))?;
-    let copied = plan::copy(source, destination, options, cancel, &(reporter, &*monitor));
+    let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
     monitor.ended(copied.as_ref());
     drop(server);
     Ok(copied)
@@ -140,8 +157,9 @@ fn clones(
 }
 
 /// Runs `move`.
-pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
+pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Exit> {
     let reporter = Reporter::new(&args.output);
+    reporter.begun(request);
     let outcome =
         Outcome { reporter: &reporter, source: &args.source, verb: "moved", is_one_of_several: false };
     let source = match args.source.source() {
@@ -165,8 +183,9 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
         Ok(destination) => destination,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    let cancel = cancel_on_signals("the source keeps its guest")?;
     let options = Options { end_source: true, ..options(&args.transfer) };
+    confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
+    let cancel = cancel_on_signals("the source keeps its guest")?;
     let moved = watched(&source, &destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
     reporter.finish();
     Ok(match moved {

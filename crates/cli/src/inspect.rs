@@ -18,6 +18,7 @@ use towline_protocol::device_state::Device;
 use crate::Exit;
 use crate::args::{InspectArgs, Switch};
 use crate::progress::Reporter;
+use crate::sandbox;
 use crate::signals::cancel_on_signals;
 use crate::units::{count, size};
 
@@ -41,6 +42,9 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
     if args.verify && !source.is_image() {
         eprintln!("towline: --verify compares an image with its checksums; {} is none", args.source);
         return Ok(Exit::Usage);
+    }
+    if let Some(policy) = sandbox::of_copy(&source, &[], &options(args), None) {
+        args.sandbox.confine(&policy);
     }
     match source {
         Source::Image(path) => image(&reporter, &path, args.verify),
@@ -255,17 +259,20 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
-    let survey = Survey::default();
-    let cancel = cancel_on_signals("the source keeps its guest")?;
-    let options = Options {
+fn options(args: &InspectArgs) -> Options {
+    Options {
         multifd_channels: Some(args.multifd_channels),
         compression: args.compression.at(None, None),
         tls: args.tls.tls(),
         return_path: args.return_path == Switch::On,
         ..Options::default()
-    };
-    let surveyed = plan::survey(source, &survey, &options, &cancel, reporter);
+    }
+}
+
+fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
+    let survey = Survey::default();
+    let cancel = cancel_on_signals("the source keeps its guest")?;
+    let surveyed = plan::survey(source, &survey, &options(args), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,

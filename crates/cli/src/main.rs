@@ -4,6 +4,7 @@
 //! be looked at (the message says where it is); 4 (`check` only) could not tell.
 
 mod args;
+mod backend;
 mod bench;
 mod check;
 mod copy;
@@ -11,12 +12,16 @@ mod ctl;
 mod endpoint;
 #[cfg(feature = "store")]
 mod garbage;
+mod generate;
 mod hand_over;
 mod inspect;
+mod log;
 mod memory;
 mod net;
+mod notify;
 mod outcome;
 mod progress;
+mod sandbox;
 mod sends;
 mod signals;
 mod state;
@@ -26,9 +31,9 @@ mod vsock;
 use std::process::ExitCode;
 
 use clap::Parser;
-use tracing_subscriber::EnvFilter;
 
 use args::{Args, Command};
+use log::RequestId;
 
 /// How the process ends.
 /// From the best to the worst.
@@ -60,18 +65,28 @@ impl Exit {
 }
 
 fn main() -> ExitCode {
-    let args = Args::parse();
-    let filter = EnvFilter::try_from_env("TOWLINE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let words = backend::with_command(std::env::args_os());
+    if let Some(backend) = backend::asked(&words) {
+        println!("{}", backend.capabilities());
+        return Exit::Done.into();
+    }
+    let args = Args::parse_from(words);
+    let request = matches!(args.command, Command::Copy(_) | Command::Move(_)).then(RequestId::new);
+    if let Err(error) = log::begin(args.log.as_deref(), request) {
+        eprintln!("towline: {error:#}");
+        return Exit::Usage.into();
+    }
     let exit = match &args.command {
-        Command::Copy(options) => copy::run(options),
-        Command::Move(options) => copy::run_move(options),
+        Command::Copy(options) => copy::run(options, request),
+        Command::Move(options) => copy::run_move(options, request),
         Command::Check(options) => check::run(options),
         Command::Inspect(options) => inspect::run(options),
         Command::Net(options) => net::run(options),
         Command::Ctl(options) => ctl::run(options),
         Command::Vsock(options) => vsock::run(options),
         Command::Bench(options) => bench::run(options),
+        Command::Completions(options) => Ok(generate::completions(options)),
+        Command::Man(options) => generate::man(options),
     };
     exit.unwrap_or_else(|error| {
         eprintln!("towline: {error:#}");

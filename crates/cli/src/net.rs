@@ -13,7 +13,10 @@ use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
 
+use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::hand_over::{self, Ended, Successors, Wishes};
+use crate::notify::Notifier;
+use crate::sandbox::{Policy, SandboxArgs, Setting};
 use crate::{Exit, state};
 
 /// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
@@ -49,8 +52,8 @@ Examples:
 Exit codes: 0 ended as asked; 1 failed or refused, with the reason; 2 usage.
 ")]
 pub(crate) struct NetArgs {
-    /// Where QEMU connects to; a stale socket there is replaced
-    #[arg(long, value_name = "PATH", required_unless_present = "fd", conflicts_with = "fd")]
+    /// Where QEMU connects to; a stale socket there is replaced. Without it and --fd: the socket of a service manager
+    #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with = "fd")]
     socket: Option<PathBuf>,
     /// A socket that was opened already, listening or connected
     #[arg(long, value_name = "N")]
@@ -94,10 +97,27 @@ pub(crate) struct NetArgs {
     /// What the queues did as one JSON object, on standard output
     #[arg(long)]
     json: bool,
+    /// Print what kind of vhost-user backend this is, as QEMU's vhost-user.json has it; all else is ignored then
+    #[arg(long)]
+    #[expect(dead_code, reason = "looked for before anything else is parsed, by `backend`")]
+    print_capabilities: bool,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
+    if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
+        eprintln!("towline: {lack}");
+        return Ok(Exit::Usage);
+    }
+    if args.sandbox.sandbox == Setting::On && (args.af_xdp.is_some() || args.hand_over.is_some()) {
+        eprintln!(
+            "towline: --sandbox on does not go with --af-xdp or --hand-over, which open sockets and map memory while they run; \
+             leave one of them out"
+        );
+        return Ok(Exit::Usage);
+    }
     let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
     let mut given = offer.as_mut().map(Offer::take_own).unwrap_or_default();
     // The first is the socket at which the next successor asks.
@@ -127,12 +147,19 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         None => (Service::new(frontends(args)?), state::record(args.state.as_deref(), device.queue_count())?),
     };
     let wishes = Wishes::new()?;
-    watch_signals(&net, &wishes, args.json)?;
     let successors =
         args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
+    // All is open, and only the thread that hears successors runs yet.
+    let mut policy = Policy::default();
+    args.socket.iter().for_each(|path| policy.removes(path));
+    let notifier = Notifier::from_environment();
+    args.sandbox.confine(&policy);
+    watch_signals(&net, &wishes, args.json)?;
+    notifier.ready(&format!("a network card on {}", net.taps().name()));
     let own: Vec<_> = net.taps().queues().iter().map(AsFd::as_fd).collect();
     let stays = || net.taps().reattach();
     let outcome = hand_over::serve(service, (&device, &own), &record, (&wishes, successors), stays);
+    notifier.stopping();
     tell(&net, args.json);
     if let Ended::HandedOver = outcome? {
         tracing::info!("another process has the card now");
@@ -161,7 +188,7 @@ fn frontends(args: &NetArgs) -> Result<Frontends> {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
             Ok(Frontends::from_fd(fd)?)
         }
-        (None, None) => anyhow::bail!("neither --socket nor --fd"),
+        (None, None) => Frontends::from_service_manager()?.context(NOT_PASSED),
     }
 }
 

@@ -12,6 +12,7 @@ use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
 use crate::endpoint::Endpoint;
+use crate::log::RequestId;
 use crate::units::{count, size};
 
 /// How often progress is told in JSON.
@@ -54,6 +55,13 @@ impl Reporter {
         );
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
         Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None), destination }
+    }
+
+    /// The first event of a copy: by what its lines in the log are known.
+    pub(crate) fn begun(&self, request: Option<RequestId>) {
+        if let Some(request) = request {
+            self.event("begun", json!({ "request": request.to_string() }));
+        }
     }
 
     /// Writes an event's line, in JSON.

@@ -13,10 +13,13 @@ use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
 use towline_vhost_user::{Address, Device, Frontends, Listener};
-use towline_vsock::{Limits, Rule, Settings, Siblings, Vsock, guest_cid};
+use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
 use self::guest::Guest;
 use crate::Exit;
+use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::notify::Notifier;
+use crate::sandbox::{Policy, SandboxArgs};
 use crate::signals::cancel_on_signals;
 use crate::units::bytes;
 
@@ -55,9 +58,8 @@ Examples:
     group = [\"lab\"]
   Statistics, of each guest and each connection: kill -USR1 PID; they are also printed at the end.")]
 pub(crate) struct VsockArgs {
-    /// Listen at this path for QEMU (or another VMM)
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["fd", "guest", "config"],
-          required_unless_present_any = ["fd", "guest", "config"])]
+    /// Listen at this path for QEMU (or another VMM). Without it and --fd: at the socket of a service manager
+    #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with_all = ["fd", "guest", "config"])]
     socket: Option<PathBuf>,
     /// An open socket instead, listening or connected
     #[arg(long, value_name = "N", conflicts_with_all = ["guest", "config"])]
@@ -96,6 +98,12 @@ pub(crate) struct VsockArgs {
     /// Print no statistics at the end
     #[arg(long)]
     quiet: bool,
+    /// Print what kind of vhost-user backend this is, as QEMU's vhost-user.json has it; all else is ignored then
+    #[arg(long)]
+    #[expect(dead_code, reason = "looked for before anything else is parsed, by `backend`")]
+    print_capabilities: bool,
+    #[command(flatten)]
+    sandbox: SandboxArgs,
 }
 
 /// A guest's device, and where its frontend comes from.
@@ -106,11 +114,19 @@ struct Served {
 }
 
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
+    if args.guest.is_empty() && args.config.is_none()
+        && let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd)
+    {
+        eprintln!("towline: {lack}");
+        return Ok(Exit::Usage);
+    }
     let limits = limits(args)?;
     towline_vsock::allow_descriptors();
     let siblings = Arc::new(Siblings::default());
     let mut served = Vec::new();
+    let mut policy = Policy::default();
     for (guest, frontends) in guests(args)? {
+        allow(&mut policy, &guest);
         let cid = guest.cid;
         let settings = Settings {
             cid,
@@ -124,15 +140,38 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
     }
+    // All that listens is open, and no thread runs yet.
+    let notifier = Notifier::from_environment();
+    args.sandbox.confine(&policy);
     let cancel = cancel_on_signals("the guests' connections end")?;
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
     report_on_signal(devices.clone())?;
+    notifier.ready(&format!("guests: {}", devices.len()));
     let done = serve_all(served, &cancel);
+    notifier.stopping();
     if !args.quiet {
         devices.iter().for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
     }
     done.map(|()| Exit::Done)
+}
+
+/// Lets the process do what this guest's device does later.
+fn allow(policy: &mut Policy, guest: &Guest) {
+    let made = [Some(&guest.socket), guest.uds.as_ref(), guest.uds_seqpacket.as_ref()];
+    let made = made.into_iter().flatten().filter(|path| !path.as_os_str().is_empty());
+    made.for_each(|path| policy.removes(path));
+    if guest.uds.is_some() {
+        policy.connects_unix();
+    }
+    for rule in &guest.forward {
+        match rule {
+            Rule::Out { to: Place::Tcp(address), .. } => policy.connects_tcp(address.port()),
+            Rule::Out { to: Place::Unix(_), .. } | Rule::Sibling { .. } => policy.connects_unix(),
+            Rule::In { from: Place::Unix(path), .. } => policy.removes(path),
+            Rule::In { from: Place::Tcp(_), .. } => {}
+        }
+    }
 }
 
 fn limits(args: &VsockArgs) -> Result<Limits> {
@@ -163,10 +202,11 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
     let frontends = match (&args.socket, args.fd) {
         (Some(path), _) => listen(path)?,
         (None, Some(fd)) => Frontends::from_fd(take_over(fd)?)?,
-        (None, None) => bail!("--socket, --fd, --guest or --config is needed"),
+        (None, None) => Frontends::from_service_manager()?.context(NOT_PASSED)?,
     };
     let guest = Guest {
         cid: args.cid.context("--cid is needed")?,
+        socket: args.socket.clone().unwrap_or_default(),
         uds: args.uds.clone(),
         uds_seqpacket: args.uds_seqpacket.clone(),
         forward: args.forward.clone(),

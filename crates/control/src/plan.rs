@@ -211,6 +211,11 @@ pub trait Observer: Sync {
         let _ = progress;
     }
 
+    /// Whoever connects there from now on is heard: the source is waited for.
+    fn listening(&self, address: &Address) {
+        let _ = address;
+    }
+
     /// Something the user should know, though nothing failed.
     fn notice(&self, text: &str) {
         let _ = text;
@@ -227,6 +232,11 @@ impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
     fn progress(&self, progress: &Progress) {
         self.0.progress(progress);
         self.1.progress(progress);
+    }
+
+    fn listening(&self, address: &Address) {
+        self.0.listening(address);
+        self.1.listening(address);
     }
 
     fn notice(&self, text: &str) {

@@ -125,6 +125,19 @@ fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
     Ok(Some(next))
 }
 
+/// The files that an image is based on, by what its manifests say of each other; nothing is opened or compared but those. For a
+/// process that has to know beforehand which directories it will read in. What cannot be read ends the list: opening the image
+/// says why.
+pub fn base_paths(image: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = Vec::new();
+    while paths.len() < LAYERS_MAX {
+        let last = paths.last().map_or(image, PathBuf::as_path);
+        let Some(base) = crate::manifest::base_of(last) else { break };
+        paths.push(place_of(last, &base));
+    }
+    paths
+}
+
 /// Where a base is: as its image says, or, if it is not there, beside that.
 fn place_of(image: &Path, base: &Base) -> PathBuf {
     let path = Path::new(&base.path);

@@ -39,7 +39,7 @@ pub mod working_set;
 mod writer;
 
 pub use atomic_file::Existing;
-pub use chain::LAYERS_MAX;
+pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
 pub use increment::Increment;

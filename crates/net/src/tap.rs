@@ -56,7 +56,9 @@ pub enum TapError {
         way_out: &'static str,
     },
     /// A descriptor that is no tap.
-    #[error("descriptor {number} is no queue of a tap or macvtap: {source}")]
+    #[error(
+        "descriptor {number} is no queue of a tap or macvtap ({source}); open one with IFF_TAP, IFF_NO_PI and IFF_VNET_HDR, or give the tap's name"
+    )]
     NoTap {
         /// Its place among those given, from 1.
         number: usize,
@@ -86,7 +88,9 @@ pub enum TapError {
         found: String,
     },
     /// A setting that is not taken.
-    #[error("{what} of interface {name} cannot be set: {source}")]
+    #[error(
+        "{what} of interface {name} cannot be set: {source}; run with CAP_NET_ADMIN, or set it beforehand (`ip link set {name} …`)"
+    )]
     Set {
         /// The setting.
         what: &'static str,

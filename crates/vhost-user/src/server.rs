@@ -56,7 +56,7 @@ pub enum ServeError {
         found: usize,
     },
     /// A descriptor that is no socket.
-    #[error("the descriptor given as a socket: {0}")]
+    #[error("the descriptor given as a socket: {0}; give a Unix stream socket, listening or connected")]
     Descriptor(Errno),
 }
 

@@ -57,7 +57,7 @@ pub struct Settings {
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// A place to listen at that cannot be had.
-    #[error("nobody can listen at {place}: {source}")]
+    #[error("nobody can listen at {place}: {source}; end who listens there, or choose another place")]
     Listen {
         /// The place.
         place: String,

@@ -136,6 +136,7 @@ pub(super) fn from_stream(
 fn listen(address: &Address, run: &Run<'_>) -> Result<Connections, Error> {
     let listener = Listener::bind_with(address, &tls::listening(run.options)?)?;
     run.observer.notice(&format!("listening on {}", listener.local_address()));
+    run.observer.listening(listener.local_address());
     let deadline = Instant::now() + LISTEN_TIMEOUT;
     Ok(gather(listener, run.lanes, deadline, LANES_TIMEOUT, run.cancel)?)
 }

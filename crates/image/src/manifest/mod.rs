@@ -386,6 +386,19 @@ fn devices(state: &DeviceState) -> Vec<Device> {
     devices.iter().zip(ends).map(device).collect()
 }
 
+/// What is read of a manifest whose blocks are not known yet: enough for a guest of some TiB.
+const ANY_BYTES_MAX: u64 = 256 << 20;
+
+/// The base that the manifest beside `image` names, if there is one that can be read.
+pub(crate) fn base_of(image: &Path) -> Option<Base> {
+    #[derive(Deserialize)]
+    struct Named {
+        base: Option<Base>,
+    }
+    let bytes = read(&sidecar_path(image), ANY_BYTES_MAX).ok()??;
+    serde_json::from_slice::<Named>(&bytes).ok()?.base
+}
+
 fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
     let failed = |op| move |source| Error::Io { op, path: path.into(), source };
     // Without NONBLOCK a FIFO of that name could keep us here for ever.

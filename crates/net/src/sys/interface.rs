@@ -53,6 +53,7 @@ pub(crate) fn set_up(name: &str) -> io::Result<()> {
 }
 
 /// Interfaces are asked through any socket of the network.
+/// Any socket will do; this one cannot be used for anything else, so that a sandbox may leave it to the process.
 fn socket() -> io::Result<OwnedFd> {
-    Ok(socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?)
+    Ok(socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
 }

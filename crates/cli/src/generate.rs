@@ -1,0 +1,77 @@
+//! What packages need of the command line: completions for shells, and manual pages.
+
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
+use clap::CommandFactory as _;
+use clap_complete::Shell;
+
+use crate::Exit;
+use crate::args::Args;
+
+/// Print what a shell needs to complete towline's commands and options
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  For the bash of this user:
+    towline completions bash > ~/.local/share/bash-completion/completions/towline
+  For everybody's zsh:
+    towline completions zsh > /usr/share/zsh/vendor-completions/_towline
+")]
+pub(crate) struct CompletionsArgs {
+    /// Which one
+    #[arg(value_name = "SHELL")]
+    shell: Shell,
+}
+
+/// Write the manual pages into a directory
+#[derive(Debug, clap::Args)]
+pub(crate) struct ManArgs {
+    /// Where towline.1, towline-copy.1 … are put; made if it is not there
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+}
+
+/// Runs `completions`.
+pub(crate) fn completions(args: &CompletionsArgs) -> Exit {
+    clap_complete::generate(args.shell, &mut Args::command(), "towline", &mut std::io::stdout());
+    Exit::Done
+}
+
+/// Runs `man`.
+pub(crate) fn man(args: &ManArgs) -> Result<Exit> {
+    let directory = &args.directory;
+    let shown = || directory.display().to_string();
+    std::fs::create_dir_all(directory).with_context(shown)?;
+    clap_mangen::generate_to(Args::command(), directory).with_context(shown)?;
+    Ok(Exit::Done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_has_a_page() {
+        let directory = tempfile::tempdir().unwrap();
+        man(&ManArgs { directory: directory.path().join("man") }).unwrap();
+        let command = Args::command();
+        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
+        let names: Vec<String> = shown.map(|command| format!("towline-{}.1", command.get_name())).collect();
+        assert!(names.len() >= 8, "{names:?}");
+        for name in names.iter().map(String::as_str).chain(["towline.1"]) {
+            let page = std::fs::read_to_string(directory.path().join("man").join(name)).unwrap();
+            assert!(page.contains(".SH NAME") && page.contains(".SH SYNOPSIS"), "{name}");
+        }
+    }
+
+    #[test]
+    fn completions_know_the_options() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut Args::command(), "towline", &mut text);
+            let text = String::from_utf8(text).unwrap();
+            assert!(text.contains("multifd-channels") && text.contains("vsock"), "{shell}");
+        }
+    }
+}

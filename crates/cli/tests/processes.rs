@@ -1,0 +1,168 @@
+//! The program as a service manager sees it: told when it is ready, given a socket, confined.
+
+use std::io::Read as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+const TOWLINE: &str = env!("CARGO_BIN_EXE_towline");
+const WITHIN: Duration = Duration::from_secs(120);
+
+/// A directory, and in it the socket of a service manager.
+struct Manager {
+    directory: tempfile::TempDir,
+    socket: UnixDatagram,
+}
+
+impl Manager {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
+        socket.set_read_timeout(Some(WITHIN)).unwrap();
+        Self { directory, socket }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn start(&self, command: &mut Command) -> Process {
+        command.env("NOTIFY_SOCKET", self.path("notify"));
+        Process(command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
+    }
+
+    fn hears(&self, wanted: &str) {
+        let mut bytes = [0; 400];
+        let length =
+            self.socket.recv(&mut bytes).unwrap_or_else(|error| panic!("{wanted} was not told: {error}"));
+        let told = String::from_utf8_lossy(&bytes[..length]);
+        assert!(told.starts_with(wanted), "{told:?}, expected {wanted:?}");
+    }
+}
+
+/// Ends with the test.
+struct Process(Child);
+
+impl Process {
+    /// A line of every thread's status.
+    fn status(&self, key: &str) -> Vec<String> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).unwrap();
+        // A thread may end while it is looked at.
+        let texts = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok());
+        let value = |text: String| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':').map(str::trim));
+            line.unwrap_or_default().to_owned()
+        };
+        texts.map(value).collect()
+    }
+
+    /// Its exit code and what it said, after SIGTERM.
+    fn end(mut self) -> (Option<i32>, String) {
+        let ended = Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
+        assert!(ended.success());
+        let mut said = String::new();
+        self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        (self.0.wait().unwrap().code(), said)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn vsock(socket: &Path) -> Command {
+    let mut command = Command::new(TOWLINE);
+    command.args(["vsock", "--cid", "7", "--quiet", "--socket"]).arg(socket);
+    command
+}
+
+#[test]
+fn a_device_is_ready_confined_and_ends_in_order() {
+    let manager = Manager::new();
+    let socket = manager.path("vsock.sock");
+    let device = manager.start(vsock(&socket).args(["--sandbox", "on", "--uds"]).arg(manager.path("uds")));
+    manager.hears("READY=1\nSTATUS=guests: 1\n");
+    UnixStream::connect(&socket).unwrap();
+    assert!(device.status("Seccomp").iter().all(|mode| mode == "2"), "{:?}", device.status("Seccomp"));
+    assert!(device.status("NoNewPrivs").iter().all(|set| set == "1"));
+    let (code, said) = device.end();
+    manager.hears("STOPPING=1\n");
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!said.contains("sandbox"), "{said}");
+    assert!(!socket.exists() && !manager.path("uds").exists());
+}
+
+#[test]
+fn a_sandbox_can_be_left_out() {
+    let manager = Manager::new();
+    let device = manager.start(vsock(&manager.path("vsock.sock")).args(["--sandbox", "none"]));
+    manager.hears("READY=1\n");
+    assert!(device.status("Seccomp").iter().all(|mode| mode == "0"));
+    assert_eq!(device.end().0, Some(0));
+}
+
+#[test]
+fn a_device_takes_the_socket_of_its_manager() {
+    let manager = Manager::new();
+    let path = manager.path("vsock.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let mut command = Command::new("/bin/sh");
+    let script = r#"LISTEN_FDS=1 LISTEN_PID=$$ exec "$0" vsock --cid 7 --quiet 3<&0 </dev/null"#;
+    command.args(["-c", script, TOWLINE]).stdin(Stdio::from(OwnedFd::from(listener)));
+    let device = manager.start(&mut command);
+    drop(command);
+    manager.hears("READY=1\n");
+    UnixStream::connect(&path).unwrap();
+    let (code, said) = device.end();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(path.exists(), "it is the manager's");
+}
+
+#[test]
+fn a_copy_is_ready_when_it_listens() {
+    let manager = Manager::new();
+    let socket = manager.path("stream");
+    let source = format!("unix:{}", socket.display());
+    let copy = manager.start(Command::new(TOWLINE).args(["copy", "--sandbox", "on", &source, "null:"]));
+    manager.hears(&format!("READY=1\nSTATUS=waits for a guest at {source}\n"));
+    assert!(socket.exists());
+    assert!(copy.status("Seccomp").iter().all(|mode| mode == "2"));
+    let (code, said) = copy.end();
+    manager.hears("STOPPING=1\n");
+    assert_eq!(code, Some(1), "{said}");
+}
+
+#[test]
+fn logs_of_a_copy_have_its_id() {
+    let directory = tempfile::tempdir().unwrap();
+    let missing = directory.path().join("none.img");
+    let mut command = Command::new(TOWLINE);
+    let output =
+        command.args(["copy", "--json", "--log", "debug"]).arg(&missing).arg("null:").output().unwrap();
+    let begun = String::from_utf8(output.stdout).unwrap();
+    let begun = begun.lines().next().unwrap();
+    let id = begun.split('"').find(|word| word.len() == 16 && word.chars().all(|c| c.is_ascii_hexdigit()));
+    let id = id.unwrap_or_else(|| panic!("no id in {begun}"));
+    assert!(begun.contains(r#""event":"begun""#), "{begun}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    for line in said.lines().filter(|line| !line.starts_with("towline: ")) {
+        assert!(line.starts_with(id), "{line}");
+    }
+    assert_eq!(output.status.code(), Some(1), "{said}");
+}
+
+#[test]
+fn what_is_missing_is_a_matter_of_usage() {
+    let output = Command::new(TOWLINE).args(["net", "--tap", "none"]).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("give --socket PATH or --fd N, or have a service manager pass one"), "{said}");
+    let output =
+        Command::new(TOWLINE).args(["copy", "--log", "towline=loud", "a", "null:"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}

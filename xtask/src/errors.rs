@@ -1,0 +1,218 @@
+//! `cargo xtask errors`: `docs/errors.md`, made of the sources, so that table and code cannot drift apart.
+//!
+//! Every `#[error("…")]` of the crates that are shipped is a row: its text, with what is filled in in braces, and what the
+//! variant's documentation says of it. `cargo xtask lint` says so when the file is older than the sources.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::command::root;
+
+const PAGE: &str = "docs/errors.md";
+/// Crates whose errors a user can see, from the wire up.
+const CRATES: [&str; 9] =
+    ["channel", "protocol", "migration", "image", "compat", "vhost-user", "net", "vsock", "control"];
+const HEAD: &str = "\
+# Errors
+
+What towline says when something cannot be, by the part that says it. Words in braces are filled in: the thing, where it is, what
+was found, what was expected. Where there is a way out, the text has it behind the semicolon or the colon. What stands behind an error
+(`{source}`) is the operating system's or another error of this page. Exit codes: 1 refused or failed, with the guest safe at its
+source; 2 usage; 3 failed, and the guest's state must be looked at; 4 (`check`) could not tell ([copy](copy.md)).
+
+This page is made of the sources (`cargo xtask errors`).
+";
+
+/// One error.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    text: String,
+    meaning: String,
+}
+
+/// Writes the page.
+pub(crate) fn write() -> Result<()> {
+    fs::write(root().join(PAGE), page()?).context(PAGE)
+}
+
+/// Says if the page is not what the sources say. A new error is no reason to fail a change that is right in all else.
+pub(crate) fn check() -> Result<()> {
+    let found = fs::read_to_string(root().join(PAGE)).context(PAGE)?;
+    if found != page()? {
+        println!("lint: note: {PAGE} is older than the sources; `cargo xtask errors` makes it anew");
+    }
+    Ok(())
+}
+
+fn page() -> Result<String> {
+    let mut page = HEAD.to_owned();
+    for name in CRATES {
+        let mut rows = Vec::new();
+        for file in sources(&root().join("crates").join(name).join("src"))? {
+            let source = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+            rows.extend(rows_of(&source));
+        }
+        if rows.is_empty() {
+            continue;
+        }
+        write!(page, "\n## towline-{name}\n\n| text | what it means |\n|---|---|\n")?;
+        for Row { text, meaning } in rows {
+            writeln!(page, "| ``{}`` | {} |", text.replace('|', "\\|"), meaning.replace('|', "\\|"))?;
+        }
+    }
+    Ok(page)
+}
+
+fn sources(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let entries = fs::read_dir(directory).with_context(|| directory.display().to_string())?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    paths.sort();
+    for path in paths {
+        if path.is_dir() {
+            found.extend(sources(&path)?);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+    Ok(found)
+}
+
+/// The errors of one file, in their order. One that only passes another on (`transparent`) is none.
+fn rows_of(source: &str) -> Vec<Row> {
+    const MARK: &str = "#[error(";
+    let starts = source.match_indices(MARK).filter(|(at, _)| {
+        let line = source[..*at].rfind('\n').map_or(0, |end| end + 1);
+        source[line..*at].trim().is_empty()
+    });
+    starts
+        .filter_map(|(at, _)| {
+            let (text, rest) = literal(source[at + MARK.len()..].trim_start())?;
+            Some(Row { text: filled(&text, &arguments(rest)), meaning: documentation(&source[..at]) })
+        })
+        .collect()
+}
+
+/// A string literal at the beginning of `source`, and what is behind it.
+fn literal(source: &str) -> Option<(String, &str)> {
+    let inner = source.strip_prefix('"')?;
+    let mut text = String::new();
+    let mut characters = inner.char_indices();
+    while let Some((at, character)) = characters.next() {
+        match character {
+            '"' => return Some((text, &inner[at + 1..])),
+            '\\' => match characters.next()?.1 {
+                'n' => text.push(' '),
+                '\n' => {
+                    let rest = characters.as_str();
+                    let blanks = rest.len() - rest.trim_start().len();
+                    characters.by_ref().take(rest[..blanks].chars().count()).for_each(drop);
+                }
+                escaped => text.push(escaped),
+            },
+            character => text.push(character),
+        }
+    }
+    None
+}
+
+/// What is behind the text, up to the attribute's end.
+fn arguments(rest: &str) -> Vec<String> {
+    let (mut depth, mut arguments, mut one) = (0, Vec::new(), String::new());
+    for character in rest.chars() {
+        match character {
+            ')' if depth == 0 => break,
+            '(' | '[' | '{' => depth += 1,
+            ')' | ']' | '}' => depth -= 1,
+            _ => {}
+        }
+        match character {
+            ',' if depth == 0 => arguments.push(std::mem::take(&mut one)),
+            character => one.push(character),
+        }
+    }
+    arguments.push(one);
+    let arguments = arguments.iter().map(|one| one.trim().to_owned());
+    arguments.filter(|one| !one.is_empty()).collect()
+}
+
+/// The text with names for what has none.
+fn filled(text: &str, arguments: &[String]) -> String {
+    let is_named =
+        |one: &&String| one.split_once('=').is_some_and(|(name, _)| name.trim().chars().all(is_of_name));
+    let mut unnamed = arguments.iter().filter(|one| !is_named(one));
+    let mut filled = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find('{') {
+        let (before, behind) = rest.split_at(at);
+        filled.push_str(before);
+        if let Some(behind) = behind.strip_prefix("{{") {
+            filled.push('{');
+            rest = behind;
+            continue;
+        }
+        let Some(end) = behind.find('}') else { break };
+        let name = behind[1..end].split(':').next().unwrap_or_default();
+        match name {
+            "" => filled.push_str(&format!("{{{}}}", unnamed.next().map_or("…", |one| name_of(one)))),
+            name => filled.push_str(&format!("{{{name}}}")),
+        }
+        rest = &behind[end + 1..];
+    }
+    filled.push_str(rest);
+    filled.replace("}}", "}")
+}
+
+fn is_of_name(character: char) -> bool {
+    character.is_alphanumeric() || character == '_'
+}
+
+/// The first name in an expression that is a value: of `path.display()` it is `path`, of `list(found)` `found`.
+fn name_of(expression: &str) -> &str {
+    let inner = match expression.split_once('(') {
+        Some((function, inner))
+            if function.chars().all(|c| is_of_name(c) || c == ':') && !inner.starts_with(')') =>
+        {
+            inner
+        }
+        _ => expression,
+    };
+    let start = inner.find(is_of_name).unwrap_or(0);
+    let end = inner[start..].find(|c| !is_of_name(c)).map_or(inner.len(), |end| start + end);
+    &inner[start..end]
+}
+
+/// The documentation that ends `before`, as one line.
+fn documentation(before: &str) -> String {
+    let mut lines: Vec<&str> = Vec::new();
+    for line in before.lines().rev().skip_while(|line| line.trim().is_empty()) {
+        match line.trim() {
+            line if line.starts_with("///") => lines.push(line.trim_start_matches('/').trim()),
+            line if line.starts_with("#[") => {}
+            _ => break,
+        }
+    }
+    lines.reverse();
+    lines.join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_is_text_and_documentation() {
+        let source = "enum E {\n    /// It is locked\n    /// by another.\n    #[error(\"{}: {op}: found {found:?}, \\\n         expected {}\", path.display(), list(wanted), n = 3)]\n    Locked {},\n    #[error(transparent)]\n    Io(io::Error),\n    // #[error(\"none\")]\n}";
+        let text = "{path}: {op}: found {found}, expected {wanted}".to_owned();
+        assert_eq!(rows_of(source), [Row { text, meaning: "It is locked by another.".into() }]);
+    }
+
+    #[test]
+    fn braces_and_quotation_marks_are_kept() {
+        let rows = rows_of("#[error(\"a \\\"{0}\\\" in {{}}\")]\nstruct S(u8);");
+        assert_eq!(rows[0].text, "a \"{0}\" in {}");
+    }
+}
