@@ -1,6 +1,6 @@
 //! `towline copy` and `towline move`.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
 use towline_control::monitor::Monitor;
 use towline_control::plan::{self, Destination, Options, Recipient, Source};
+use towline_control::statistics::Counting;
 use towline_migration::Tuning;
 
 use crate::Exit;
@@ -16,6 +17,7 @@ use crate::endpoint::Endpoint;
 use crate::outcome::Outcome;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
+use crate::watch::WatchArgs;
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
@@ -55,10 +57,10 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     };
     let cancel = cancel_on_signals(promise)?;
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
-    if destinations.len() > 1 && args.transfer.qmp.is_some() {
-        return Ok(
-            outcome.usage("--qmp shows one copy, and there are several DESTs: start one towline for each")
-        );
+    if destinations.len() > 1 && args.transfer.watch.is_wanted() {
+        return Ok(outcome.usage(
+            "--qmp and --metrics show one copy, and there are several DESTs: start one towline for each",
+        ));
     }
     if destinations.len() > 1 {
         return Ok(clones(args, &source, &destinations, &options, &cancel));
@@ -66,7 +68,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     let (Some(endpoint), Some(destination)) = (args.destinations.first(), destinations.first()) else {
         return Ok(outcome.usage("a copy needs a destination"));
     };
-    let copied = watched(&source, destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
+    let copied = watched(&source, destination, &options, &cancel, &reporter, &args.transfer.watch)?;
     reporter.finish();
     Ok(match copied {
         Ok(report) => {
@@ -77,23 +79,26 @@ pub(crate) fn run(args: &CopyArgs) -> Result<Exit> {
     })
 }
 
-/// Copies to one destination, with a control socket if one is wanted.
+/// Copies to one destination, watched if that is wanted.
 fn watched(
     source: &Source,
     destination: &Destination,
     options: &Options,
     cancel: &Cancel,
     reporter: &Reporter,
-    qmp: Option<&Path>,
+    watch: &WatchArgs,
 ) -> Result<plan::Outcome> {
-    let Some(path) = qmp else {
+    if !watch.is_wanted() {
         return Ok(plan::copy(source, destination, options, cancel, reporter));
-    };
+    }
     let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
-    let server = monitor.serve(path).with_context(|| format!("--qmp {}", path.display()))?;
+    let serve = |path: &PathBuf| monitor.serve(path).with_context(|| format!("--qmp {}", path.display()));
+    let server = watch.qmp.as_ref().map(serve).transpose()?;
+    let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
+    let watched = watch.with(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(reporter, &*monitor));
     monitor.ended(copied.as_ref());
-    drop(server);
+    drop(watched);
     Ok(copied)
 }
 
@@ -166,8 +171,8 @@ pub(crate) fn run_move(args: &MoveArgs) -> Result<Exit> {
         Err(text) => return Ok(outcome.usage(&text)),
     };
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let options = Options { end_source: true, ..options(&args.transfer) };
-    let moved = watched(&source, &destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
+    let options = Options { end_source: true, detach_vsock: args.detach_vsock, ..options(&args.transfer) };
+    let moved = watched(&source, &destination, &options, &cancel, &reporter, &args.transfer.watch)?;
     reporter.finish();
     Ok(match moved {
         Ok(report) => {
@@ -190,6 +195,7 @@ fn options(args: &TransferArgs) -> Options {
         verify: args.verify,
         resume: false,
         end_source: false,
+        detach_vsock: false,
         run: (args.run || args.paused).then_some(args.run),
         return_path: args.return_path == Switch::On,
         stream: args.stream,

@@ -13,6 +13,7 @@ mod endpoint;
 mod garbage;
 mod inspect;
 mod memory;
+mod metrics;
 mod net;
 mod outcome;
 mod progress;
@@ -20,6 +21,7 @@ mod sends;
 mod signals;
 mod units;
 mod vsock;
+mod watch;
 
 use std::process::ExitCode;
 

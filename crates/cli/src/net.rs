@@ -14,6 +14,7 @@ use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener, ServeError};
 
 use crate::Exit;
+use crate::watch::{WatchArgs, card};
 
 /// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
 /// the tap, and QEMU migrates the guest
@@ -68,6 +69,11 @@ pub(crate) struct NetArgs {
     /// Microseconds that a thread looks for more before it sleeps
     #[arg(long, value_name = "US", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     poll_us: u64,
+    /// QEMU shall not migrate the guest while it has this card, which then keeps no log of what it writes
+    #[arg(long)]
+    unmigratable: bool,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// What the queues did as one JSON object, on standard output
     #[arg(long)]
     json: bool,
@@ -82,7 +88,11 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(mtu) = args.mtu {
         taps.set_mtu(mtu)?;
     }
-    let options = Options { cpus: args.cpus.clone(), poll: Duration::from_micros(args.poll_us) };
+    let options = Options {
+        cpus: args.cpus.clone(),
+        poll: Duration::from_micros(args.poll_us),
+        unmigratable: args.unmigratable,
+    };
     let net = Arc::new(Net::new(taps, options));
     let frontends = match (&args.socket, args.fd) {
         (Some(path), _) => Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?),
@@ -94,6 +104,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     };
     let cancel = Cancel::new().context("no event descriptor can be had")?;
     watch_signals(&net, &cancel, args.json)?;
+    let _watched = args.watch.devices(vec![card(&net)], &cancel)?;
     let device: Arc<dyn Device> = net.clone();
     let outcome = frontends.serve(&device, &cancel);
     tell(&net, args.json);

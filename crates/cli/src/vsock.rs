@@ -16,6 +16,7 @@ use towline_vsock::{Limits, Rule, Settings, Siblings, Vsock, guest_cid};
 use crate::Exit;
 use crate::signals::cancel_on_signals;
 use crate::units::bytes;
+use crate::watch::{WatchArgs, guest};
 
 /// Connect a guest's vsock with sockets of this host (a vhost-user device)
 ///
@@ -73,6 +74,11 @@ pub(crate) struct VsockArgs {
     /// The most connections that a guest may have
     #[arg(long, value_name = "N", default_value_t = Limits::default().connections)]
     connections_limit: usize,
+    /// QEMU shall not migrate a guest while it has this device
+    #[arg(long)]
+    unmigratable: bool,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// Print no statistics at the end
     #[arg(long)]
     quiet: bool,
@@ -134,6 +140,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             rules: guest.forward,
             groups: guest.group,
             limits,
+            unmigratable: args.unmigratable,
         };
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
@@ -142,6 +149,8 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
     report_on_signal(devices.clone())?;
+    let guests = devices.iter().map(|(cid, device)| guest(*cid, device)).collect();
+    let _watched = args.watch.devices(guests, &cancel)?;
     let done = serve_all(served, &cancel);
     if !args.quiet {
         devices.iter().for_each(|(cid, device)| println!("cid={cid} {}", device.report()));

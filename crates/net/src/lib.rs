@@ -25,6 +25,7 @@ mod tap;
 mod transmit;
 
 pub use device::{Net, Options};
+pub use features::feature_names;
 pub use statistics::{DropReason, QueueStatistics};
 pub use tap::{Tap, TapError, Taps};
 

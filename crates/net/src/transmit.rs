@@ -50,13 +50,14 @@ impl Transmitter {
     }
 
     /// Sends the batch; how many frames of it until the tap had no room.
-    fn send(&mut self, ring: &mut Ring, Line { tap, format }: Line<'_>, tally: &mut Tally) -> usize {
+    fn send(&mut self, ring: &mut Ring, Line { tap, format, linked }: Line<'_>, tally: &mut Tally) -> usize {
         let mut bufs = Vec::with_capacity(IOV_MAX.min(64));
         for (index, chain) in self.batch.chains().enumerate() {
             let length = chain.readable_bytes() as usize;
             bufs.clear();
             bufs.extend(chain.readable());
             let written = match length {
+                _ if !linked => Err(io::Error::from_raw_os_error(libc::ENOLINK)),
                 _ if length <= format.header_bytes => Err(io::Error::from_raw_os_error(libc::EINVAL)),
                 ..=FRAME_BYTES_MAX => tap.write(&bufs),
                 _ => Err(io::Error::from_raw_os_error(libc::EMSGSIZE)),
@@ -78,6 +79,7 @@ impl Transmitter {
 fn reason(error: &io::Error) -> DropReason {
     match error.raw_os_error() {
         Some(libc::EIO | libc::ENETDOWN) => DropReason::Down,
+        Some(libc::ENOLINK) => DropReason::Unlinked,
         Some(libc::EINVAL) => DropReason::Malformed,
         Some(libc::EMSGSIZE) => DropReason::TooLong,
         Some(libc::ENOBUFS | libc::ENOMEM) => DropReason::NoRoom,

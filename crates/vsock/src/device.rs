@@ -47,6 +47,8 @@ pub struct Settings {
     pub groups: Vec<String>,
     /// What it may take.
     pub limits: Limits,
+    /// Its guest cannot be migrated with it, and its frontend is told so.
+    pub unmigratable: bool,
 }
 
 /// Why there is no device.
@@ -76,6 +78,7 @@ pub enum DeviceError {
 pub struct Vsock {
     cid: u64,
     limits: Limits,
+    unmigratable: bool,
     ears: Arc<Ears>,
     desk: Arc<Desk>,
     passage: Arc<Passage>,
@@ -95,7 +98,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits } = settings;
+        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, unmigratable } = settings;
         let mut listening = Vec::new();
         let mut add = |name: String, made: io::Result<Listening>, port| match made {
             Ok(made) => {
@@ -126,12 +129,19 @@ impl Vsock {
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
         let ears = Arc::new(Ears { listening, uds, rules, cid, siblings, mailbox });
-        Ok(Self { cid, limits, ears, desk: Arc::default(), passage: Arc::default() })
+        Ok(Self { cid, limits, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
     /// What it has done so far.
     pub fn report(&self) -> Report {
         self.desk.ask(|| self.ears.mailbox.wake())
+    }
+}
+
+impl Vsock {
+    /// Whether a frontend is connected.
+    pub fn is_served(&self) -> bool {
+        self.desk.is_open()
     }
 }
 
@@ -161,6 +171,7 @@ impl Device for Vsock {
         let engine = Engine::new(self.cid, self.limits, seed(), host);
         let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
         let (gate, waiting) = (Gate::default(), VecDeque::new());
+        desk.open();
         Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting }))
     }
 
@@ -180,7 +191,14 @@ impl Device for Vsock {
         Ok(())
     }
 
+    fn is_migratable(&self) -> bool {
+        !self.unmigratable
+    }
+
     fn migration_version(&self) -> Result<String, Refusal> {
+        if self.unmigratable {
+            return Err(Refusal::new("it was started so that it cannot be migrated"));
+        }
         Ok(format!("{VERSION}{}", self.cid))
     }
 
@@ -227,6 +245,7 @@ struct Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.write_down();
+        self.desk.close();
     }
 }
 

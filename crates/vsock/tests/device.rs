@@ -39,6 +39,7 @@ impl Served {
             rules: Vec::new(),
             groups: Vec::new(),
             limits,
+            unmigratable: false,
         };
         let device = Arc::new(Vsock::new(settings, &Arc::default()).unwrap());
         let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
@@ -279,6 +280,7 @@ fn a_context_is_one_guest_s() {
         rules: Vec::new(),
         groups: Vec::new(),
         limits: Limits::default(),
+        unmigratable: false,
     };
     let _one = Vsock::new(settings(3), &siblings).unwrap();
     let other = Vsock::new(settings(3), &siblings).unwrap_err();

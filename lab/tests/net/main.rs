@@ -8,7 +8,9 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod moves;
+mod pairs;
 mod queues;
 mod restarts;
 mod support;
 mod traffic;
+mod watched;

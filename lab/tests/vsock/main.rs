@@ -6,3 +6,4 @@ mod messages;
 mod peers_defects;
 mod streams;
 mod support;
+mod watched;
