@@ -20,6 +20,7 @@ pub mod certificates;
 pub mod cpio;
 pub mod demo;
 pub mod expect;
+mod exposition;
 mod guest_programs;
 mod linux;
 mod memory;
@@ -34,6 +35,7 @@ mod towline;
 mod wait;
 
 pub use boot_sector::{BootSector, Sweep};
+pub use exposition::{Exposition, scrape};
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;
 pub use network::Network;

@@ -100,6 +100,28 @@ const SOAKS: &[Soak] = &[
         run: || lab_test("pairs", "verdicts_agree_with_what_happens", &[("TOWLINE_SOAK_PAIRS", "1")]),
     },
     Soak {
+        name: "net-pairs",
+        about: "every pair of network cards that differ: the verdict against what becomes of a guest that is moved",
+        run: || {
+            lab_test(
+                "net",
+                "pairs::verdicts_on_cards_agree_with_what_happens",
+                &[("TOWLINE_SOAK_NET_PAIRS", "1")],
+            )
+        },
+    },
+    Soak {
+        name: "qmp-latency",
+        about: "how long query-migrate takes while 4 GiB move at full rate (TOWLINE_SOAK_LATENCY_MIB)",
+        run: || {
+            lab_test(
+                "control",
+                "latency::questions_are_answered_while_memory_moves",
+                &[("TOWLINE_SOAK_LATENCY_MIB", "4096")],
+            )
+        },
+    },
+    Soak {
         name: "moves",
         about: "50 moves in a row of one Linux guest that writes its memory (TOWLINE_SOAK_MOVES)",
         run: || {

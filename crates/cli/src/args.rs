@@ -15,6 +15,7 @@ use crate::sandbox::SandboxArgs;
 use crate::units::hours;
 use crate::units::{bytes, seconds};
 use crate::vsock::VsockArgs;
+use crate::watch::WatchArgs;
 
 /// Moves running QEMU guests: their memory and devices, between hosts and into images.
 #[derive(Debug, Parser)]
@@ -142,6 +143,10 @@ Examples:
 "))]
 #[command(after_help = ENDPOINTS)]
 pub(crate) struct MoveArgs {
+    /// Take a vhost-user-vsock, which QEMU does not migrate, out of the guest (it must be behind a pcie-root-port), and put it in
+    /// again at a qmp: DEST that has its -chardev and its port; connections end, listeners in the guest go on
+    #[arg(long)]
+    pub(crate) detach_vsock: bool,
     /// Where the guest runs: qmp:PATH
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
@@ -170,6 +175,7 @@ Endpoints:
   facts:FILE        what --facts-out wrote, or what a QEMU binary's -dump-vmstate did
   exec:COMMAND      a command that prints the same
   attr:PATH         a migration_version attribute: the source's is read, and its string is written to the destination's
+  ctl:SOCKET        a `towline net` or `towline vsock` with `--qmp SOCKET`: its string likewise, and its features and numbers
 
 Examples:
   Would it run in the QEMU that waits there?
@@ -180,6 +186,8 @@ Examples:
   Would the guests of today's package run in tomorrow's? Device states compared field by field:
     towline check exec:'qemu-10.0/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout' \\
                   exec:'qemu-10.1/qemu-system-x86_64 -M pc-q35-7.2 -dump-vmstate /dev/stdout'
+  A network card of towline's, and the one that waits at the other end of a forwarded socket:
+    towline check ctl:/run/vm/net0.qmp ctl:/run/there/net0.qmp
   A mediated device:
     towline check attr:/sys/bus/mdev/devices/UUID/mdev_type/migration_version attr:/mnt/there/migration_version
 "))]
@@ -249,9 +257,8 @@ pub(crate) struct TransferArgs {
     pub(crate) overwrite: bool,
     #[command(flatten)]
     pub(crate) postcopy: PostcopyArgs,
-    /// Listen there for QMP while it goes on: `towline ctl`, or any tool that speaks to a QEMU
-    #[arg(long, value_name = "PATH")]
-    pub(crate) qmp: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) watch: WatchArgs,
     /// How long the other end may take to be reached and to answer, in seconds
     #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = seconds)]
     pub(crate) connect_timeout: std::time::Duration,

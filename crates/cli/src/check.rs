@@ -66,6 +66,7 @@ fn end(endpoint: &Endpoint) -> Result<End, Refused> {
         Endpoint::Image(path) => End::Image(path.clone()),
         Endpoint::Facts(path) => End::Facts(path.clone()),
         Endpoint::Attribute(path) => End::Attribute(path.clone()),
+        Endpoint::Control(path) => End::Control(path.clone()),
         Endpoint::Stream(Address::Exec(command)) => End::Command(command.clone()),
         Endpoint::Stream(_) => {
             return Err(Refused::Unknown(format!(

@@ -1,6 +1,6 @@
 //! `towline copy` and `towline move`.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
 use towline_control::monitor::Monitor;
 use towline_control::plan::{self, Destination, Observer, Options, Recipient, Source};
+use towline_control::statistics::Counting;
 use towline_migration::Tuning;
 
 use crate::Exit;
@@ -19,6 +20,7 @@ use crate::outcome::Outcome;
 use crate::progress::Reporter;
 use crate::sandbox;
 use crate::signals::cancel_on_signals;
+use crate::watch::WatchArgs;
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -58,10 +60,10 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         false => "the source keeps its guest",
     };
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
-    if destinations.len() > 1 && args.transfer.qmp.is_some() {
-        return Ok(
-            outcome.usage("--qmp shows one copy, and there are several DESTs: start one towline for each")
-        );
+    if destinations.len() > 1 && args.transfer.watch.is_wanted() {
+        return Ok(outcome.usage(
+            "--qmp and --metrics show one copy, and there are several DESTs: start one towline for each",
+        ));
     }
     let notifier = Notifier::from_environment();
     confine(&args.transfer, &source, &destinations, &options);
@@ -73,7 +75,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         return Ok(outcome.usage("a copy needs a destination"));
     };
     let observer = (&reporter, &notifier);
-    let copied = watched(&source, destination, &options, &cancel, &observer, args.transfer.qmp.as_deref());
+    let copied = watched(&source, destination, &options, &cancel, &observer, &args.transfer.watch);
     notifier.stopping();
     let copied = copied?;
     reporter.finish();
@@ -88,29 +90,32 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
 
 /// Leaves this process what a copy between these ends needs.
 fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Options) {
-    match sandbox::of_copy(source, destinations, options, args.qmp.as_deref()) {
+    match sandbox::of_copy(source, destinations, options, args.watch.qmp.as_deref()) {
         Some(policy) => args.sandbox.confine(&policy),
         None => tracing::info!("exec: runs commands, which would be confined with this process: no sandbox"),
     }
 }
 
-/// Copies to one destination, with a control socket if one is wanted.
+/// Copies to one destination, watched if that is wanted.
 fn watched(
     source: &Source,
     destination: &Destination,
     options: &Options,
     cancel: &Cancel,
     observer: &dyn Observer,
-    qmp: Option<&Path>,
+    watch: &WatchArgs,
 ) -> Result<plan::Outcome> {
-    let Some(path) = qmp else {
+    if !watch.is_wanted() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
-    };
+    }
     let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
-    let server = monitor.serve(path).with_context(|| format!("--qmp {}", path.display()))?;
+    let serve = |path: &PathBuf| monitor.serve(path).with_context(|| format!("--qmp {}", path.display()));
+    let server = watch.qmp.as_ref().map(serve).transpose()?;
+    let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
+    let watched = watch.with(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
     monitor.ended(copied.as_ref());
-    drop(server);
+    drop(watched);
     Ok(copied)
 }
 
@@ -183,10 +188,10 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         Ok(destination) => destination,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    let options = Options { end_source: true, ..options(&args.transfer) };
+    let options = Options { end_source: true, detach_vsock: args.detach_vsock, ..options(&args.transfer) };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let moved = watched(&source, &destination, &options, &cancel, &reporter, args.transfer.qmp.as_deref())?;
+    let moved = watched(&source, &destination, &options, &cancel, &reporter, &args.transfer.watch)?;
     reporter.finish();
     Ok(match moved {
         Ok(report) => {
@@ -209,6 +214,7 @@ fn options(args: &TransferArgs) -> Options {
         verify: args.verify,
         resume: false,
         end_source: false,
+        detach_vsock: false,
         run: (args.run || args.paused).then_some(args.run),
         return_path: args.return_path == Switch::On,
         stream: args.stream,

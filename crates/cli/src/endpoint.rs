@@ -26,6 +26,8 @@ pub(crate) enum Endpoint {
     Facts(PathBuf),
     /// A `migration_version` attribute; for `check`.
     Attribute(PathBuf),
+    /// A device of ours, by its control socket; for `check`.
+    Control(PathBuf),
 }
 
 /// How endpoints of object stores begin.
@@ -57,9 +59,10 @@ impl FromStr for Endpoint {
             "qmp" => Ok(Self::Qmp(rest.into())),
             "file" => image(rest),
             "mem" => rest.parse().map(Self::Memory),
-            "facts" | "attr" if rest.is_empty() => Err(format!("{scheme}: needs a path")),
+            "facts" | "attr" | "ctl" if rest.is_empty() => Err(format!("{scheme}: needs a path")),
             "facts" => Ok(Self::Facts(rest.into())),
             "attr" => Ok(Self::Attribute(rest.into())),
+            "ctl" => Ok(Self::Control(rest.into())),
             "null" if rest.is_empty() => Ok(Self::Null),
             "tcp" | "unix" | "ws" | "wss" | "fd" | "exec" => {
                 text.parse().map(Self::Stream).map_err(|error| format!("{error}"))
@@ -94,6 +97,7 @@ impl fmt::Display for Endpoint {
             Self::Secret(_) => f.write_str("an address with a secret in it"),
             Self::Facts(path) => write!(f, "facts:{}", path.display()),
             Self::Attribute(path) => write!(f, "attr:{}", path.display()),
+            Self::Control(path) => write!(f, "ctl:{}", path.display()),
         }
     }
 }
@@ -121,7 +125,7 @@ impl Endpoint {
             Self::Null => Err("null: has no guest to copy".into()),
             #[cfg(feature = "store")]
             Self::Secret(why) => Err(why.clone()),
-            Self::Facts(_) | Self::Attribute(_) => Err(self.only_checked()),
+            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => Err(self.only_checked()),
         }
     }
 
@@ -137,7 +141,7 @@ impl Endpoint {
             Self::Null => plan::Destination::Null,
             #[cfg(feature = "store")]
             Self::Secret(why) => return Err(why.clone()),
-            Self::Facts(_) | Self::Attribute(_) => return Err(self.only_checked()),
+            Self::Facts(_) | Self::Attribute(_) | Self::Control(_) => return Err(self.only_checked()),
         })
     }
 
@@ -167,6 +171,7 @@ mod tests {
             ("null:", "null:"),
             ("facts:a.json", "facts:a.json"),
             ("attr:/sys/x/migration_version", "attr:/sys/x/migration_version"),
+            ("ctl:/run/vm/net0.qmp", "ctl:/run/vm/net0.qmp"),
             ("mem:64M,dirty=1M", "mem:64M,dirty=1M"),
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);

@@ -17,6 +17,7 @@ mod hand_over;
 mod inspect;
 mod log;
 mod memory;
+mod metrics;
 mod net;
 mod notify;
 mod outcome;
@@ -27,6 +28,7 @@ mod signals;
 mod state;
 mod units;
 mod vsock;
+mod watch;
 
 use std::process::ExitCode;
 

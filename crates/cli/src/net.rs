@@ -17,6 +17,7 @@ use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs, Setting};
+use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
 
 /// Give a guest a network card whose packets go to a tap of this host, by vhost-user: multiqueue, with every offload of
@@ -94,6 +95,11 @@ pub(crate) struct NetArgs {
     /// Not with --af-xdp: two processes cannot have one queue of an interface
     #[arg(long, value_name = "SOCKET", conflicts_with = "af_xdp")]
     hand_over: Option<PathBuf>,
+    /// QEMU shall not migrate the guest while it has this card, which then keeps no log of what it writes
+    #[arg(long)]
+    unmigratable: bool,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// What the queues did as one JSON object, on standard output
     #[arg(long)]
     json: bool,
@@ -139,7 +145,11 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(mtu) = args.mtu {
         taps.set_mtu(mtu)?;
     }
-    let options = Options { cpus: args.cpus.clone(), poll: Duration::from_micros(args.poll_us) };
+    let options = Options {
+        cpus: args.cpus.clone(),
+        poll: Duration::from_micros(args.poll_us),
+        unmigratable: args.unmigratable,
+    };
     let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let device: Arc<dyn Device> = net.clone();
     let (service, record) = match offer {
@@ -149,7 +159,9 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let wishes = Wishes::new()?;
     let successors =
         args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
-    // All is open, and only the thread that hears successors runs yet.
+    let quits = wishes.clone();
+    let _watched = args.watch.devices(vec![card(&net)], move || quits.quit())?;
+    // All is open, and only the threads that hear successors and observers run yet.
     let mut policy = Policy::default();
     args.socket.iter().for_each(|path| policy.removes(path));
     let notifier = Notifier::from_environment();

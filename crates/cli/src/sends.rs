@@ -75,8 +75,13 @@ mod tests {
     #[test]
     fn lanes_that_did_alike_share_a_line() {
         let packets = |packets| Tally { packets, ..Tally::default() };
-        let measured =
-            Tally { packets: 30, measured_packets: 2, measured_bytes: 1_000_000, measured_cpu_ns: 50_000 };
+        let measured = Tally {
+            packets: 30,
+            bytes: 15_000_000,
+            measured_packets: 2,
+            measured_bytes: 1_000_000,
+            measured_cpu_ns: 50_000,
+        };
         let copied = LaneSends {
             reason: SendReason::Copied,
             plain: measured,

@@ -22,6 +22,7 @@ use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
 use crate::signals::cancel_on_signals;
 use crate::units::bytes;
+use crate::watch::{WatchArgs, guest};
 
 /// Connect a guest's vsock with sockets of this host (a vhost-user device)
 ///
@@ -95,6 +96,11 @@ pub(crate) struct VsockArgs {
     /// Wait awake for so long where requests and answers alternate, instead of being woken; 0: never
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 50)]
     poll_us: u64,
+    /// QEMU shall not migrate a guest while it has this device
+    #[arg(long)]
+    unmigratable: bool,
+    #[command(flatten)]
+    watch: WatchArgs,
     /// Print no statistics at the end
     #[arg(long)]
     quiet: bool,
@@ -114,7 +120,8 @@ struct Served {
 }
 
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
-    if args.guest.is_empty() && args.config.is_none()
+    if args.guest.is_empty()
+        && args.config.is_none()
         && let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd)
     {
         eprintln!("towline: {lack}");
@@ -136,16 +143,20 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             groups: guest.group,
             limits,
             poll: Duration::from_micros(args.poll_us),
+            unmigratable: args.unmigratable,
         };
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
     }
-    // All that listens is open, and no thread runs yet.
-    let notifier = Notifier::from_environment();
-    args.sandbox.confine(&policy);
     let cancel = cancel_on_signals("the guests' connections end")?;
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
+    let guests = devices.iter().map(|(cid, device)| guest(*cid, device)).collect();
+    let quits = cancel.clone();
+    let _watched = args.watch.devices(guests, move || quits.cancel())?;
+    // All that listens is open, and no thread that hears a guest runs yet.
+    let notifier = Notifier::from_environment();
+    args.sandbox.confine(&policy);
     report_on_signal(devices.clone())?;
     notifier.ready(&format!("guests: {}", devices.len()));
     let done = serve_all(served, &cancel);

@@ -14,29 +14,38 @@ pub const RULE_ID: &str = "migration-version";
 /// What a device that cannot be migrated answers (`errno.h`).
 const ENODEV: i32 = 19;
 
-/// Judges a pair of attributes. `write` writes to the destination's, and gives the errno if that is refused; it is called only if
-/// the types agree and the source gave a string.
+/// Adds to a report what a destination's device says to the source's version. `write` gives it the string, and is called only if
+/// the types agree and the source gave one; its error is why the device refuses it, in words.
 ///
-/// `None`: these are not two attributes.
+/// Nothing is added unless both are attributes, or devices of ours.
 pub fn judge(
+    report: &mut Report,
     source: &Facts,
     destination: &Facts,
-    write: impl FnOnce(&str) -> Result<(), i32>,
-) -> Option<Report> {
-    let (Subject::Attribute(source), Subject::Attribute(destination)) =
-        (&source.subject, &destination.subject)
-    else {
-        return None;
-    };
-    let mut report = Report::default();
-    compare(source, destination, write, &mut Findings { rule: RULE_ID, report: &mut report });
-    Some(report)
+    write: impl FnOnce(&str) -> Result<(), String>,
+) {
+    if let (Some(source), Some(destination)) = (attribute(source), attribute(destination)) {
+        compare(&source, &destination, write, &mut Findings { rule: RULE_ID, report });
+    }
+}
+
+/// What the facts say of the device's attribute.
+fn attribute(facts: &Facts) -> Option<Attribute> {
+    match &facts.subject {
+        Subject::Attribute(attribute) => Some(attribute.clone()),
+        Subject::Device(device) => Some(Attribute {
+            device_type: device.device_type.clone(),
+            version: device.migration_version.clone(),
+            errno: device.unmigratable.as_ref().map(|_| ENODEV),
+        }),
+        _ => None,
+    }
 }
 
 fn compare(
     source: &Attribute,
     destination: &Attribute,
-    write: impl FnOnce(&str) -> Result<(), i32>,
+    write: impl FnOnce(&str) -> Result<(), String>,
     findings: &mut Findings<'_>,
 ) {
     if source.device_type != destination.device_type {
@@ -48,9 +57,8 @@ fn compare(
             "only devices of one type can be compared, and migrated",
         );
     }
-    let Some(version) = source.version.as_ref().filter(|version| !version.is_empty()) else {
-        return unreadable(source.errno, findings);
-    };
+    let readable = source.version.as_ref().filter(|version| !version.is_empty() && source.errno.is_none());
+    let Some(version) = readable else { return unreadable(source.errno, findings) };
     if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
         let text = format!(
             "the source's version string has {} bytes, expected at most {}",
@@ -59,11 +67,9 @@ fn compare(
         );
         return findings.no(text, "is this a migration_version attribute?");
     }
-    if let Err(errno) = write(version) {
-        findings.no(
-            format!("the destination's device refuses the source's version: {}", error(errno)),
-            "its log says why",
-        );
+    if let Err(why) = write(version) {
+        findings
+            .no(format!("the destination's device refuses the source's version: {why}"), "its log says why");
     }
 }
 
@@ -71,7 +77,7 @@ fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
     match errno {
         Some(ENODEV) => findings.no("the source's device cannot be migrated (ENODEV)", "its log says why"),
         Some(errno) => findings.unknown(
-            format!("the source's version cannot be read: {}", error(errno)),
+            format!("the source's version cannot be read: {}", std::io::Error::from_raw_os_error(errno)),
             "see that the attribute can be read",
         ),
         None => findings.unknown(
@@ -81,13 +87,10 @@ fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
     }
 }
 
-fn error(errno: i32) -> String {
-    std::io::Error::from_raw_os_error(errno).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::facts;
     use crate::report::{Verdict, Way};
 
     fn attribute(device_type: &str, version: Option<&str>, errno: Option<i32>) -> Facts {
@@ -95,20 +98,20 @@ mod tests {
         Subject::Attribute(Attribute { device_type: device_type.into(), version, errno }).into()
     }
 
-    fn verdict(source: &Facts, answer: Result<(), i32>) -> (Verdict, Option<String>) {
-        let mut written = None;
-        let report = judge(source, &attribute("net", None, None), |version| {
+    fn verdict(source: &Facts, answer: Result<(), String>) -> (Verdict, Option<String>) {
+        let (mut report, mut written) = (Report::default(), None);
+        judge(&mut report, source, &attribute("net", None, None), |version| {
             written = Some(version.to_owned());
             answer
         });
-        (report.unwrap().verdict(Way::Towline), written)
+        (report.verdict(Way::Towline), written)
     }
 
     #[test]
     fn the_destination_decides() {
         let source = attribute("net", Some("v2 mq=4\n"), None);
         assert_eq!(verdict(&source, Ok(())), (Verdict::Yes, Some("v2 mq=4\n".into())));
-        assert_eq!(verdict(&source, Err(22)).0, Verdict::No);
+        assert_eq!(verdict(&source, Err("why".into())).0, Verdict::No);
     }
 
     #[test]
@@ -122,8 +125,25 @@ mod tests {
     }
 
     #[test]
+    fn a_device_of_ours_has_one_too() {
+        let device = |unmigratable: Option<&str>| -> Facts {
+            Subject::Device(facts::Device {
+                device_type: "net".into(),
+                migration_version: Some("v2".into()),
+                unmigratable: unmigratable.map(str::to_owned),
+                ..facts::Device::default()
+            })
+            .into()
+        };
+        assert_eq!(verdict(&device(None), Ok(())), (Verdict::Yes, Some("v2".into())));
+        assert_eq!(verdict(&device(Some("it was started so")), Ok(())), (Verdict::No, None));
+    }
+
+    #[test]
     fn other_facts_are_no_pair_of_attributes() {
-        let image: Facts = Subject::Image(crate::facts::Image::default()).into();
-        assert!(judge(&image, &image, |_| Ok(())).is_none());
+        let image: Facts = Subject::Image(facts::Image::default()).into();
+        let mut report = Report::default();
+        judge(&mut report, &image, &image, |_| panic!("nothing is written"));
+        assert_eq!(report, Report::default());
     }
 }

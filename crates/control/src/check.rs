@@ -4,10 +4,12 @@
 //!   qmp:PATH    a QEMU is asked (nothing is changed)        exec:COMMAND   what it prints: facts, or a -dump-vmstate
 //!   an image    its head and device state are read          facts:FILE     the same from a file
 //!   attr:PATH   a migration_version attribute is read; as a destination, the source's string is written to it
+//!   ctl:SOCKET  a device of ours is asked the same, and for the rest of what it is
 //! ```
 //! What it is not: the verdict, which is the rules'.
 
 mod attribute;
+mod device;
 mod recorded;
 
 use std::path::{Path, PathBuf};
@@ -34,6 +36,8 @@ pub enum End {
     Command(String),
     /// A `migration_version` attribute.
     Attribute(PathBuf),
+    /// A device of ours, by its control socket.
+    Control(PathBuf),
 }
 
 /// Why an end's facts are not known.
@@ -43,6 +47,14 @@ pub enum Error {
     /// A QEMU did not answer.
     #[error(transparent)]
     Qemu(#[from] qemu::Error),
+    /// A control socket did not answer, or not as one of a device.
+    #[error("ctl:{}: {source}", path.display())]
+    Control {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: Box<qmp::Error>,
+    },
     /// An image cannot be read.
     #[error(transparent)]
     Image(#[from] towline_image::Error),
@@ -85,30 +97,45 @@ impl End {
             Self::Attribute(path) => {
                 attribute::read(path).map_err(|source| Error::Attribute { path: path.clone(), source })
             }
+            Self::Control(path) => device::facts(path),
+        }
+    }
+
+    /// Gives the source's version string to a device that is asked.
+    fn write(&self, version: &str, device_type: &str) -> Result<(), String> {
+        match self {
+            Self::Attribute(path) => attribute::write(path, version)
+                .map_err(|errno| std::io::Error::from_raw_os_error(errno).to_string()),
+            Self::Control(path) => device::accepts(path, device_type, version),
+            Self::Qmp(_) | Self::Image(_) | Self::Facts(_) | Self::Command(_) => Ok(()),
         }
     }
 
     /// Whether it is asked now, rather than having been asked at another time.
     #[must_use]
     pub fn is_live(&self) -> bool {
-        matches!(self, Self::Qmp(_) | Self::Attribute(_))
+        matches!(self, Self::Qmp(_) | Self::Attribute(_) | Self::Control(_))
     }
 }
 
-/// The verdict on a pair of ends. An attribute as the destination is written to.
+/// The verdict on a pair of ends. An attribute or a device as the destination is given the source's version.
 ///
 /// # Errors
 /// [`Error`] of either end.
 pub fn check(source: &End, destination: &End, lanes: Option<usize>) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
-    if let End::Attribute(path) = destination
-        && let Some(report) = judged::judge(&guest, &there, |version| attribute::write(path, version))
-    {
-        return Ok(report);
-    }
     let is_live = destination.is_live();
     let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
-    Ok(judge(&Pair { source: &guest, destination: &there, lanes, is_live, is_one_host }))
+    let mut report = judge(&Pair { source: &guest, destination: &there, lanes, is_live, is_one_host });
+    if let End::Attribute(_) | End::Control(_) = destination {
+        let device_type = match &guest.subject {
+            Subject::Device(device) => device.device_type.as_str(),
+            Subject::Attribute(attribute) => attribute.device_type.as_str(),
+            _ => "",
+        };
+        judged::judge(&mut report, &guest, &there, |version| destination.write(version, device_type));
+    }
+    Ok(report)
 }
 
 /// The facts of an image that is open.

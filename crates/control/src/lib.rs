@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! monitor   one copy as QMP shows it
+//! device    devices as QMP shows them; statistics: what is counted, in QEMU's shape
 //! check     would it run there? the facts of both ends
 //! plan      copy a guest from somewhere to somewhere, with undo
 //! qemu      what one QEMU is and waits for; settings that are put back afterwards
@@ -15,7 +16,9 @@
 #![deny(unsafe_code)]
 
 pub mod check;
+pub mod device;
 pub mod monitor;
 pub mod plan;
 pub mod qemu;
 pub mod qmp;
+pub mod statistics;

@@ -17,13 +17,16 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
-use towline_migration::{Tuning, ZeroCopySend};
+use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 
 use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
 use crate::qmp::{Commands, Emitter, Refusal, Server};
+use crate::statistics::{self, Counting, Number, Subject};
 
-const NAMES: [&str; 9] = [
+const NAMES: [&str; 11] = [
     "query-status",
+    "query-stats",
+    "query-stats-schemas",
     "query-migrate",
     "query-migrate-capabilities",
     "migrate-set-capabilities",
@@ -63,6 +66,7 @@ struct State {
     /// Whether the guest runs at its source, as far as this side can tell.
     running: bool,
     progress: Progress,
+    lanes: Vec<LaneSends>,
     /// When memory began to move.
     transfer: Option<Instant>,
     ended: Option<Duration>,
@@ -78,6 +82,7 @@ impl Monitor {
             status: "setup",
             running: true,
             progress: Progress::default(),
+            lanes: Vec::new(),
             transfer: None,
             ended: None,
             downtime_ms: None,
@@ -122,6 +127,7 @@ impl Monitor {
             match outcome {
                 Ok(report) => {
                     state.progress.moved = report.moved;
+                    state.lanes.clone_from(&report.lane_sends);
                     state.downtime_ms = report.downtime_ms;
                 }
                 Err(failure) => state.error = Some(failure.error.to_string()),
@@ -261,12 +267,32 @@ impl Observer for Monitor {
         }
     }
 
+    fn lanes(&self, lanes: &[LaneSends]) {
+        let mut state = self.state();
+        state.lanes.clear();
+        state.lanes.extend_from_slice(lanes);
+    }
+
     fn progress(&self, progress: &Progress) {
         let pass = |progress: &Progress| progress.pass.unwrap_or(progress.moved.dirty_sync_count);
         let before = std::mem::replace(&mut self.state().progress, *progress);
         if pass(progress) > pass(&before) {
             self.emit("MIGRATION_PASS", &json!({ "pass": pass(progress) }));
         }
+    }
+}
+
+impl Counting for Monitor {
+    fn statistics(&self) -> Vec<Subject> {
+        let state = self.state();
+        let lane = |(index, lane): (usize, &LaneSends)| Subject {
+            kind: "migration-lane",
+            labels: vec![("lane", index.to_string())],
+            numbers: of_lane(lane),
+        };
+        let lanes = state.lanes.iter().enumerate().map(lane);
+        let copy = Subject { kind: "migration", labels: Vec::new(), numbers: of_copy(&state) };
+        std::iter::once(copy).chain(lanes).collect()
     }
 }
 
@@ -287,6 +313,8 @@ impl Commands for Monitor {
                 Ok(json!({ "running": state.running, "status": status }))
             }
             "query-migrate" => Ok(self.query_migrate()),
+            "query-stats" => statistics::query(&self.statistics(), arguments),
+            "query-stats-schemas" => statistics::schemas(&self.statistics(), arguments),
             "query-migrate-capabilities" => {
                 let one = |(name, state): &(&str, bool)| json!({ "capability": name, "state": state });
                 Ok(self.capabilities.iter().map(one).collect())
@@ -311,6 +339,68 @@ fn capabilities(options: &Options) -> Vec<(&'static str, bool)> {
         ("multifd", options.multifd_channels != Some(0)),
         ("return-path", options.return_path),
         ("zero-copy-send", options.zero_copy_send == ZeroCopySend::On),
+    ]
+}
+
+/// What is counted of the whole.
+fn of_copy(state: &State) -> Vec<Number> {
+    let (progress, moved) = (&state.progress, &state.progress.moved);
+    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
+    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
+    let took = state.ended.unwrap_or_else(|| state.begun.elapsed());
+    let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
+    vec![
+        Number::level(
+            "running",
+            "1 while the guest runs, as far as this side can tell",
+            state.running.into(),
+        ),
+        Number::level("ended", "1 when the copy is over", state.ended.is_some().into()),
+        Number::level(
+            "failed",
+            "1 when it was not done",
+            matches!(state.status, "failed" | "cancelled").into(),
+        ),
+        Number::level("time", "since it was begun, until it ended", took).in_milliseconds(),
+        Number::level("total-bytes", "the guest's RAM", moved.total).in_bytes(),
+        Number::level("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
+        Number::level(
+            "dirty-rate-bytes",
+            "what the guest writes in a second",
+            progress.dirty_rate.unwrap_or(0),
+        )
+        .in_bytes(),
+        Number::bytes("transferred-bytes", "on all channels", moved.transferred),
+        Number::bytes("multifd-bytes", "on lanes", moved.multifd_bytes),
+        Number::events("normal", "pages that went with content", moved.normal),
+        Number::events("duplicate", "pages that went as zero", moved.duplicate),
+        Number::events("passes", "passes over the memory", progress.pass.unwrap_or(moved.dirty_sync_count)),
+        Number::events(
+            "vectored-calls",
+            "system calls that moved pages of several buffers",
+            moved.vectored_calls,
+        ),
+        Number::events("plain-calls", "system calls that moved pages through one buffer", moved.plain_calls),
+        Number::events(
+            "spliced-calls",
+            "system calls that moved pages within the kernel",
+            moved.spliced_calls,
+        ),
+        Number::events("checksums-written", "packets that went with a checksum", moved.checksums_written),
+        Number::events("checksums-verified", "packets that were compared with one", moved.checksums_verified),
+    ]
+}
+
+/// What is counted of a lane to the destination.
+fn of_lane(lane: &LaneSends) -> Vec<Number> {
+    vec![
+        Number::events("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
+        Number::bytes("plain-bytes", "pages in these", lane.plain.bytes),
+        Number::events("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
+        Number::bytes("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
+        Number::events("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
+        Number::events("copied", "calls of these that the kernel copied all the same", lane.copied),
+        Number::events("switches", "changes between the two ways", lane.switches),
     ]
 }
 

@@ -34,6 +34,7 @@ mod supervise;
 mod survey;
 mod target;
 mod tls;
+mod vsock;
 mod zero_copy;
 
 use std::path::PathBuf;
@@ -132,6 +133,8 @@ pub struct Options {
     pub resume: bool,
     /// End a `qmp:` source once the guest is at its destination: a move.
     pub end_source: bool,
+    /// Take a vhost-user-vsock out of the guest before it is moved, and put it in again at its `qmp:` destination.
+    pub detach_vsock: bool,
     /// Whether a `qmp:` destination runs; `None`: as the guest did.
     pub run: Option<bool>,
     /// Whether streams have a return path. Without one nobody hears of a failure at the other end.
@@ -165,6 +168,7 @@ impl Default for Options {
             verify: false,
             resume: false,
             end_source: false,
+            detach_vsock: false,
             run: None,
             return_path: true,
             stream: false,
@@ -216,6 +220,11 @@ pub trait Observer: Sync {
         let _ = address;
     }
 
+    /// How each lane to the destination has sent so far; called with [`Observer::progress`].
+    fn lanes(&self, lanes: &[LaneSends]) {
+        let _ = lanes;
+    }
+
     /// Something the user should know, though nothing failed.
     fn notice(&self, text: &str) {
         let _ = text;
@@ -237,6 +246,11 @@ impl<A: Observer + ?Sized, B: Observer + ?Sized> Observer for (&A, &B) {
     fn listening(&self, address: &Address) {
         self.0.listening(address);
         self.1.listening(address);
+    }
+
+    fn lanes(&self, lanes: &[LaneSends]) {
+        self.0.lanes(lanes);
+        self.1.lanes(lanes);
     }
 
     fn notice(&self, text: &str) {

@@ -98,7 +98,7 @@ impl Relay {
     }
 
     /// What went out; the incoming migration counts what came in.
-    pub fn statistics(&self) -> &Statistics {
+    pub fn statistics(&self) -> &Arc<Statistics> {
         &self.statistics
     }
 

@@ -1,16 +1,16 @@
 //! The card as vhost-user sees it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
 use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
 
 use crate::features;
-use crate::pair::{Pair, TRANSMIT};
+use crate::pair::{Pair, RECEIVE, TRANSMIT};
 use crate::rarp;
-use crate::statistics::{Counters, QueueStatistics};
+use crate::statistics::{Counters, DropReason, QueueStatistics};
 use crate::tap::Taps;
 use crate::xdp::{Mode, Xdp};
 
@@ -24,6 +24,8 @@ pub struct Options {
     pub cpus: Vec<usize>,
     /// How long a thread looks for more before it sleeps.
     pub poll: Duration,
+    /// The frontend is told that its guest cannot be migrated with it.
+    pub unmigratable: bool,
 }
 
 /// A network card. One of it serves one guest, over as many connections as its frontend makes.
@@ -44,6 +46,10 @@ pub(crate) struct Shared {
     pub(crate) features: AtomicU64,
     /// By pair: receiving, transmitting.
     pub(crate) counters: Vec<[Counters; 2]>,
+    /// Whether anything goes between the guest and the tap.
+    pub(crate) linked: AtomicBool,
+    /// Whether the guest receives from this pair.
+    pub(crate) in_use: Vec<AtomicBool>,
 }
 
 impl Net {
@@ -56,8 +62,9 @@ impl Net {
     pub fn with_xdp(taps: Taps, xdp: Option<Xdp>, options: Options) -> Self {
         let counters = taps.queues().iter().map(|_| <[Counters; 2]>::default()).collect();
         let modes = taps.queues().iter().map(|_| AtomicU8::new(Mode::Tap as u8)).collect();
-        let features = AtomicU64::new(0);
-        Self { shared: Arc::new(Shared { taps, xdp, modes, options, features, counters }) }
+        let in_use = taps.queues().iter().map(|_| AtomicBool::new(false)).collect();
+        let (features, linked) = (AtomicU64::new(0), AtomicBool::new(true));
+        Self { shared: Arc::new(Shared { taps, xdp, modes, options, features, counters, linked, in_use }) }
     }
 
     /// Its tap.
@@ -79,6 +86,32 @@ impl Net {
     /// How each pair sends now.
     pub fn modes(&self) -> Vec<Mode> {
         self.shared.modes.iter().map(|mode| Mode::of(mode.load(Relaxed))).collect()
+    }
+
+    /// What the driver took of [`Device::features`]; nothing before there is one.
+    pub fn features_taken(&self) -> u64 {
+        self.shared.features.load(Relaxed)
+    }
+
+    /// How many pairs the guest receives from.
+    pub fn pairs_in_use(&self) -> usize {
+        self.shared.in_use.iter().filter(|pair| pair.load(Relaxed)).count()
+    }
+
+    /// Whether anything goes between the guest and the tap. While the link is down, what either side sends is thrown away and
+    /// counted ([`DropReason::Unlinked`]); the guest's driver is not told, which is the VMM's to do.
+    pub fn set_link(&self, up: bool) {
+        let Shared { taps, counters, linked, .. } = &*self.shared;
+        if up && !linked.load(Relaxed) {
+            // A guest without buffers has left some in the tap.
+            counters[0][RECEIVE].drop(DropReason::Unlinked, taps.discard());
+        }
+        linked.store(up, Relaxed);
+    }
+
+    /// Whether the link is up.
+    pub fn is_linked(&self) -> bool {
+        self.shared.linked.load(Relaxed)
     }
 
     fn pairs(&self) -> usize {
@@ -170,7 +203,14 @@ impl Device for Net {
         }
     }
 
+    fn is_migratable(&self) -> bool {
+        !self.shared.options.unmigratable
+    }
+
     fn migration_version(&self) -> Result<String, Refusal> {
+        if !self.is_migratable() {
+            return Err(Refusal::new("it was started so that it cannot be migrated"));
+        }
         let (features, pairs) = (self.features(), self.pairs());
         let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
         Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}"))

@@ -5,7 +5,7 @@
 use virtio_bindings::virtio_config::VIRTIO_F_ANY_LAYOUT;
 use virtio_bindings::virtio_net as virtio;
 
-use towline_vhost_user::features::VERSION_1;
+use towline_vhost_user::features::{EVENT_IDX, INDIRECT_DESC, VERSION_1};
 
 bitflags::bitflags! {
     /// What the receiver of a tap's frames understands (`TUN_F_*`).
@@ -58,6 +58,44 @@ const TO_TAP: [(u64, Offloads); 6] = [
     (bit(virtio::VIRTIO_NET_F_HOST_USO), Offloads::USO),
 ];
 
+/// How virtio calls them, the rings' own too.
+const NAMES: [(u64, &str); 25] = [
+    (bit(virtio::VIRTIO_NET_F_GUEST_CSUM), "VIRTIO_NET_F_GUEST_CSUM"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO4), "VIRTIO_NET_F_GUEST_TSO4"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_TSO6), "VIRTIO_NET_F_GUEST_TSO6"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_ECN), "VIRTIO_NET_F_GUEST_ECN"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_UFO), "VIRTIO_NET_F_GUEST_UFO"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO4), "VIRTIO_NET_F_GUEST_USO4"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_USO6), "VIRTIO_NET_F_GUEST_USO6"),
+    (bit(virtio::VIRTIO_NET_F_CSUM), "VIRTIO_NET_F_CSUM"),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO4), "VIRTIO_NET_F_HOST_TSO4"),
+    (bit(virtio::VIRTIO_NET_F_HOST_TSO6), "VIRTIO_NET_F_HOST_TSO6"),
+    (bit(virtio::VIRTIO_NET_F_HOST_ECN), "VIRTIO_NET_F_HOST_ECN"),
+    (bit(virtio::VIRTIO_NET_F_HOST_UFO), "VIRTIO_NET_F_HOST_UFO"),
+    (bit(virtio::VIRTIO_NET_F_HOST_USO), "VIRTIO_NET_F_HOST_USO"),
+    (bit(virtio::VIRTIO_NET_F_MRG_RXBUF), "VIRTIO_NET_F_MRG_RXBUF"),
+    (bit(virtio::VIRTIO_NET_F_MQ), "VIRTIO_NET_F_MQ"),
+    (bit(virtio::VIRTIO_NET_F_MTU), "VIRTIO_NET_F_MTU"),
+    (bit(virtio::VIRTIO_NET_F_STATUS), "VIRTIO_NET_F_STATUS"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_VQ), "VIRTIO_NET_F_CTRL_VQ"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_RX), "VIRTIO_NET_F_CTRL_RX"),
+    (bit(virtio::VIRTIO_NET_F_CTRL_MAC_ADDR), "VIRTIO_NET_F_CTRL_MAC_ADDR"),
+    (bit(virtio::VIRTIO_NET_F_GUEST_ANNOUNCE), "VIRTIO_NET_F_GUEST_ANNOUNCE"),
+    (bit(VIRTIO_F_ANY_LAYOUT), "VIRTIO_F_ANY_LAYOUT"),
+    (VERSION_1, "VIRTIO_F_VERSION_1"),
+    (INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC"),
+    (EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX"),
+];
+
+/// The names of these features, those without one by their number.
+pub fn feature_names(features: u64) -> impl Iterator<Item = String> {
+    let set = (0..u64::BITS).filter(move |number| features & 1 << number != 0);
+    set.map(|number| {
+        let known = NAMES.iter().find(|(feature, _)| *feature == 1 << number);
+        known.map_or_else(|| format!("feature {number}"), |(_, name)| (*name).to_owned())
+    })
+}
+
 /// What a card on a tap that knows these offloads can do.
 pub(crate) fn offered(offloads: Offloads, pairs: usize) -> u64 {
     let known = FROM_TAP.iter().chain(&TO_TAP).filter(|(_, offload)| offloads.contains(*offload));
@@ -103,6 +141,12 @@ mod tests {
         assert_eq!(features & bit(virtio::VIRTIO_NET_F_GUEST_USO4), 0);
         assert_ne!(features & MQ, 0);
         assert_eq!(offered(Offloads::all(), 1) & MQ, 0);
+    }
+
+    #[test]
+    fn features_have_names() {
+        let names: Vec<String> = feature_names(MRG_RXBUF | EVENT_IDX | 1 << 63).collect();
+        assert_eq!(names, ["VIRTIO_NET_F_MRG_RXBUF", "VIRTIO_RING_F_EVENT_IDX", "feature 63"]);
     }
 
     #[test]

@@ -27,6 +27,7 @@ mod transmit;
 mod xdp;
 
 pub use device::{Net, Options};
+pub use features::feature_names;
 pub use statistics::{DropReason, QueueStatistics};
 pub use tap::{Tap, TapError, Taps};
 pub use xdp::{Mode, Xdp, XdpError};

@@ -17,7 +17,7 @@ use crate::transmit::Transmitter;
 use crate::xdp::Sender;
 
 /// Of the queues of a pair: the one that the guest receives from.
-const RECEIVE: usize = 0;
+pub(crate) const RECEIVE: usize = 0;
 /// And the one that it sends to.
 pub(crate) const TRANSMIT: usize = 1;
 
@@ -84,6 +84,7 @@ impl Pair {
             self.receiver.forget();
         }
         self.receives = receives;
+        self.shared.in_use[self.index].store(receives, Relaxed);
         // The first stays: see the head of `tap`.
         if self.index > 0 {
             self.tap().attach(receives);
@@ -110,6 +111,12 @@ impl Pair {
     }
 }
 
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.shared.in_use[self.index].store(false, Relaxed);
+    }
+}
+
 impl Worker for Pair {
     fn run(&mut self, queues: &mut Queues<'_>) -> Next {
         if !self.begun {
@@ -117,15 +124,19 @@ impl Worker for Pair {
         }
         self.follow(queues.ring(RECEIVE).is_some());
         let shared = Arc::clone(&self.shared);
-        let line = Line { tap: &shared.taps.queues()[self.index], format: self.format };
+        let linked = shared.linked.load(Relaxed);
+        let line = Line { tap: &shared.taps.queues()[self.index], format: self.format, linked };
         let counters = &shared.counters[self.index];
         let (mut more, mut worked) = (false, false);
         let tallies = &mut self.tallies;
+        if let (Some(sender), false) = (&mut self.sender, linked) {
+            sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
+        }
         if let Some(ring) = queues.ring(TRANSMIT) {
             let tally = &mut tallies[TRANSMIT];
             more |= match &mut self.sender {
-                Some(sender) => sender.run(ring, line, tally, &mut self.transmitter),
-                None => self.transmitter.run(ring, line, tally),
+                Some(sender) if linked => sender.run(ring, line, tally, &mut self.transmitter),
+                _ => self.transmitter.run(ring, line, tally),
             };
             worked |= tally.packets > 0;
             tally.settle(ring, &counters[TRANSMIT]);
@@ -144,7 +155,9 @@ impl Worker for Pair {
     fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
         let tap = self.tap();
         let mut events = PollFlags::empty();
-        if self.receives && !self.receiver.starved && !self.receiver.gone && tap.is_attached() {
+        // While the link is down, what comes needs none of the guest's buffers.
+        let has_room = !self.receiver.starved || !self.shared.linked.load(Relaxed);
+        if self.receives && has_room && !self.receiver.gone && tap.is_attached() {
             events |= PollFlags::IN;
         }
         if self.transmitter.blocked {

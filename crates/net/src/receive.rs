@@ -49,6 +49,8 @@ pub(crate) struct Format {
 pub(crate) struct Line<'a> {
     pub(crate) tap: &'a Tap,
     pub(crate) format: Format,
+    /// Whether anything goes over it.
+    pub(crate) linked: bool,
 }
 
 /// The receiving half of a pair.
@@ -108,6 +110,9 @@ impl Receiver {
         if self.gone {
             return false;
         }
+        if !line.linked {
+            return self.discard(line, tally);
+        }
         if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
             return self.starve(ring);
         }
@@ -132,6 +137,36 @@ impl Receiver {
                 return self.starve(ring);
             }
             self.window = (self.window * 2).min(*WINDOW.end());
+        }
+    }
+
+    /// While the link is down: what comes is thrown away, and what is held too. True if there may be more.
+    fn discard(&mut self, line: Line<'_>, tally: &mut Tally) -> bool {
+        if !self.held.is_empty() {
+            tally.drop(DropReason::Unlinked);
+            self.held.clear();
+        }
+        for _ in 0..FRAMES_A_TURN {
+            match line.tap.read(&mut [IoBufMut::from(&mut *self.spill)]) {
+                Ok(_) => tally.drop(DropReason::Unlinked),
+                Err(error) => {
+                    self.fail(&error);
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Nothing came. A tap that says so too often for another reason than that there is nothing is gone.
+    fn fail(&mut self, error: &io::Error) {
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return;
+        }
+        self.failures += 1;
+        if self.failures == FAILURES_MAX {
+            tracing::error!(%error, "the tap is gone; nothing is received from it any more");
+            self.gone = true;
         }
     }
 
@@ -178,12 +213,12 @@ impl Receiver {
     fn receive<'b>(
         &mut self,
         ring: &mut Ring,
-        Line { tap, format }: Line<'_>,
+        Line { tap, format, .. }: Line<'_>,
         tally: &mut Tally,
         (at, may_wait): (usize, bool),
         bufs: Vec<IoBufMut<'_>>,
     ) -> (Received, Vec<IoBufMut<'b>>) {
-        let Self { batch, spill, held, expected, failures, gone, .. } = self;
+        let Self { batch, spill, held, expected, .. } = self;
         let mut bufs = emptied(bufs);
         let (mut room, mut chains) = (0, 0);
         let most = if format.mergeable { batch.len() - at } else { 1 };
@@ -202,19 +237,13 @@ impl Receiver {
         bufs.push(IoBufMut::from(&mut **spill));
         let length = match tap.read(&mut bufs) {
             Ok(length) => length,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                return (Received::Nothing, emptied(bufs));
-            }
             Err(error) => {
-                *failures += 1;
-                if *failures == FAILURES_MAX {
-                    tracing::error!(%error, "the tap is gone; nothing is received from it any more");
-                    *gone = true;
-                }
-                return (Received::Nothing, emptied(bufs));
+                let bufs = emptied(bufs);
+                self.fail(&error);
+                return (Received::Nothing, bufs);
             }
         };
-        *failures = 0;
+        self.failures = 0;
         let bufs = emptied(bufs);
         let behind = length.saturating_sub(room);
         let received = if length < format.header_bytes || behind >= spill_bytes {

@@ -17,11 +17,14 @@ pub enum DropReason {
     NoRoom,
     /// The tap is gone, or refuses for another reason.
     Refused,
+    /// The card's link is down ([`Net::set_link`](crate::Net::set_link)).
+    Unlinked,
 }
 
 impl DropReason {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Down, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused];
+    pub const ALL: [Self; 6] =
+        [Self::Down, Self::Malformed, Self::TooLong, Self::NoRoom, Self::Refused, Self::Unlinked];
 
     /// As statistics call it.
     pub fn name(self) -> &'static str {
@@ -31,6 +34,7 @@ impl DropReason {
             Self::TooLong => "too-long",
             Self::NoRoom => "no-room",
             Self::Refused => "refused",
+            Self::Unlinked => "unlinked",
         }
     }
 }
@@ -84,6 +88,11 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
+    /// Frames that went nowhere without a [`Tally`].
+    pub(crate) fn drop(&self, reason: DropReason, frames: usize) {
+        add(&self.drops[reason as usize], frames as u64);
+    }
+
     pub(crate) fn snapshot(&self) -> QueueStatistics {
         QueueStatistics {
             packets: self.packets.load(Relaxed),

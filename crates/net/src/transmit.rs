@@ -70,7 +70,7 @@ impl Transmitter {
 /// Sends one frame, or drops it. False if the tap has no room.
 pub(crate) fn frame<'b>(
     chain: Chain<'b>,
-    Line { tap, format }: Line<'_>,
+    Line { tap, format, linked }: Line<'_>,
     bufs: &mut Vec<IoBuf<'b>>,
     tally: &mut Tally,
 ) -> bool {
@@ -78,6 +78,7 @@ pub(crate) fn frame<'b>(
     bufs.clear();
     bufs.extend(chain.readable());
     let written = match length {
+        _ if !linked => Err(io::Error::from_raw_os_error(libc::ENOLINK)),
         _ if length <= format.header_bytes => Err(io::Error::from_raw_os_error(libc::EINVAL)),
         ..=FRAME_BYTES_MAX => tap.write(bufs),
         _ => Err(io::Error::from_raw_os_error(libc::EMSGSIZE)),
@@ -96,6 +97,7 @@ pub(crate) fn frame<'b>(
 fn reason(error: &io::Error) -> DropReason {
     match error.raw_os_error() {
         Some(libc::EIO | libc::ENETDOWN) => DropReason::Down,
+        Some(libc::ENOLINK) => DropReason::Unlinked,
         Some(libc::EINVAL) => DropReason::Malformed,
         Some(libc::EMSGSIZE) => DropReason::TooLong,
         Some(libc::ENOBUFS | libc::ENOMEM) => DropReason::NoRoom,

@@ -107,6 +107,11 @@ pub trait Device: Send + Sync {
         true
     }
 
+    /// Whether its guest can be migrated; if not, the frontend is not offered the dirty log, and QEMU says no.
+    fn is_migratable(&self) -> bool {
+        true
+    }
+
     /// Everything as before the first driver. No queue runs.
     fn reset(&self) {}
 

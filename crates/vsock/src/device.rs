@@ -51,6 +51,8 @@ pub struct Settings {
     pub limits: Limits,
     /// How long its thread waits awake where requests and answers alternate; 0: never.
     pub poll: Duration,
+    /// Its guest cannot be migrated with it, and its frontend is told so.
+    pub unmigratable: bool,
 }
 
 /// Why there is no device.
@@ -81,6 +83,7 @@ pub struct Vsock {
     cid: u64,
     limits: Limits,
     poll: Duration,
+    unmigratable: bool,
     ears: Arc<Ears>,
     desk: Arc<Desk>,
     passage: Arc<Passage>,
@@ -100,7 +103,7 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, poll } = settings;
+        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, poll, unmigratable } = settings;
         let mut listening = Vec::new();
         let mut add = |name: String, made: io::Result<Listening>, port| match made {
             Ok(made) => {
@@ -132,12 +135,19 @@ impl Vsock {
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
         let ears = Arc::new(Ears { listening, uds, rules, cid, siblings, mailbox });
-        Ok(Self { cid, limits, poll, ears, desk: Arc::default(), passage: Arc::default() })
+        Ok(Self { cid, limits, poll, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
     /// What it has done so far.
     pub fn report(&self) -> Report {
         self.desk.ask(|| self.ears.mailbox.wake())
+    }
+}
+
+impl Vsock {
+    /// Whether a frontend is connected.
+    pub fn is_served(&self) -> bool {
+        self.desk.is_open()
     }
 }
 
@@ -167,6 +177,7 @@ impl Device for Vsock {
         let engine = Engine::new(self.cid, self.limits, seed(), host);
         let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
         let (gate, waiting) = (Gate::default(), VecDeque::new());
+        desk.open();
         let (pulse, news) = (Pulse::new(self.poll), true);
         Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting, pulse, news }))
     }
@@ -187,7 +198,14 @@ impl Device for Vsock {
         Ok(())
     }
 
+    fn is_migratable(&self) -> bool {
+        !self.unmigratable
+    }
+
     fn migration_version(&self) -> Result<String, Refusal> {
+        if self.unmigratable {
+            return Err(Refusal::new("it was started so that it cannot be migrated"));
+        }
         Ok(format!("{VERSION}{}", self.cid))
     }
 
@@ -237,6 +255,7 @@ struct Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.write_down();
+        self.desk.close();
     }
 }
 

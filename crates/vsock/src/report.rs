@@ -1,7 +1,7 @@
 //! What a device has done, for whoever asks: its thread writes it down when it is asked, and when it ends.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -63,10 +63,7 @@ impl fmt::Display for Report {
             table.credit_updates_received,
         )?;
         for (key, kind, phase, line) in &self.connections {
-            let kind = match kind {
-                Kind::Stream => "stream",
-                Kind::Seqpacket => "seqpacket",
-            };
+            let kind = name(*kind);
             write!(
                 f,
                 "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={}",
@@ -83,6 +80,41 @@ impl fmt::Display for Report {
     }
 }
 
+/// A connection, as statistics show it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectionReport {
+    /// `stream` or `seqpacket`.
+    pub kind: &'static str,
+    /// The guest's port.
+    pub guest_port: u32,
+    /// The context of the other end: the host's, or another guest's.
+    pub peer_cid: u64,
+    /// And its port.
+    pub peer_port: u32,
+    /// What went over it.
+    pub line: LineStatistics,
+}
+
+impl Report {
+    /// Each connection that there is.
+    pub fn connections(&self) -> impl Iterator<Item = ConnectionReport> {
+        self.connections.iter().map(|(key, kind, _, line)| ConnectionReport {
+            kind: name(*kind),
+            guest_port: key.guest_port,
+            peer_cid: key.peer_cid,
+            peer_port: key.peer_port,
+            line: *line,
+        })
+    }
+}
+
+fn name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Stream => "stream",
+        Kind::Seqpacket => "seqpacket",
+    }
+}
+
 /// Where it is written down.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
@@ -90,12 +122,28 @@ pub(crate) struct Desk {
     /// And how often it was.
     written: Mutex<(Report, u64)>,
     news: Condvar,
+    /// Threads that can write.
+    writers: AtomicUsize,
 }
 
 impl Desk {
     /// Whether somebody asks; only the first call says so.
     pub(crate) fn is_wanted(&self) -> bool {
         self.wanted.load(Ordering::Relaxed) && self.wanted.swap(false, Ordering::Acquire)
+    }
+
+    /// A thread begins to write here.
+    pub(crate) fn open(&self) {
+        self.writers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// It writes no more.
+    pub(crate) fn close(&self) {
+        self.writers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.writers.load(Ordering::Relaxed) > 0
     }
 
     pub(crate) fn write(&self, report: Report) {
@@ -107,6 +155,9 @@ impl Desk {
     /// Asks, by waking the thread, and gives what was written last.
     pub(crate) fn ask(&self, wake: impl FnOnce()) -> Report {
         let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.is_open() {
+            return written.0.clone();
+        }
         let before = written.1;
         self.wanted.store(true, Ordering::Release);
         wake();

@@ -11,6 +11,8 @@ use towline_vhost_user::Refusal;
 use crate::connection::Key;
 use crate::packet::Kind;
 
+/// The version of the form in [`MAGIC`].
+pub const STATE_VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"TLvsock\x01";
 const HEAD_BYTES: usize = 24;
 const ENTRY_BYTES: usize = 18;

@@ -206,6 +206,7 @@ fn a_context_is_one_guest_s() {
         groups: Vec::new(),
         limits: Limits::default(),
         poll: Duration::ZERO,
+        unmigratable: false,
     };
     let _one = Vsock::new(settings(3), &siblings).unwrap();
     let other = Vsock::new(settings(3), &siblings).unwrap_err();

@@ -8,8 +8,10 @@
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 mod moves;
+mod pairs;
 mod queues;
 mod restarts;
 mod support;
 mod testpmd;
 mod traffic;
+mod watched;

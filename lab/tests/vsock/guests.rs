@@ -1,16 +1,20 @@
 //! Several guests: with each other, and without each other's harm; and one that is moved.
 
 use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 use tempfile::TempDir;
-use towline_lab::{LinuxGuest, Qemu, Version, require_lab, towline};
+use towline_lab::expect::{assert_ended, qmp};
+use towline_lab::{
+    Builder, Finished, LinuxGuest, Qemu, Qmp, Towline, Version, require_lab, towline, wait_until,
+};
 
 use crate::support::{
     WITHIN, connect, device_arguments, install_perl, linux, perl, shell, start_device, wait_said,
 };
 
-fn echoes(uds: &std::path::Path) {
+fn echoes(uds: &Path) {
     let mut stream = connect(uds, 5001);
     stream.write_all(b"are you there").unwrap();
     let mut heard = [0; 13];
@@ -57,53 +61,76 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
     assert!(device.runs().unwrap());
 }
 
-/// Stock QEMU does not migrate the device: it is taken out, and put in again at the other side. Who listens in the guest
-/// goes on listening.
+const ROOT_PORT: &str = "pcie-root-port,id=plug,chassis=1,slot=1";
+
+/// A device, a QEMU whose guest can have it in a port, and where the host connects.
+fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
+    let path = |end: &str| scratch.path().join(format!("{name}.{end}"));
+    let (socket, uds) = (path("d"), path("v"));
+    let arguments = ["--socket", socket.to_str().unwrap(), "--cid", "33", "--uds", uds.to_str().unwrap()];
+    let device = start_device(&arguments, &socket);
+    let chardev = format!("socket,id=vsock,path={}", socket.display());
+    let qemu = linux(Version::V10_0).cpu("Nehalem");
+    (device, qemu.args(["-device", ROOT_PORT, "-chardev", &chardev].map(str::to_owned)), uds)
+}
+
+/// Begins a move that would never end, and cancels it when memory moves and the device is out.
+fn cancelled(orders: &[String], control: &Path) -> Finished {
+    let slowly = ["--multifd-channels", "0", "--max-bandwidth", "200", "--qmp", control.to_str().unwrap()];
+    let mut cancelled = towline(orders.iter().map(String::as_str).chain(slowly)).unwrap();
+    wait_until("a move that goes on", WITHIN, || {
+        assert!(cancelled.runs()?, "it ended: {}", cancelled.stderr());
+        let answer = Qmp::connect(control, WITHIN).and_then(|qmp| qmp.execute("query-migrate", json!({})));
+        Ok(answer.is_ok_and(|answer| answer["status"] == "active").then_some(()))
+    })
+    .unwrap();
+    Qmp::connect(control, WITHIN).unwrap().execute("migrate_cancel", json!({})).unwrap();
+    cancelled.wait(WITHIN).unwrap()
+}
+
+/// Stock QEMU does not migrate the device: it is taken out, and put in again at the other side, or at this one if the move is
+/// cancelled. Who listens in the guest goes on listening.
 #[test]
 fn a_guest_is_moved_without_its_device_and_finds_another() {
     if !require_lab("a_guest_is_moved_without_its_device_and_finds_another") {
         return;
     }
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
-    let path = |name: &str| scratch.path().join(name);
-    let start = |name: &str| {
-        let (socket, uds) = (path(&format!("{name}.d")), path(&format!("{name}.v")));
-        let arguments = ["--socket", socket.to_str().unwrap(), "--cid", "33", "--uds", uds.to_str().unwrap()];
-        let device = start_device(&arguments, &socket);
-        let root = "pcie-root-port,id=plug,chassis=1,slot=1";
-        let chardev = format!("socket,id=vsock,path={}", socket.display());
-        let qemu = linux(Version::V10_0).cpu("Nehalem");
-        let qemu = qemu.args(["-device", root, "-chardev", &chardev].map(str::to_owned));
-        (device, qemu, uds)
-    };
-    let (_device_a, a, uds_a) = start("a");
+    let (_device_a, a, uds_a) = plugged(&scratch, "a");
     let a = a.args(["-device", "vhost-user-vsock-pci,id=vsock0,bus=plug,chardev=vsock"].map(str::to_owned));
     let a = a.start().unwrap();
     let mut guest = a.linux(WITHIN).unwrap();
     install_perl(&mut guest);
     perl(&mut guest, "echo", "listen stream 5001 echo");
+    drop(guest);
     echoes(&uds_a);
     let mut before = connect(&uds_a, 5001);
-    let (_device_b, b, uds_b) = start("b");
-    let b = b.incoming_defer().start().unwrap();
+    let orders = |to: &Qemu| ["move".to_owned(), "--detach-vsock".to_owned(), qmp(&a), qmp(to)];
 
-    a.qmp().execute("device_del", json!({"id": "vsock0"})).unwrap();
-    a.qmp().wait_event("DEVICE_DELETED", WITHIN).unwrap();
+    // One that could not take it: nothing is touched.
+    let bare = linux(Version::V10_0).cpu("Nehalem").args(["-device", ROOT_PORT]);
+    let bare = bare.incoming_defer().start().unwrap();
+    let refused = towline(orders(&bare)).unwrap().wait(WITHIN).unwrap();
+    assert_ended(&refused, 1, &["no -chardev with the id \"vsock\""]);
+    before.write_all(b"still there").unwrap();
+    before.read_exact(&mut [0; 11]).unwrap();
+
+    // One that is cancelled when the device is out: it is put in again where it was.
+    let (_device_b, b, _) = plugged(&scratch, "b");
+    let b = b.incoming_defer().start().unwrap();
+    let finished = cancelled(&orders(&b), &scratch.path().join("control"));
+    assert_ended(&finished, 1, &["safe at its source"]);
     // The connection went with the device.
     let mut heard = Vec::new();
     let _ = before.read_to_end(&mut heard);
     assert!(heard.is_empty());
-    drop(guest);
-    let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
-    towline(["move", "--json", &qmp(&a), &qmp(&b)]).unwrap().wait_done(WITHIN).unwrap();
-    let device = json!({"driver": "vhost-user-vsock-pci", "id": "vsock0", "bus": "plug", "chardev": "vsock"});
-    b.qmp().execute("device_add", device).unwrap();
-    let mut guest = b.linux(WITHIN).unwrap();
+    echoes(&uds_a);
+
+    // One that takes it.
+    let (_device_c, c, uds_c) = plugged(&scratch, "c");
+    let c = c.incoming_defer().start().unwrap();
+    towline(orders(&c)).unwrap().wait_done(WITHIN).unwrap();
+    echoes(&uds_c);
+    let mut guest = c.linux(WITHIN).unwrap();
     wait_said(&mut guest, "echo", "listening");
-    towline_lab::wait_until("the device in the guest", WITHIN, || {
-        let bound = guest.shell("ls /sys/bus/virtio/drivers/vmw_vsock_virtio_transport/", WITHIN)?;
-        Ok(bound.contains("virtio").then_some(()))
-    })
-    .unwrap();
-    echoes(&uds_b);
 }

@@ -6,6 +6,7 @@ mod messages;
 mod peers_defects;
 mod streams;
 mod support;
+mod watched;
 
 use towline_lab::{Version, require_lab};
 
@@ -13,7 +14,7 @@ use support::Scene;
 
 /// All that one guest can show, one after the other: booting it takes longer than most of it.
 fn all_of(version: Version) {
-    let mut scene = Scene::new(version);
+    let mut scene = Scene::new(version, &[]);
     scene.perl("echo", "listen stream 5001 echo");
     peers_defects::what_others_do_wrong(&mut scene);
     streams::bytes_go_both_ways(&mut scene);

@@ -84,15 +84,14 @@ pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
 }
 
 impl Scene {
-    pub(crate) fn new(version: Version) -> Self {
+    pub(crate) fn new(version: Version, more: &[&str]) -> Self {
         let scratch = TempDir::with_prefix("towline-lab-").unwrap();
         let socket = scratch.path().join("device");
         let [device_path, uds, messages] =
             ["device", "v", "m"].map(|name| scratch.path().join(name).display().to_string());
         let cid = CID.to_string();
-        let arguments =
-            ["--socket", &device_path, "--cid", &cid, "--uds", &uds, "--uds-seqpacket", &messages];
-        let device = start_device(&arguments, &socket);
+        let own = ["--socket", &device_path, "--cid", &cid, "--uds", &uds, "--uds-seqpacket", &messages];
+        let device = start_device(&[&own[..], more].concat(), &socket);
         let qemu = linux(version).args(device_arguments(&socket)).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         install_perl(&mut guest);

@@ -26,6 +26,9 @@ pub struct Device {
     pub state_version: u32,
     /// The oldest that it reads.
     pub state_version_min: u32,
+    /// Its `migration_version`, made when it was started. Only the device type itself may look into it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub migration_version: Option<String>,
     /// Why it cannot be migrated, if it cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unmigratable: Option<String>,

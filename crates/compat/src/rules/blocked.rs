@@ -7,13 +7,17 @@ use crate::report::Findings;
 pub(super) const RULE: Rule =
     Rule { id: "blocked", about: "QEMU does not refuse to migrate this guest", run };
 
+/// The device that a move can do without meanwhile.
+const VSOCK: &str = "vhost-user-vsock";
+
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if let Subject::Qemu(source) = &pair.source.subject {
         for reason in &source.blocked_reasons {
-            findings.no(
-                format!("QEMU cannot send this guest: {reason}"),
-                "take that device out of the guest, or end what blocks it",
-            );
+            let remedy = match reason.contains(VSOCK) {
+                true => "`towline move --detach-vsock` takes it out, and puts it in again there",
+                false => "take that device out of the guest, or end what blocks it",
+            };
+            findings.no(format!("QEMU cannot send this guest: {reason}"), remedy);
         }
     }
     let from_source = |reason: &String| match &pair.source.subject {
@@ -39,6 +43,9 @@ mod tests {
         let found = between(&RULE, |source, _| source.blocked_reasons.push(reason.clone()));
         assert_eq!(found[0].severity, Severity::No);
         assert!(found[0].text.contains(&reason), "{found:?}");
+        let vsock = "non-migratable device: 0000:01:00.0/vhost-user-vsock".to_owned();
+        let found = between(&RULE, |source, _| source.blocked_reasons.push(vsock.clone()));
+        assert!(found[0].remedy.contains("--detach-vsock"), "{found:?}");
         let found = between(&RULE, |_, destination| destination.blocked_reasons.push(reason.clone()));
         assert_eq!(found[0].severity, Severity::Note);
     }

@@ -61,6 +61,8 @@ const NO_EFFECT: &[&str] = &[
     "display",
     "head",
     "below-4g-mem-size",
+    // The number that the guest's firmware gave its bus; it comes with the state of the port before it.
+    "busnr",
     "MCFG",
     "above-4g-mem-size",
     "rng",
@@ -262,6 +264,7 @@ mod tests {
     fn each_property_has_its_effect() {
         let severity = |property, virtio| found(property, "2", virtio).first().map(|found| found.severity);
         assert_eq!(severity("netdev", false), None);
+        assert_eq!(severity("busnr", false), None);
         assert_eq!(severity("mac", false), Some(Severity::Note));
         assert_eq!(severity("vectors", false), Some(Severity::No));
         assert_eq!(severity("gso", true), None);

@@ -10,9 +10,9 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     use Subject::{Attribute, Binary, Device, Image, Qemu};
     let (source, destination) = (&pair.source.subject, &pair.destination.subject);
     match (source, destination) {
-        (Qemu(_) | Image(_), Qemu(_)) | (Image(_) | Binary(_), Binary(_)) | (Device(_), Device(_)) => {}
+        (Qemu(_) | Image(_), Qemu(_)) | (Image(_) | Binary(_), Binary(_)) => {}
         // The destination answers, by being written to; see `attribute`.
-        (Attribute(_), Attribute(_)) => {}
+        (Device(_) | Attribute(_), Device(_) | Attribute(_)) => {}
         (Qemu(_), Binary(_)) => findings.unknown(
             "which versions the guest's devices have is not to be learned from a running QEMU",
             "compare its binary's -dump-vmstate, or an image of the guest",

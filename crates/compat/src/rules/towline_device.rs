@@ -89,6 +89,7 @@ mod tests {
             mtu: 1500,
             state_version: 2,
             state_version_min: 1,
+            migration_version: None,
             unmigratable: None,
         }
     }

@@ -1,12 +1,12 @@
 //! Which plan it is, and what can be refused before anything is touched.
 
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
-use towline_migration::{LaneSends, Session, Snapshot, Statistics, outgoing, synthetic};
+use towline_migration::{Session, Snapshot, Statistics, outgoing, synthetic};
 
 #[cfg(feature = "store")]
 use super::store;
@@ -57,6 +57,7 @@ pub(super) fn checked(
     check_return_path(source, destination, options)?;
     check_throttle(source, options)?;
     check_end(source, destination, options)?;
+    check_vsock(source, destination, options)?;
     check_base(destination, options)?;
     check_live(source, destination, options)?;
     Ok((one_guest(source, destination, options)?, lanes))
@@ -91,7 +92,7 @@ pub(super) struct Run<'a> {
     begun: Instant,
     memory: OnceLock<synthetic::Outcome>,
     uploaded: OnceLock<Uploaded>,
-    lane_sends: OnceLock<Vec<LaneSends>>,
+    sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
 }
 
@@ -103,9 +104,9 @@ impl<'a> Run<'a> {
         observer: &'a dyn Observer,
     ) -> Self {
         let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
-        let (lane_sends, increment) = (OnceLock::new(), OnceLock::new());
+        let (sending, increment) = (OnceLock::new(), OnceLock::new());
         let begun = Instant::now();
-        Self { options, lanes, cancel, observer, begun, memory, uploaded, lane_sends, increment }
+        Self { options, lanes, cancel, observer, begun, memory, uploaded, sending, increment }
     }
 
     /// Begins the image that will be `path`.
@@ -125,9 +126,9 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Notes how each lane to the destination sent its pages, for the report.
-    pub(super) fn set_lane_sends(&self, lane_sends: Vec<LaneSends>) {
-        self.lane_sends.get_or_init(|| lane_sends);
+    /// Notes who counts how each lane to the destination sends its pages.
+    pub(super) fn set_sending(&self, sending: &Arc<Statistics>) {
+        self.sending.get_or_init(|| Arc::clone(sending));
     }
 
     /// Notes what arrived in memory of this process, for the report.
@@ -165,6 +166,9 @@ impl<'a> Run<'a> {
     /// Tells how far the memory is.
     pub(super) fn report(&self, statistics: &Statistics, progress: Progress) {
         self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
+        if let Some(sending) = self.sending.get() {
+            self.observer.lanes(&sending.lane_sends());
+        }
     }
 
     /// Runs the engine under supervision.
@@ -201,7 +205,7 @@ impl<'a> Run<'a> {
             multifd_channels: self.lanes,
             compression: self.options.compression,
             zero_copy_send: self.options.zero_copy_send,
-            lane_sends: self.lane_sends.get().cloned().unwrap_or_default(),
+            lane_sends: self.sending.get().map(|sending| sending.lane_sends()).unwrap_or_default(),
             handed_over: false,
             source,
             destination,
@@ -295,6 +299,22 @@ fn check_end(source: &Source, destination: &Destination, options: &Options) -> R
         (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
         _ if options.resume => "a source that is ended cannot run on (--resume)",
         _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
+}
+
+/// A device that is taken out has to be put in somewhere.
+fn check_vsock(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.detach_vsock => return Ok(()),
+        (Source::Qmp(_), Destination::Qmp(_)) if !options.end_source => {
+            "--detach-vsock is for a move: after a copy both guests would claim one context"
+        }
+        (Source::Qmp(_), Destination::Qmp(_)) if options.postcopy.is_some() => {
+            "--detach-vsock goes with a guest whose memory comes first: leave --postcopy out"
+        }
+        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+        _ => "--detach-vsock needs a qmp: destination, where the device is put in again",
     };
     Err(Error::Usage(text.into()))
 }

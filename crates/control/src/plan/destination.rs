@@ -14,6 +14,7 @@ use towline_migration::outgoing::{Connections, connect};
 
 use super::fit::{Guest, uuid_bytes};
 use super::private_dir::PrivateDir;
+use super::vsock::Vsocks;
 use super::{Error, Observer, Options, blame, compression};
 use crate::qemu::{Facts, Incoming, Qemu, Settings, Wanted};
 use crate::qmp::commands::{
@@ -88,6 +89,16 @@ impl QmpDestination {
         observer: &dyn Observer,
     ) -> Result<(), Error> {
         guest.check(&mut self.qemu, lanes, observer)
+    }
+
+    /// Refuses if these could not be put in here.
+    pub(super) fn check_vsocks(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+        vsocks.check(&mut self.qemu)
+    }
+
+    /// Puts them in.
+    pub(super) fn attach(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+        vsocks.attach(&mut self.qemu)
     }
 
     /// Sets QEMU, has it load and stay paused, and connects to it.

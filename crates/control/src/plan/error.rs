@@ -67,6 +67,10 @@ pub enum Error {
     NotRecovered { source: towline_migration::Error, waited: Duration },
     #[error("the QEMUs lost their connection, and made no other one within {waited:?}")]
     NotConnectedAgain { waited: Duration },
+    #[error("{device} cannot be taken out of the guest of QEMU on {socket}: {text}")]
+    NotDetached { socket: String, device: String, text: String },
+    #[error("{device} is not in the guest of QEMU on {socket} again: {text}")]
+    NotAttached { socket: String, device: String, text: String },
     #[error("QEMU on {socket} ended while its guest was copied; its own log says why")]
     SourceEnded { socket: String },
     #[error("QEMU on {socket} gave up: {text}")]

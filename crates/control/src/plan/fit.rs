@@ -7,7 +7,7 @@ use towline_compat::{Facts, Pair, Severity, Way, judge};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
-use super::{Error, Observer};
+use super::{Error, Observer, vsock};
 use crate::check;
 use crate::qemu::Qemu;
 
@@ -28,6 +28,14 @@ impl Guest {
     /// One of whose devices nothing is known.
     pub(super) fn of_blocks(machine_type: &str, blocks: &[RamBlock]) -> Self {
         Self { facts: Some(check::stored(machine_type, blocks)), uuid: None }
+    }
+
+    /// Without those of its devices that are taken out before it goes there.
+    pub(super) fn without_vsocks(mut self) -> Self {
+        if let Some(Subject::Qemu(qemu)) = self.facts.as_mut().map(|facts| &mut facts.subject) {
+            vsock::forget(qemu);
+        }
+        self
     }
 
     /// `is_compared`: its destination is a QEMU, too.

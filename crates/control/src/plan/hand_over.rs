@@ -14,6 +14,9 @@ use super::source::QmpSource;
 use super::target::Target;
 use super::{Error, Failure, GuestState, Phase, Report, SourceState, blame};
 
+/// Where a guest is that came without its vsock.
+const WITHOUT_VSOCK: &str = "at its destination, whole, but for its vsock, which could not be put in there (`device_add`); its source has ended";
+
 /// The source was told that the guest is safe.
 pub(super) fn hand_over(
     mut source: QmpSource,
@@ -78,8 +81,10 @@ pub(super) fn hand_over(
             return Err(Failure { notes, ..look_at(error, text) });
         }
     };
+    let attached = target.attach(&source.vsocks);
     let downtime_ms = source.downtime().or(downtime_ms);
     let source = release(source, run)?;
+    attached.map_err(|error| look_at(error, WITHOUT_VSOCK))?;
     Ok(Report { downtime_ms, ..run.done(statistics.snapshot(), source, state) })
 }
 
@@ -95,7 +100,10 @@ pub(super) fn take_over(
     run.observer.phase(Phase::CutOver);
     let runs = run.options.run.unwrap_or(source.ran);
     match target.release(runs, run) {
-        Ok(state) => Ok(run.done(statistics.snapshot(), SourceState::Ended, state)),
+        Ok(state) => {
+            target.attach(&source.vsocks).map_err(|error| look_at(error, WITHOUT_VSOCK))?;
+            Ok(run.done(statistics.snapshot(), SourceState::Ended, state))
+        }
         Err(error) if blame::is_gone(&error) => Err(both_ended(source, error)),
         Err(error) => {
             Err(look_at(error, "paused at the destination, whole (`cont` runs it on); its source has ended"))

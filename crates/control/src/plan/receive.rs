@@ -35,6 +35,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         Failure { guest, ..Failure::untouched(error) }
     })?;
     let guest = match source.guest(matches!(destination, Destination::Qmp(_))) {
+        Ok(guest) if run.options.detach_vsock => guest.without_vsocks(),
         Ok(guest) => guest,
         Err(error) => return Err(fail(error, Some(source), None, run)),
     };
@@ -45,6 +46,9 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         Ok(target) => target,
         Err(error) => return Err(fail(error, Some(source), None, run)),
     };
+    if let Err(error) = target.check_vsocks(&source.vsocks).and_then(|()| source.detach(run.cancel)) {
+        return Err(fail(error, Some(source), Some(target), run));
+    }
     run.observer.phase(Phase::Connect);
     // The source last: a destination that was told to load and is not needed can be started again.
     let connected = target.connect(&session, run);

@@ -151,13 +151,13 @@ pub(super) fn send(
         ..outgoing::Options::default()
     };
     let engine = Outgoing::new(Arc::clone(&session), Arc::clone(&statistics), options);
+    run.set_sending(&statistics);
     let mut look = || {
         run.report(&statistics, Progress::default());
         look()
     };
     run.supervise(&session, &mut look, || engine.run(connections, guest))?;
     run.report(&statistics, Progress::default());
-    run.set_lane_sends(statistics.lane_sends());
     Ok(statistics.snapshot())
 }
 

@@ -15,6 +15,7 @@ use towline_migration::incoming::{Connections, gather};
 use super::converge::{self, Convergence};
 use super::fit::Guest;
 use super::private_dir::{PrivateDir, open_to_peer};
+use super::vsock::{self, Vsocks};
 use super::{Error, GuestState, Options, Progress, blame, compression};
 use crate::qemu::{Qemu, Settings, Wanted};
 use crate::qmp::commands::{
@@ -79,6 +80,8 @@ pub(super) struct QmpSource {
     tuning: Tuning,
     /// How many of its changes QEMU was told.
     tuned: u64,
+    /// What is to be taken out of the guest for as long as it is moved, and was.
+    pub(super) vsocks: Vsocks,
 }
 
 impl QmpSource {
@@ -92,8 +95,11 @@ impl QmpSource {
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
-        if !facts.blocked_reasons().is_empty() {
-            return Err(Error::Blocked { socket, reasons: facts.blocked_reasons().to_vec() });
+        let detached = |reason: &&String| options.detach_vsock && vsock::is_reason(reason);
+        let reasons: Vec<String> =
+            facts.blocked_reasons().iter().filter(|reason| !detached(reason)).cloned().collect();
+        if !reasons.is_empty() {
+            return Err(Error::Blocked { socket, reasons });
         }
         let status = facts.status.status.clone();
         if status == RunState::INMIGRATE {
@@ -111,12 +117,18 @@ impl QmpSource {
         let (asked, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         let tuning = options.tuning.clone();
-        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence, tuning, tuned: 0 })
+        let vsocks = if options.detach_vsock { Vsocks::find(&mut qemu)? } else { Vsocks::default() };
+        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence, tuning, tuned: 0, vsocks })
     }
 
     /// What is known of its guest; all of it if that is compared with another QEMU.
     pub(super) fn guest(&mut self, is_compared: bool) -> Result<Guest, Error> {
         Guest::of_qemu(&mut self.qemu, is_compared)
+    }
+
+    /// Takes out of the guest what QEMU does not migrate.
+    pub(super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
+        self.vsocks.detach(&mut self.qemu, cancel)
     }
 
     /// QEMU's version with its package.
@@ -390,7 +402,11 @@ impl QmpSource {
     pub(super) fn undo(mut self, part: &str) -> (GuestState, Vec<String>) {
         let socket = self.qemu.socket().to_owned();
         match self.try_undo() {
-            Ok(notes) => (GuestState::Safe, notes),
+            Ok(mut notes) => {
+                let attached = self.vsocks.attach(&mut self.qemu);
+                notes.extend(attached.err().map(|error| error.to_string()));
+                (GuestState::Safe, notes)
+            }
             Err(error) if blame::is_gone(&error) => (GuestState::LookAt(self.leave(part)), Vec::new()),
             Err(error) => {
                 let text = format!("the source, QEMU on {socket}, cannot be put back: {error}");

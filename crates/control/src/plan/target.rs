@@ -14,6 +14,7 @@ use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
+use super::vsock::Vsocks;
 use super::zero_copy::lane_options;
 use super::{Destination, DestinationState, Error, Phase, blame, memory};
 
@@ -66,6 +67,22 @@ impl Target {
         })
     }
 
+    /// Refuses a destination that could not take these again.
+    pub(super) fn check_vsocks(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+        match self {
+            Self::Qemu { destination, .. } => destination.check_vsocks(vsocks),
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts in again what was taken out of the guest at its source.
+    pub(super) fn attach(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+        match self {
+            Self::Qemu { destination, .. } => destination.attach(vsocks),
+            _ => Ok(()),
+        }
+    }
+
     /// Reaches the destination for a source that is there, and is refused if that fails.
     pub(super) fn connect_for(
         &mut self,
@@ -86,6 +103,7 @@ impl Target {
     pub(super) fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
         let relay = |connections| {
             let relay = Relay::with_options(Arc::clone(session), connections, lane_options(run.options))?;
+            run.set_sending(relay.statistics());
             Ok::<_, Error>(Some(Box::new(relay)))
         };
         match self {
@@ -158,9 +176,6 @@ impl Target {
 
     /// The guest is here: runs it if it may, and puts everything in order.
     pub(super) fn release(&mut self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
-        if let Self::Qemu { relay: Some(relay), .. } | Self::Stream { relay: Some(relay), .. } = self {
-            run.set_lane_sends(relay.statistics().lane_sends());
-        }
         match self {
             Self::Image(writer) => {
                 run.set_increment(writer);

@@ -84,9 +84,11 @@ pub struct LaneSends {
 pub struct Tally {
     /// All of them.
     pub packets: u64,
+    /// Bytes of pages in these.
+    pub bytes: u64,
     /// Those that were measured.
     pub measured_packets: u64,
-    /// Bytes of pages in these.
+    /// Bytes of pages in the measured ones.
     pub measured_bytes: u64,
     /// CPU time that sending these took the lane's thread, in nanoseconds.
     pub measured_cpu_ns: u64,
@@ -108,6 +110,7 @@ impl Tally {
     pub fn plus(self, other: Self) -> Self {
         Self {
             packets: self.packets + other.packets,
+            bytes: self.bytes + other.bytes,
             measured_packets: self.measured_packets + other.measured_packets,
             measured_bytes: self.measured_bytes + other.measured_bytes,
             measured_cpu_ns: self.measured_cpu_ns + other.measured_cpu_ns,

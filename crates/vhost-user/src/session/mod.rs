@@ -81,6 +81,8 @@ pub(crate) struct Session<R> {
     status: u64,
     transfer: Option<StateTransfer>,
     postcopy: Option<Postcopy>,
+    /// A frontend has said that the device is its own.
+    owned: bool,
     /// Goes with the next answer.
     answer_fd: Option<OwnedFd>,
 }
@@ -109,6 +111,7 @@ impl<R: Rings> Session<R> {
             status: 0,
             transfer: None,
             postcopy: None,
+            owned: false,
             answer_fd: None,
         }
     }
@@ -131,7 +134,7 @@ impl<R: Rings> Session<R> {
         match request {
             Request::GetFeatures => number(self.offered()),
             Request::SetFeatures(features) => self.set_features(features).map(done),
-            Request::SetOwner => Ok(None),
+            Request::SetOwner => self.set_owner().map(done),
             Request::ResetOwner => self.enable_all(false).map(done),
             Request::GetProtocolFeatures => number(self.offered_protocol().bits()),
             Request::SetProtocolFeatures(bits) => self.set_protocol_features(bits).map(done),
@@ -219,7 +222,8 @@ impl<R: Rings> Session<R> {
     }
 
     fn offered(&self) -> u64 {
-        self.device.features() | features::OURS
+        let unlogged = if self.device.is_migratable() { 0 } else { features::LOG_ALL };
+        (self.device.features() | features::OURS) & !unlogged
     }
 
     fn offered_protocol(&self) -> ProtocolFeatures {
@@ -290,6 +294,20 @@ impl<R: Rings> Session<R> {
     fn set_mtu(&self, mtu: u64) -> Result<(), SessionError> {
         let mtu = u16::try_from(mtu).map_err(|_| SessionError::Mtu { found: mtu })?;
         self.device.set_mtu(mtu).map_err(|reason| SessionError::refused("NET_SET_MTU", reason))
+    }
+
+    /// The second one on a connection begins anew: QEMU's device was taken out of its guest and put in again, and the chardev stayed
+    /// connected. What was set for the device before is gone; what the protocol can do was agreed upon just before.
+    fn set_owner(&mut self) -> Result<(), SessionError> {
+        if !std::mem::replace(&mut self.owned, true) {
+            return Ok(());
+        }
+        self.reset()?;
+        self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
+        (self.agreed.features, self.transfer, self.postcopy, self.log) = (None, None, None, None);
+        self.switch.set(false);
+        self.rings.set_log(None)?;
+        self.set_memory(Memory::default())
     }
 
     fn reset(&mut self) -> Result<(), SessionError> {

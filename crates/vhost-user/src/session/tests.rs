@@ -203,6 +203,19 @@ fn refusal(session: &mut Session<Recorder>, request: Request) -> String {
 }
 
 #[test]
+fn an_owner_that_comes_again_begins_anew() {
+    let (mut session, card) = agreed();
+    session.handle(Request::SetOwner).unwrap();
+    let (zero, size) = (0.into(), 4096.into());
+    let info = RegionInfo { guest_address: zero, size, user_address: zero, mmap_offset: zero };
+    session.handle(Request::SetMemTable(vec![(info, shared(4096))])).unwrap();
+    assert_eq!(session.memory.size(), 4096);
+    session.handle(Request::SetOwner).unwrap();
+    assert_eq!((session.memory.size(), session.agreed.features), (0, None));
+    assert!(card.told.lock().unwrap().contains(&"reset".to_owned()));
+}
+
+#[test]
 fn only_what_was_offered_can_be_taken() {
     let (mut session, card) = session();
     let offered = number(session.handle(Request::GetFeatures).unwrap());

@@ -45,6 +45,7 @@ impl Served {
             groups: Vec::new(),
             limits,
             poll: Duration::from_micros(50),
+            unmigratable: false,
         };
         let device = Arc::new(Vsock::new(settings, &Arc::default()).unwrap());
         let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();

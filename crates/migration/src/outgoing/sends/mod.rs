@@ -198,6 +198,7 @@ impl PacketSender {
             SendWay::ZeroCopy => &mut told.zero_copy,
         };
         tally.packets += 1;
+        tally.bytes += bytes as u64;
         if let Some(cost) = cost {
             tally.measured_packets += 1;
             tally.measured_bytes += bytes as u64;

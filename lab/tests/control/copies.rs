@@ -1,14 +1,17 @@
-//! A copy that is asked, hurried and cancelled while it goes on, by `towline ctl`, by a QMP client and by QEMU's own `qmp-shell`.
-#![allow(clippy::unwrap_used)] // Helpers of tests are tests.
+//! A copy that is asked, hurried and cancelled while it goes on, by `towline ctl`, by a QMP client and by QEMU's own `qmp-shell`; and
+//! whose metrics are scraped.
 
 use std::io::Write;
+use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use towline_lab::{BootSector, Qemu, Qmp, Towline, Version, paths, require_lab, skip, towline, wait_until};
+use towline_lab::{
+    BootSector, Qemu, Qmp, Towline, Version, paths, require_lab, scrape, skip, towline, wait_until,
+};
 
 const WITHIN: Duration = Duration::from_secs(60);
 /// At which 16 MiB would take the whole day.
@@ -17,6 +20,8 @@ const CRAWLING: &str = "200";
 struct Place {
     source: Qemu,
     directory: TempDir,
+    /// Where nobody listened when it was made.
+    metrics: SocketAddr,
 }
 
 impl Place {
@@ -24,7 +29,8 @@ impl Place {
         let guest = Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(BootSector::default());
         let source = guest.start().unwrap();
         source.wait_counting(WITHIN).unwrap();
-        Self { source, directory: TempDir::new().unwrap() }
+        let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        Self { source, directory: TempDir::new().unwrap(), metrics }
     }
 
     fn path(&self, name: &str) -> String {
@@ -34,9 +40,10 @@ impl Place {
     /// A copy into an image that would never end, once it moves.
     fn copy(&self) -> Towline {
         let (qmp, from) = (self.path("ctl.sock"), format!("qmp:{}", self.source.qmp_path().display()));
-        let image = self.path("guest.img");
+        let (image, metrics) = (self.path("guest.img"), self.metrics.to_string());
         // Without lanes: with them, QEMU sends more than it may.
-        let options = ["--multifd-channels", "0", "--max-bandwidth", CRAWLING, "--resume", "--qmp", &qmp];
+        let slowly = ["--multifd-channels", "0", "--max-bandwidth", CRAWLING, "--resume"];
+        let options = [&slowly[..], &["--qmp", &qmp, "--metrics", &metrics]].concat();
         let mut towline = towline([&["copy", &from, &image][..], &options].concat()).unwrap();
         wait_until("a copy that moves", WITHIN, || {
             assert!(towline.runs()?, "{}", towline.stderr());
@@ -75,6 +82,13 @@ fn a_copy_is_asked_and_hurried() {
     let parameters = place.ctl(&["query-migrate-parameters"]);
     assert_eq!(parameters, json!({ "downtime-limit": 300, "max-bandwidth": 200 }));
     assert_eq!(place.ctl(&["query-status"]), json!({ "running": true, "status": "running" }));
+    let scraped = scrape(place.metrics, WITHIN).unwrap();
+    assert_eq!(scraped.get("towline_migration_running"), Some(1.0), "{scraped:?}");
+    assert_eq!(scraped.get("towline_migration_ended"), Some(0.0), "{scraped:?}");
+    assert!(scraped.get("towline_migration_total_bytes") >= Some(f64::from(64 << 20)), "{scraped:?}");
+    assert!(scraped.get("towline_migration_transferred_bytes_total") > Some(0.0), "{scraped:?}");
+    let stats = place.ctl(&["query-stats", "target=migration"]);
+    assert_eq!(stats[0]["qom-path"], "/migration", "{stats}");
     assert_eq!(place.ctl(&["migrate-set-parameters", "max-bandwidth=0", "downtime-limit=500"]), json!({}));
     monitor.wait_event("STOP", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();

@@ -1,0 +1,288 @@
+//! `--metrics`: what is counted, for Prometheus and whoever reads its text form (OpenMetrics 1.0).
+//!
+//! ```text
+//!   GET /metrics ── one of CLIENTS_MAX threads ── Counting::statistics ── text
+//! ```
+//! HTTP 1.1 as far as a scraper needs it: one request a connection, no body. Limits: [`CLIENTS_MAX`] connections at once, one more
+//! waits in the kernel; a request has [`REQUEST_BYTES_MAX`] and a peer [`PEER_WITHIN`].
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit as Suffix};
+use towline_control::statistics::{Counting, Number, Subject, Trend, Unit};
+
+/// Connections that are answered at once.
+const CLIENTS_MAX: usize = 4;
+/// The longest request, its headers counted.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+/// How long a peer may take to ask, and to take the answer.
+const PEER_WITHIN: Duration = Duration::from_secs(5);
+/// How long a thread rests when it can take nobody.
+const REST: Duration = Duration::from_millis(100);
+const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// A listener and its threads, which end when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    address: SocketAddr,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Metrics {
+    /// Listens there.
+    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn Counting>) -> io::Result<Self> {
+        let listener = Arc::new(TcpListener::bind(address)?);
+        let address = listener.local_addr()?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let thread = |_| {
+            let (listener, counting, stop) = (Arc::clone(&listener), Arc::clone(counting), Arc::clone(&stop));
+            let name = "metrics".to_owned();
+            thread::Builder::new().name(name).spawn(move || serve(&listener, counting.as_ref(), &stop))
+        };
+        let threads = (0..CLIENTS_MAX).map(thread).collect::<io::Result<_>>()?;
+        Ok(Self { address, stop, threads })
+    }
+}
+
+impl Drop for Metrics {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        let mut address = self.address;
+        if address.ip().is_unspecified() {
+            let any_v4 = address.is_ipv4();
+            address.set_ip(if any_v4 { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+        }
+        // Each takes one connection more and sees that it is the last. If that cannot be made, they end with the process.
+        if self.threads.iter().all(|_| TcpStream::connect_timeout(&address, PEER_WITHIN).is_ok()) {
+            for thread in self.threads.drain(..) {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// Answers one after the other.
+fn serve(listener: &TcpListener, counting: &dyn Counting, stop: &AtomicBool) {
+    loop {
+        let accepted = listener.accept();
+        if stop.load(Ordering::Acquire) {
+            return;
+        }
+        match accepted {
+            Ok((stream, peer)) => {
+                if let Err(error) = answer(&stream, counting) {
+                    tracing::debug!(%peer, %error, "metrics");
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "nobody can be shown the metrics");
+                thread::sleep(REST);
+            }
+        }
+    }
+}
+
+/// Answers the one request of a connection.
+fn answer(mut stream: &TcpStream, counting: &dyn Counting) -> io::Result<()> {
+    stream.set_write_timeout(Some(PEER_WITHIN))?;
+    let (status, kind, body) = match request(stream)?.as_deref() {
+        Some("GET /metrics") => ("200 OK", CONTENT_TYPE, exposition(&counting.statistics())),
+        Some(other) if other.starts_with("GET ") => {
+            ("404 Not Found", "text/plain", "what there is, is at /metrics\n".to_owned())
+        }
+        Some(_) => ("405 Method Not Allowed", "text/plain", "only GET\n".to_owned()),
+        None => ("431 Request Header Fields Too Large", "text/plain", "too long a request\n".to_owned()),
+    };
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes())?;
+    stream.write_all(body.as_bytes())
+}
+
+/// The method and the path, once all headers have come; `None` if they are too many.
+fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
+    let until = Instant::now() + PEER_WITHIN;
+    let mut bytes = Vec::new();
+    let mut piece = [0; 1024];
+    while !bytes.windows(4).any(|end| end == b"\r\n\r\n") {
+        if bytes.len() > REQUEST_BYTES_MAX {
+            return Ok(None);
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        match stream.read(&mut piece)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            count => bytes.extend_from_slice(&piece[..count]),
+        }
+    }
+    let text = String::from_utf8_lossy(&bytes);
+    let mut words = text.split_ascii_whitespace();
+    let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+    let path = path.split_once('?').map_or(path, |(path, _)| path);
+    Ok(Some(format!("{method} {path}")))
+}
+
+/// The text of all of it.
+fn exposition(subjects: &[Subject]) -> String {
+    let mut registry = Registry::with_prefix("towline");
+    registry.register_collector(Box::new(Snapshot(subjects.to_vec())));
+    let mut body = String::new();
+    // Writing to a string does not fail.
+    let _ = text::encode(&mut body, &registry);
+    body
+}
+
+/// What was counted at one moment.
+#[derive(Debug)]
+struct Snapshot(Vec<Subject>);
+
+impl Collector for Snapshot {
+    /// Each number is a family, with a line for each subject of its kind.
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut kinds: Vec<&Subject> = Vec::new();
+        for subject in &self.0 {
+            if kinds.iter().all(|kind| kind.kind != subject.kind) {
+                kinds.push(subject);
+            }
+        }
+        for kind in kinds {
+            for number in &kind.numbers {
+                self.family(&mut encoder, kind.kind, number)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Snapshot {
+    fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Number) -> fmt::Result {
+        let metric = match number.trend {
+            Trend::Cumulative => MetricType::Counter,
+            Trend::Instant => MetricType::Gauge,
+        };
+        let unit = match number.unit {
+            Unit::Count => None,
+            Unit::Bytes => Some(Suffix::Bytes),
+            Unit::Milliseconds => Some(Suffix::Seconds),
+        };
+        // The unit is put behind the name again.
+        let name = if unit.is_some() { number.name.trim_end_matches("bytes") } else { number.name };
+        let name = format!("{kind}-{name}").trim_end_matches('-').replace('-', "_");
+        let about = format!("{}.", number.about);
+        let mut encoder = encoder.encode_descriptor(&name, &about, unit.as_ref(), metric)?;
+        for subject in self.0.iter().filter(|subject| subject.kind == kind) {
+            let Some(found) = subject.numbers.iter().find(|one| one.name == number.name) else { continue };
+            let labels: Vec<(&str, &str)> =
+                subject.labels.iter().map(|(key, value)| (*key, value.as_str())).collect();
+            if labels.is_empty() {
+                sample(&mut encoder, found)?;
+            } else {
+                sample(&mut encoder.encode_family(&labels)?, found)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One line.
+fn sample(encoder: &mut MetricEncoder<'_>, number: &Number) -> fmt::Result {
+    let seconds = number.value as f64 / 1e3;
+    match (number.trend, number.unit) {
+        (Trend::Cumulative, Unit::Milliseconds) => {
+            encoder.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)
+        }
+        (Trend::Cumulative, _) => encoder.encode_counter::<NoLabelSet, u64, f64>(&number.value, None),
+        (Trend::Instant, Unit::Milliseconds) => encoder.encode_gauge(&seconds),
+        (Trend::Instant, _) => encoder.encode_gauge(&number.value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn subjects() -> Vec<Subject> {
+        let queue = |queue: &str| Subject {
+            kind: "net-queue",
+            labels: vec![("tap", "a\"b\\".into()), ("queue", queue.into())],
+            numbers: vec![
+                Number::events("packets", "frames", 7),
+                Number::bytes("bytes", "their bytes", 700),
+                Number::bytes("to-host-bytes", "to the host", 1),
+                Number::level("time", "so long", 1500).in_milliseconds(),
+                Number::level("pending", "under way", 0),
+            ],
+        };
+        vec![queue("0"), queue("1")]
+    }
+
+    #[test]
+    fn each_number_is_a_family_of_lines() {
+        let text = exposition(&subjects());
+        let wanted = "\
+# HELP towline_net_queue_packets frames.
+# TYPE towline_net_queue_packets counter
+towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 7
+towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
+# HELP towline_net_queue_bytes their bytes.
+# TYPE towline_net_queue_bytes counter
+# UNIT towline_net_queue_bytes bytes
+";
+        assert!(text.starts_with(wanted), "{text}");
+        for line in [
+            "towline_net_queue_to_host_bytes_total{tap=\"a\\\"b\\\\\",queue=\"0\"} 1\n",
+            "towline_net_queue_time_seconds{tap=\"a\\\"b\\\\\",queue=\"1\"} 1.5\n",
+            "towline_net_queue_pending{tap=\"a\\\"b\\\\\",queue=\"1\"} 0\n",
+        ] {
+            assert!(text.contains(line), "{line} in {text}");
+        }
+        assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    struct Fixed;
+
+    impl Counting for Fixed {
+        fn statistics(&self) -> Vec<Subject> {
+            subjects()
+        }
+    }
+
+    fn ask(address: SocketAddr, request: &str) -> String {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn scrapers_are_answered_and_others_told() {
+        let counting: Arc<dyn Counting> = Arc::new(Fixed);
+        let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
+        let address = metrics.address;
+        let silent = TcpStream::connect(address).unwrap();
+        let answer = ask(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains(CONTENT_TYPE), "{head}");
+        assert!(head.contains(&format!("Content-Length: {}\r\n", body.len())), "{head}");
+        assert_eq!(body, exposition(&subjects()));
+        assert!(ask(address, "GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+        assert!(ask(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
+        drop(silent);
+        drop(metrics);
+        assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
+    }
+}

@@ -1,0 +1,123 @@
+//! A network card, watched.
+
+use std::sync::Arc;
+
+use towline_compat::facts;
+use towline_control::device::Managed;
+use towline_control::statistics::{Number, Subject};
+use towline_net::{DropReason, Net, QueueStatistics, feature_names};
+use towline_vhost_user::{Device, RING_SIZE_MAX, features};
+
+/// See the module.
+struct Card {
+    net: Arc<Net>,
+    /// Made when the process started.
+    version: Result<String, String>,
+}
+
+/// A card to be watched.
+pub(crate) fn card(net: &Arc<Net>) -> Box<dyn Managed> {
+    let version = net.migration_version().map_err(|refusal| refusal.to_string());
+    Box::new(Card { net: Arc::clone(net), version })
+}
+
+impl Managed for Card {
+    fn name(&self) -> String {
+        self.net.taps().name().to_owned()
+    }
+
+    fn facts(&self) -> facts::Device {
+        let rings = features::OURS & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
+        // Those that a guest uses, and before there is one all that there are.
+        let queues = match self.net.pairs_in_use() {
+            0 => self.net.queue_number(),
+            in_use => in_use,
+        };
+        facts::Device {
+            device_type: self.net.name().into(),
+            features: feature_names(self.net.features() | rings).collect(),
+            negotiated: feature_names(self.net.features_taken()).collect(),
+            queues: u16::try_from(queues).unwrap_or(u16::MAX),
+            ring_size_max: RING_SIZE_MAX,
+            mtu: self.net.taps().mtu().and_then(|mtu| mtu.try_into().ok()).unwrap_or(0),
+            migration_version: self.version.clone().ok(),
+            unmigratable: self.version.clone().err(),
+            ..facts::Device::default()
+        }
+    }
+
+    fn is_running(&self) -> bool {
+        self.net.pairs_in_use() > 0
+    }
+
+    fn accepts(&self, version: &str) -> Result<(), String> {
+        self.net.accepts(version).map_err(|refusal| refusal.to_string())
+    }
+
+    fn statistics(&self) -> Vec<Subject> {
+        let tap = self.net.taps().name();
+        let of = |labels: Vec<(&'static str, String)>, kind, numbers| Subject {
+            kind,
+            labels: [vec![("tap", tap.to_owned())], labels].concat(),
+            numbers,
+        };
+        let card = of(
+            Vec::new(),
+            "net",
+            vec![
+                Number::level("link", "1 while the link is up", self.net.is_linked().into()),
+                Number::level(
+                    "pairs-in-use",
+                    "queue pairs that the guest receives from",
+                    self.net.pairs_in_use() as u64,
+                ),
+            ],
+        );
+        let pairs = self.net.statistics();
+        let queues = pairs.iter().enumerate().flat_map(|(index, pair)| {
+            ["rx", "tx"].into_iter().zip(pair).map(move |(way, queue)| {
+                of(vec![("way", way.into()), ("queue", index.to_string())], "net-queue", numbers(queue))
+            })
+        });
+        std::iter::once(card).chain(queues).collect()
+    }
+
+    fn set_link(&self, up: bool) -> Result<(), String> {
+        self.net.set_link(up);
+        Ok(())
+    }
+}
+
+/// What is counted of a queue; `rx` is what the guest receives.
+fn numbers(queue: &QueueStatistics) -> Vec<Number> {
+    let mut numbers = vec![
+        Number::events("packets", "frames and super-frames", queue.packets),
+        Number::bytes("bytes", "their bytes, without virtio headers", queue.bytes),
+        Number::events("batches", "times that the used index was moved", queue.batches),
+        Number::events("notifications", "times that the guest was woken", queue.notifications),
+        Number::events(
+            "notifications-suppressed",
+            "times that the guest did not want to be woken",
+            queue.notifications_suppressed,
+        ),
+        Number::events("copied", "frames that were copied in this process", queue.copied),
+    ];
+    numbers.extend(DropReason::ALL.map(|reason| {
+        let (name, about) = dropped(reason);
+        Number::events(name, about, queue.dropped(reason))
+    }));
+    numbers
+}
+
+fn dropped(reason: DropReason) -> (&'static str, &'static str) {
+    match reason {
+        DropReason::Down => ("dropped-down", "frames dropped because the host's interface is down"),
+        DropReason::Malformed => {
+            ("dropped-malformed", "frames dropped because the kernel does not take them")
+        }
+        DropReason::TooLong => ("dropped-too-long", "frames dropped because they do not fit"),
+        DropReason::NoRoom => ("dropped-no-room", "frames dropped because the kernel had no room"),
+        DropReason::Refused => ("dropped-refused", "frames dropped because the tap is gone, or refuses"),
+        DropReason::Unlinked => ("dropped-unlinked", "frames dropped because the link is down"),
+    }
+}

@@ -1,0 +1,190 @@
+//! Devices as QMP shows them: what they count, whether they have their guest, their link, and whether a guest of another one could go on here.
+//!
+//! ```text
+//!   clients ── qmp::Server ──► DeviceMonitor ──► Managed (a network card, a guest's vsock …), one or several
+//! ```
+//! **`migration_version`**: `query-migration-version` reads a device's version string, which was made when the device was started and
+//! which only its own type may look into; `check-migration-version` writes the *source's* string to the *destination's* device, which
+//! answers: it could migrate here, or an errno. That both are of one type is looked at first. Refusals begin with the errno's name, as
+//! `EINVAL: …`; why is in the log as well.
+//!
+//! What it is not: it opens no socket ([`Server`](crate::qmp::Server) does) and knows no device; whoever has some implements [`Managed`].
+
+use serde_json::{Map, Value, json};
+use towline_compat::facts::Device as DeviceFacts;
+use towline_compat::{Facts, Subject as FactsSubject, limits};
+
+use crate::qmp::{Commands, Refusal};
+use crate::statistics::{self, Counting, Subject, known, text};
+
+const NAMES: [&str; 8] = [
+    "query-status",
+    "query-stats",
+    "query-stats-schemas",
+    "query-migration-version",
+    "check-migration-version",
+    "query-device-facts",
+    "set_link",
+    "quit",
+];
+
+/// What a device that cannot be migrated answers.
+pub const ENODEV: &str = "ENODEV";
+/// What a device answers to a version that it cannot take.
+pub const EINVAL: &str = "EINVAL";
+
+/// One device.
+pub trait Managed: Send + Sync {
+    /// How it is called here, among those of this process: a tap's name, a context.
+    fn name(&self) -> String;
+
+    /// Its type, version and features, as `check` compares them. What there is of it when the process starts stays: the string of
+    /// [`DeviceFacts::migration_version`] is made once.
+    fn facts(&self) -> DeviceFacts;
+
+    /// Whether a frontend has set it to work.
+    fn is_running(&self) -> bool;
+
+    /// Whether a guest of a device with this version could go on here.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    fn accepts(&self, version: &str) -> Result<(), String>;
+
+    /// What it has counted.
+    fn statistics(&self) -> Vec<Subject>;
+
+    /// Its link: both directions stop, or go on.
+    ///
+    /// # Errors
+    /// That it has none, in words.
+    fn set_link(&self, up: bool) -> Result<(), String>;
+}
+
+/// See the module.
+pub struct DeviceMonitor {
+    devices: Vec<Box<dyn Managed>>,
+    quit: Box<dyn Fn() + Send + Sync>,
+}
+
+impl std::fmt::Debug for DeviceMonitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names = self.devices.iter().map(|device| device.name()).collect::<Vec<_>>();
+        f.debug_struct("DeviceMonitor").field("devices", &names).finish_non_exhaustive()
+    }
+}
+
+impl DeviceMonitor {
+    /// For these devices, which `quit` ends.
+    pub fn new(devices: Vec<Box<dyn Managed>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { devices, quit: Box::new(quit) }
+    }
+
+    /// The one called as the argument `id` says; without it, the only one.
+    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn Managed, Refusal> {
+        let found = match text(arguments, argument)? {
+            Some(name) => self.devices.iter().find(|device| device.name() == name),
+            None => self.devices.first().filter(|_| self.devices.len() == 1),
+        };
+        found.map(Box::as_ref).ok_or_else(|| {
+            let names: Vec<_> = self.devices.iter().map(|device| device.name()).collect();
+            Refusal::because(format!("Parameter '{argument}' expects one of {}", names.join(", ")))
+        })
+    }
+
+    fn version(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        known(arguments, &["id"])?;
+        let device = self.device(arguments, "id")?;
+        let facts = device.facts();
+        match (facts.unmigratable, facts.migration_version) {
+            (None, Some(version)) => Ok(json!({ "type": facts.device_type, "version": version })),
+            (why, _) => Err(refused(device, ENODEV, &why.unwrap_or_default())),
+        }
+    }
+
+    fn check(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        known(arguments, &["id", "type", "version"])?;
+        let device = self.device(arguments, "id")?;
+        let missing = |name| Refusal::because(format!("Parameter '{name}' is missing"));
+        let kind = text(arguments, "type")?.ok_or_else(|| missing("type"))?;
+        let version = text(arguments, "version")?.ok_or_else(|| missing("version"))?;
+        let facts = device.facts();
+        if kind != facts.device_type {
+            let why =
+                format!("the source's device is of type {kind:?}, this one of type {:?}", facts.device_type);
+            return Err(refused(device, EINVAL, &why));
+        }
+        if let Some(why) = &facts.unmigratable {
+            return Err(refused(device, ENODEV, why));
+        }
+        if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
+            let why = format!(
+                "a version of {} bytes, expected at most {}",
+                version.len(),
+                limits::MIGRATION_VERSION_BYTES_MAX
+            );
+            return Err(refused(device, EINVAL, &why));
+        }
+        // As an attribute's reader has it, with the line's end.
+        let version = version.strip_suffix('\n').unwrap_or(version);
+        device.accepts(version).map(|()| json!({})).map_err(|why| refused(device, EINVAL, &why))
+    }
+
+    fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        known(arguments, &["id"])?;
+        let facts = Facts::from(FactsSubject::Device(self.device(arguments, "id")?.facts()));
+        serde_json::from_slice(&facts.to_json()).map_err(|error| Refusal::because(error.to_string()))
+    }
+
+    fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        known(arguments, &["name", "up"])?;
+        let device = self.device(arguments, "name")?;
+        let up = arguments.get("up").and_then(Value::as_bool);
+        let up = up.ok_or_else(|| Refusal::because("Parameter 'up' expects a boolean"))?;
+        device.set_link(up).map(|()| json!({})).map_err(Refusal::Because)
+    }
+
+    fn status(&self) -> Value {
+        let running = self.devices.iter().all(|device| device.is_running());
+        json!({ "running": running, "status": if running { "running" } else { "prelaunch" } })
+    }
+}
+
+impl Counting for DeviceMonitor {
+    fn statistics(&self) -> Vec<Subject> {
+        self.devices.iter().flat_map(|device| device.statistics()).collect()
+    }
+}
+
+impl Commands for DeviceMonitor {
+    fn names(&self) -> &[&'static str] {
+        &NAMES
+    }
+
+    fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+        match name {
+            "query-status" => known(arguments, &[]).map(|()| self.status()),
+            "query-stats" => statistics::query(&Counting::statistics(self), arguments),
+            "query-stats-schemas" => statistics::schemas(&Counting::statistics(self), arguments),
+            "query-migration-version" => self.version(arguments),
+            "check-migration-version" => self.check(arguments),
+            "query-device-facts" => self.facts(arguments),
+            "set_link" => self.set_link(arguments),
+            "quit" => {
+                known(arguments, &[])?;
+                (self.quit)();
+                Ok(json!({}))
+            }
+            _ => Err(Refusal::Unknown),
+        }
+    }
+}
+
+/// Says it in the log too: whoever asked may have been told the errno only.
+fn refused(device: &dyn Managed, errno: &str, why: &str) -> Refusal {
+    tracing::warn!(device = device.name(), errno, why, "migration_version");
+    Refusal::because(format!("{errno}: {why}"))
+}
+
+#[cfg(test)]
+mod tests;

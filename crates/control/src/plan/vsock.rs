@@ -1,0 +1,257 @@
+//! `--detach-vsock`: a vhost-user-vsock, which QEMU (to 10.0 at least) refuses to migrate, is taken out of the guest before a move and
+//! put in again at the destination.
+//!
+//! ```text
+//!   both ends checked ─► device_del, the guest gives it up ─► the move ─► the guest runs there ─► device_add
+//!                             └─ whatever fails, and the guest stays at its source: device_add there again
+//! ```
+//! Connections end with the device; who listens in the guest goes on listening, and accepts again as soon as its kernel has the new one.
+//! The device is away for as long as memory moves, because QEMU looks at it when it is told `migrate`.
+//!
+//! What it is not: a way for other devices. It has to be behind a port from which it can be unplugged (`pcie-root-port`).
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value, json};
+use towline_channel::Cancel;
+use towline_compat::facts;
+
+use super::Error;
+use crate::qemu::Qemu;
+use crate::qmp;
+
+/// Its types, of which one knows the old virtio too.
+const KIND: &str = "vhost-user-vsock";
+/// Where devices are that the user named, and that nobody did.
+const PLACES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+/// Properties that it is put in with again, where they can be read.
+const PROPERTIES: [&str; 5] = ["chardev", "seqpacket", "iommu_platform", "ats", "packed"];
+/// How long a guest may take to give a device up: with an attention button, five seconds and what it has to do.
+const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// One of a guest's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Vsock {
+    driver: String,
+    /// `None` if nobody named it.
+    id: Option<String>,
+    path: String,
+    bus: String,
+    properties: Map<String, Value>,
+}
+
+/// Those of a source, and how far they are.
+#[derive(Debug, Default)]
+pub(super) struct Vsocks {
+    all: Vec<Vsock>,
+    /// How many of them the guest was asked to give up.
+    asked: usize,
+}
+
+/// Whether QEMU's reason not to migrate is such a device.
+pub(super) fn is_reason(reason: &str) -> bool {
+    reason.contains(KIND)
+}
+
+/// Takes them out of what is known of a guest, as they will be out of the guest.
+pub(super) fn forget(facts: &mut facts::Qemu) {
+    facts.blocked_reasons.retain(|reason| !is_reason(reason));
+    if let Some(devices) = &mut facts.devices {
+        devices.retain(|device| !device.kind.starts_with(KIND));
+    }
+}
+
+impl Vsocks {
+    /// Those that there are.
+    pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
+        let mut all = Vec::new();
+        for place in PLACES {
+            for (name, driver) in children(qemu, place)? {
+                if driver.starts_with(KIND) {
+                    all.push(Vsock::read(qemu, place, name, driver)?);
+                }
+            }
+        }
+        Ok(Self { all, asked: 0 })
+    }
+
+    /// Refuses a destination that could not take them.
+    pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
+        let mut reasons = Vec::new();
+        let there = children(waiting, PLACES[0])?;
+        if let Some((name, _)) = there.iter().find(|(_, driver)| driver.starts_with(KIND)) {
+            reasons.push(format!(
+                "{name} is there already: start it without, it is put in when the guest is there"
+            ));
+        }
+        let chardevs = waiting.client().execute_raw("query-chardev", None)?;
+        for vsock in &self.all {
+            let chardev = vsock.properties.get("chardev").unwrap_or(&Value::Null);
+            let labels = chardevs.as_array().into_iter().flatten().map(|one| &one["label"]);
+            if !labels.into_iter().any(|label| label == chardev) {
+                reasons.push(format!(
+                    "it has no -chardev with the id {chardev}, by which {vsock} would be connected"
+                ));
+            }
+            if there.iter().all(|(name, _)| *name != vsock.bus) {
+                reasons.push(format!(
+                    "it has no port {:?} (pcie-root-port), to which {vsock} belongs",
+                    vsock.bus
+                ));
+            }
+        }
+        match reasons.is_empty() {
+            true => Ok(()),
+            false => Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons }),
+        }
+    }
+
+    /// Has the guest give them up.
+    pub(super) fn detach(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
+        while let Some(vsock) = self.all.get(self.asked) {
+            let refused = |text: String, qemu: &Qemu| Error::NotDetached {
+                socket: qemu.socket().to_owned(),
+                device: vsock.to_string(),
+                text,
+            };
+            if !qemu.status()?.running {
+                let text = "it is paused, and only a guest that runs can give a device up: `cont` it first";
+                return Err(refused(text.into(), qemu));
+            }
+            match qemu.client().execute_raw("device_del", Some(one("id", &vsock.path))) {
+                Ok(_) => {}
+                Err(qmp::Error::Refusal { desc, .. }) => {
+                    let text = format!("{desc} (it has to be behind a pcie-root-port)");
+                    return Err(refused(text, qemu));
+                }
+                Err(error) => return Err(error.into()),
+            }
+            self.asked += 1;
+            let deadline = Instant::now() + UNPLUG_TIMEOUT;
+            while vsock.is_there(qemu)? {
+                if cancel.is_cancelled() {
+                    return Err(Error::Cancelled);
+                }
+                if Instant::now() >= deadline {
+                    let text = format!(
+                        "its kernel has not given it up within {UNPLUG_TIMEOUT:?}, and may do so yet"
+                    );
+                    return Err(refused(text, qemu));
+                }
+                thread::sleep(POLL_INTERVAL);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts in again what was taken out, at either end.
+    pub(super) fn attach(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        for vsock in &self.all[..self.asked] {
+            if vsock.is_there(qemu)? {
+                return Err(Error::NotAttached {
+                    socket: qemu.socket().into(),
+                    device: vsock.to_string(),
+                    text: "the guest was asked to give it up and has not yet: if it does, put it in by hand (`device_add`)".into(),
+                });
+            }
+            vsock.add(qemu)?;
+        }
+        Ok(())
+    }
+}
+
+impl Vsock {
+    fn read(qemu: &mut Qemu, place: &str, name: String, driver: String) -> Result<Self, Error> {
+        let path = format!("{place}/{name}");
+        let bus = get(qemu, &path, "parent_bus")?;
+        // By the path of the bus, whose last part is its name.
+        let bus = bus.as_str().and_then(|bus| bus.rsplit('/').next()).unwrap_or_default().to_owned();
+        let mut properties = Map::new();
+        for property in PROPERTIES {
+            match get(qemu, &path, property) {
+                Ok(value) => _ = properties.insert(property.into(), value),
+                // Not all versions have all of them.
+                Err(Error::Qemu(crate::qemu::Error::Qmp(qmp::Error::Refusal { .. }))) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let id = (place == PLACES[0]).then_some(name);
+        Ok(Self { driver, id, path, bus, properties })
+    }
+
+    fn is_there(&self, qemu: &mut Qemu) -> Result<bool, Error> {
+        let Some((place, name)) = self.path.rsplit_once('/') else { return Ok(false) };
+        let listed =
+            children(qemu, place)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
+        Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_reason(reason)))
+    }
+
+    fn add(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        let mut arguments = self.properties.clone();
+        arguments.insert("driver".into(), self.driver.clone().into());
+        arguments.insert("bus".into(), self.bus.clone().into());
+        if let Some(id) = &self.id {
+            arguments.insert("id".into(), id.clone().into());
+        }
+        match qemu.client().execute_raw("device_add", Some(arguments)) {
+            Ok(_) => Ok(()),
+            Err(qmp::Error::Refusal { desc, .. }) => {
+                Err(Error::NotAttached { socket: qemu.socket().into(), device: self.to_string(), text: desc })
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl std::fmt::Display for Vsock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} at {}", self.id.as_deref().unwrap_or(&self.driver), self.bus)
+    }
+}
+
+/// What lies below a path, and of which type it is.
+fn children(qemu: &mut Qemu, path: &str) -> Result<Vec<(String, String)>, Error> {
+    let listed = match qemu.client().execute_raw("qom-list", Some(one("path", path))) {
+        Ok(listed) => listed,
+        // Where nobody has put anything there is no such place.
+        Err(qmp::Error::Refusal { .. }) => return Ok(Vec::new()),
+        Err(error) => return Err(error.into()),
+    };
+    let child = |entry: &Value| {
+        let kind = entry["type"].as_str()?.strip_prefix("child<")?.strip_suffix('>')?;
+        Some((entry["name"].as_str()?.to_owned(), kind.to_owned()))
+    };
+    Ok(listed.as_array().into_iter().flatten().filter_map(child).collect())
+}
+
+fn get(qemu: &mut Qemu, path: &str, property: &str) -> Result<Value, Error> {
+    let mut arguments = one("path", path);
+    arguments.insert("property".into(), property.into());
+    Ok(qemu.client().execute_raw("qom-get", Some(arguments))?)
+}
+
+fn one(key: &str, value: &str) -> Map<String, Value> {
+    Map::from_iter([(key.to_owned(), json!(value))])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn its_facts_are_forgotten_and_no_others() {
+        let device = |kind: &str| facts::QemuDevice { kind: kind.into(), ..facts::QemuDevice::default() };
+        let mut facts = facts::Qemu {
+            blocked_reasons: ["0000:01:00.0/vhost-user-vsock", "0000:00:02.0/nvme"]
+                .map(|name| format!("non-migratable device: {name}"))
+                .into(),
+            devices: Some(["vhost-user-vsock-pci", "vhost-user-vsock-device", "nvme"].map(device).into()),
+            ..facts::Qemu::default()
+        };
+        forget(&mut facts);
+        assert_eq!(facts.blocked_reasons, ["non-migratable device: 0000:00:02.0/nvme"]);
+        assert_eq!(facts.devices.unwrap(), [device("nvme")]);
+    }
+}

@@ -1,0 +1,202 @@
+//! What a scraper of metrics demands: the text form of OpenMetrics 1.0, to the letter as far as counters and gauges go.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Metrics of one scrape.
+#[derive(Debug, Default)]
+pub struct Exposition {
+    /// By name and labels, as they were written.
+    samples: BTreeMap<String, f64>,
+}
+
+/// A family of metrics, while its lines come.
+#[derive(Default)]
+struct Family {
+    name: String,
+    kind: Option<String>,
+    unit: Option<String>,
+    help: bool,
+    samples: usize,
+}
+
+/// Asks `/metrics` there, and takes nothing that a strict reader would not.
+///
+/// # Errors
+/// That nobody answers, or something else.
+pub fn scrape(address: SocketAddr, within: Duration) -> Result<Exposition> {
+    let mut stream = TcpStream::connect_timeout(&address, within).with_context(|| address.to_string())?;
+    stream.set_read_timeout(Some(within))?;
+    stream.set_write_timeout(Some(within))?;
+    stream.write_all(
+        b"GET /metrics HTTP/1.1\r\nHost: towline\r\nAccept: application/openmetrics-text\r\n\r\n",
+    )?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    let (head, body) = answer.split_once("\r\n\r\n").context("no end of the headers")?;
+    ensure!(head.starts_with("HTTP/1.1 200 "), "{head}");
+    let kind = "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8";
+    ensure!(head.lines().any(|line| line == kind), "{head}");
+    Exposition::parse(body)
+}
+
+impl Exposition {
+    /// Reads a whole text.
+    ///
+    /// # Errors
+    /// The line that is not as it must be.
+    pub fn parse(text: &str) -> Result<Self> {
+        let lines = text.strip_suffix("# EOF\n").context("it does not end with # EOF")?;
+        let (mut this, mut family, mut seen) = (Self::default(), Family::default(), BTreeSet::new());
+        for line in lines.split_terminator('\n') {
+            let read = match line.strip_prefix("# ") {
+                Some(rest) => metadata(rest, &mut family, &mut seen),
+                None => this.sample(line, &mut family),
+            };
+            read.with_context(|| format!("{line:?}"))?;
+        }
+        family.close()?;
+        Ok(this)
+    }
+
+    /// A sample by its name and labels, as `towline_net_packets_total{tap="a"}`.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.samples.get(name).copied()
+    }
+
+    /// The sum of all samples of a name, whatever their labels.
+    pub fn sum(&self, name: &str) -> f64 {
+        let of = |sample: &&String| sample.split('{').next() == Some(name);
+        self.samples.keys().filter(of).map(|sample| self.samples[sample]).sum()
+    }
+
+    fn sample(&mut self, line: &str, family: &mut Family) -> Result<()> {
+        let (series, value) = line.rsplit_once(' ').context("no value")?;
+        let (name, labels) = match series.split_once('{') {
+            Some((name, labels)) => (name, labels.strip_suffix('}').context("labels without an end")?),
+            None => (series, ""),
+        };
+        let kind = family.kind.as_deref().context("a sample before its TYPE")?;
+        let suffix = name.strip_prefix(&family.name).context("a sample of another family")?;
+        ensure!(suffix == if kind == "counter" { "_total" } else { "" }, "a {kind} called so");
+        check_labels(labels)?;
+        let value: f64 = value.parse().context("no number")?;
+        ensure!(value.is_finite() && (kind != "counter" || value >= 0.0), "such a {kind}");
+        ensure!(self.samples.insert(series.to_owned(), value).is_none(), "twice");
+        family.samples += 1;
+        Ok(())
+    }
+}
+
+fn metadata(rest: &str, family: &mut Family, seen: &mut BTreeSet<String>) -> Result<()> {
+    let mut words = rest.splitn(3, ' ');
+    let mut word = || words.next().context("a word is missing");
+    let (what, name, text) = (word()?, word()?, word()?);
+    if name != family.name {
+        family.close()?;
+        is_name(name)?;
+        ensure!(seen.insert(name.to_owned()), "a family in two places");
+        *family = Family { name: name.to_owned(), ..Family::default() };
+    }
+    ensure!(family.samples == 0, "metadata behind samples");
+    match what {
+        "HELP" => ensure!(!std::mem::replace(&mut family.help, true), "twice"),
+        "TYPE" => {
+            ensure!(["counter", "gauge"].contains(&text), "an unexpected type");
+            ensure!(family.kind.replace(text.to_owned()).is_none(), "twice");
+        }
+        "UNIT" => {
+            ensure!(name.ends_with(&format!("_{text}")), "a name without its unit");
+            ensure!(family.unit.replace(text.to_owned()).is_none(), "twice");
+        }
+        _ => bail!("no such metadata"),
+    }
+    Ok(())
+}
+
+impl Family {
+    fn close(&self) -> Result<()> {
+        let whole = self.name.is_empty() || (self.help && self.kind.is_some() && self.samples > 0);
+        ensure!(whole, "{} has no HELP, no TYPE or no samples", self.name);
+        Ok(())
+    }
+}
+
+fn is_name(name: &str) -> Result<()> {
+    let letter = |c: char| c.is_ascii_alphabetic() || c == '_';
+    let good = name.starts_with(letter) && name.chars().all(|c| letter(c) || c.is_ascii_digit());
+    ensure!(good, "{name:?} is no name");
+    Ok(())
+}
+
+/// `key="value",key="value"`, where a value has `\\`, `\"` and `\n` for what it may not have.
+fn check_labels(mut text: &str) -> Result<()> {
+    let mut keys = BTreeSet::new();
+    while !text.is_empty() {
+        let (key, rest) = text.split_once("=\"").context("a label without a value")?;
+        is_name(key)?;
+        ensure!(keys.insert(key), "the label {key} twice");
+        let mut end = None;
+        let mut characters = rest.char_indices();
+        while let Some((at, character)) = characters.next() {
+            match character {
+                '"' => {
+                    end = Some(at);
+                    break;
+                }
+                '\\' => {
+                    let escaped = characters.next().map(|(_, character)| character);
+                    ensure!(matches!(escaped, Some('\\' | '"' | 'n')), "a value that is not escaped");
+                }
+                _ => {}
+            }
+        }
+        let rest = &rest[end.context("a value without an end")? + 1..];
+        text = match rest.strip_prefix(',') {
+            Some(next) => {
+                ensure!(!next.is_empty(), "a comma too many");
+                next
+            }
+            None => {
+                ensure!(rest.is_empty(), "something behind a value");
+                rest
+            }
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = "# HELP a_bytes b.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"y\\\"\"} 1\na_bytes_total 2\n# EOF\n";
+
+    #[test]
+    fn what_is_right_is_read() {
+        let found = Exposition::parse(GOOD).unwrap();
+        assert_eq!(found.get("a_bytes_total"), Some(2.0));
+        assert_eq!(found.sum("a_bytes_total").to_bits(), 3f64.to_bits());
+    }
+
+    #[test]
+    fn what_is_not_is_refused() {
+        for (from, to) in [
+            ("# EOF\n", ""),
+            ("a_bytes_total 2", "a_bytes 2"),
+            ("a_bytes_total 2", "a_bytes_total x"),
+            ("a_bytes_total 2", "a_bytes_total{x=\"y\\\"\"} 2"),
+            ("# TYPE a_bytes counter\n", ""),
+            ("# UNIT a_bytes bytes", "# UNIT a_bytes seconds"),
+            ("x=\"y", "1x=\"y"),
+            ("y\\\"", "y\\t"),
+            ("# EOF", "# HELP a_bytes again.\n# EOF"),
+        ] {
+            assert!(Exposition::parse(&GOOD.replace(from, to)).is_err(), "{from:?} to {to:?}");
+        }
+    }
+}

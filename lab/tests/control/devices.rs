@@ -1,0 +1,144 @@
+//! Network cards and a vsock that wait for their guests: asked, compared with each other, and told to end.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use towline_lab::{Finished, Network, Towline, scrape, skip, towline, towline_binary, wait_until};
+
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// A network of its own, whose ports nobody has, and where sockets are.
+struct Place {
+    network: Network,
+    directory: TempDir,
+}
+
+impl Place {
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).display().to_string()
+    }
+
+    /// A device whose control socket is `NAME.qmp`, once that is there.
+    fn start(&self, name: &str, arguments: &[&str]) -> Towline {
+        let (socket, qmp) = (self.path(&format!("{name}.sock")), self.path(&format!("{name}.qmp")));
+        let (prefix, binary) = (self.network.prefix(), towline_binary().unwrap());
+        let command = [arguments[0], "--socket", &socket, "--qmp", &qmp];
+        let line = prefix[1..].iter().map(String::as_str).chain([binary.to_str().unwrap()]).chain(command);
+        let line = line.chain(arguments[1..].iter().copied());
+        let mut device = Towline::start(Path::new(&prefix[0]), line).unwrap();
+        wait_until("a control socket", WITHIN, || {
+            assert!(device.runs()?, "it ended: {}", device.stderr());
+            Ok(Path::new(&qmp).exists().then_some(()))
+        })
+        .unwrap();
+        device
+    }
+
+    fn ctl(&self, name: &str, words: &[&str]) -> Result<Value, String> {
+        let socket = self.path(&format!("{name}.qmp"));
+        let Finished { status, stdout, stderr } =
+            towline([&["ctl", &socket], words].concat()).unwrap().wait(WITHIN).unwrap();
+        if status.success() { Ok(serde_json::from_str(&stdout).unwrap()) } else { Err(stderr) }
+    }
+
+    /// The exit code of a check, and all that was found.
+    fn check(&self, source: &str, destination: &str) -> (i32, String) {
+        let end = |name: &str| match name.split_once(':') {
+            Some((scheme, name)) => format!("{scheme}:{}", self.path(name)),
+            None => format!("ctl:{}", self.path(&format!("{name}.qmp"))),
+        };
+        let checked = towline(["check", "--json", &end(source), &end(destination)]).unwrap();
+        let Finished { status, stdout, stderr } = checked.wait(WITHIN).unwrap();
+        (status.code().unwrap(), format!("{stdout}{stderr}"))
+    }
+}
+
+fn place(name: &str) -> Option<Place> {
+    match Network::new() {
+        Ok(network) => Some(Place { network, directory: TempDir::with_prefix("towline-lab-").unwrap() }),
+        Err(error) => {
+            skip(name, &format!("no network of its own: {error:#}"));
+            None
+        }
+    }
+}
+
+#[test]
+fn a_device_takes_the_version_of_its_like() {
+    let Some(place) = place("a_device_takes_the_version_of_its_like") else { return };
+    let a = place.start("a", &["net", "--tap", "tap0", "--queues", "2"]);
+    let b = place.start("b", &["net", "--tap", "tap1", "--queues", "2", "--mtu", "1400"]);
+    let _alike = place.start("alike", &["net", "--tap", "tap2", "--queues", "2"]);
+    let fixed = place.start("fixed", &["net", "--tap", "tap3", "--queues", "2", "--unmigratable"]);
+    let _vsock = place.start("vsock", &["vsock", "--cid", "7"]);
+
+    let version = place.ctl("a", &["query-migration-version"]).unwrap();
+    assert_eq!(version["type"], "net", "{version}");
+    let given =
+        |name: &str, version: &Value| place.ctl(name, &["check-migration-version", &version.to_string()]);
+    assert_eq!(given("alike", &version), Ok(json!({})));
+    let refused = given("b", &version).unwrap_err();
+    assert!(refused.contains("EINVAL") && refused.contains("MTU"), "{refused}");
+    assert!(b.stderr().contains("MTU"), "the log has the detail: {}", b.stderr());
+    let other = given("vsock", &version).unwrap_err();
+    assert!(other.contains("is of type"), "{other}");
+    assert!(place.ctl("fixed", &["query-migration-version"]).unwrap_err().contains("ENODEV"));
+    assert!(given("fixed", &version).unwrap_err().contains("ENODEV"));
+
+    for (source, destination, code, text) in [
+        ("a", "alike", 0, ""),
+        ("a", "b", 1, "refuses the source's version: EINVAL"),
+        ("a", "vsock", 1, "is of type"),
+        ("fixed", "alike", 1, "cannot be migrated"),
+        ("a", "fixed", 1, "cannot be migrated"),
+        ("vsock", "vsock", 0, ""),
+    ] {
+        let (found, said) = place.check(source, destination);
+        assert!(found == code && said.contains(text), "{source} to {destination}: {found} {said}");
+    }
+    // Hosts that do not see each other: what was written down is given to the device that there is.
+    let facts = place.path("a.facts");
+    let written = towline(["check", "--facts-out", &facts, &format!("ctl:{}", place.path("a.qmp"))]).unwrap();
+    written.wait_done(WITHIN).unwrap();
+    assert_eq!(place.check("facts:a.facts", "alike").0, 0);
+    assert_eq!(place.check("facts:a.facts", "b").0, 1);
+    assert_eq!(place.check("facts:a.facts", "facts:a.facts").0, 0);
+
+    assert_eq!(place.ctl("fixed", &["quit"]), Ok(json!({})));
+    fixed.wait_done(WITHIN).unwrap();
+    drop(a);
+}
+
+#[test]
+fn devices_are_watched_before_their_guests_come() {
+    let Some(place) = place("devices_are_watched_before_their_guests_come") else { return };
+    let net = ["net", "--tap", "tap0", "--queues", "2", "--metrics", "127.0.0.1:9"];
+    let _net = place.start("net", &net);
+    let _vsock = place.start("vsock", &["vsock", "--cid", "7", "--metrics", "127.0.0.1:10"]);
+    for name in ["net", "vsock"] {
+        let status = place.ctl(name, &["query-status"]).unwrap();
+        assert_eq!(status, json!({ "running": false, "status": "prelaunch" }), "{name}");
+    }
+    let stats = place.ctl("net", &["query-stats", "target=net-queue"]).unwrap();
+    let paths: Vec<_> =
+        stats.as_array().unwrap().iter().map(|one| one["qom-path"].as_str().unwrap()).collect();
+    let queue = |way: &str, queue: u32| format!("/net-queue/tap0/{way}/{queue}");
+    assert_eq!(paths, [queue("rx", 0), queue("tx", 0), queue("rx", 1), queue("tx", 1)]);
+    let schemas = place.ctl("vsock", &["query-stats-schemas"]).unwrap();
+    assert_eq!(schemas[0]["target"], "vsock", "{schemas}");
+    assert_eq!(place.ctl("net", &["set_link", "name=tap0", "up=false"]), Ok(json!({})));
+    assert!(place.ctl("vsock", &["set_link", "up=false"]).unwrap_err().contains("no link"));
+
+    let metrics = |port: u16| {
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        place.network.enter(|| scrape(address, WITHIN)).unwrap().unwrap()
+    };
+    let card = metrics(9);
+    assert_eq!(card.get("towline_net_link{tap=\"tap0\"}"), Some(0.0), "{card:?}");
+    let series = "towline_net_queue_bytes_total{tap=\"tap0\",way=\"tx\",queue=\"1\"}";
+    assert_eq!(card.get(series), Some(0.0), "{card:?}");
+    assert_eq!(metrics(10).get("towline_vsock_connections{guest=\"7\"}"), Some(0.0));
+}

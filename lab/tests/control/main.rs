@@ -1,0 +1,7 @@
+//! The control socket and the metrics of what runs: copies, and devices whose guest has not come yet. Those of devices in use are in the
+//! tests of `net` and `vsock`.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+mod copies;
+mod devices;
+mod latency;
