@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
@@ -180,7 +180,8 @@ fn allow(policy: &mut Policy, guest: &Guest) {
             Rule::Out { to: Place::Tcp(address), .. } => policy.connects_tcp(address.port()),
             Rule::Out { to: Place::Unix(_), .. } | Rule::Sibling { .. } => policy.connects_unix(),
             Rule::In { from: Place::Unix(path), .. } => policy.removes(path),
-            Rule::In { from: Place::Tcp(_), .. } => {}
+            Rule::Out { to: Place::Vsock { .. }, .. } => policy.connects_vsock(),
+            Rule::In { from: Place::Tcp(_) | Place::Vsock { .. }, .. } => {}
         }
     }
 }

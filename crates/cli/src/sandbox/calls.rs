@@ -318,7 +318,7 @@ fn listed(policy: &Policy) -> Made<Rules> {
     rules.append(&mut always(&[Sysno::clone3]));
     if policy.opens {
         rules.append(&mut always(MAKING));
-    } else if policy.connects_unix || !policy.connect.is_none() {
+    } else if policy.connects_unix || policy.connects_vsock || !policy.connect.is_none() {
         rules.append(&mut always(&[Sysno::connect]));
     }
     rules.insert(Sysno::socket.id().into(), sockets(policy)?);
@@ -351,6 +351,9 @@ fn sockets(policy: &Policy) -> Made<Vec<SeccompRule>> {
     let mut kinds = vec![(libc::AF_UNIX, stream)];
     if policy.connects_unix {
         kinds.push((libc::AF_UNIX, packets));
+    }
+    if policy.connects_vsock {
+        kinds.extend([(libc::AF_VSOCK, stream), (libc::AF_VSOCK, packets)]);
     }
     if policy.opens || !policy.connect.is_none() {
         kinds.extend([(libc::AF_INET, stream), (libc::AF_INET6, stream)]);

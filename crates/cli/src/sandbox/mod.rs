@@ -90,6 +90,8 @@ pub(crate) struct Policy {
     connect: Ports,
     /// Whether Unix sockets may be connected to.
     connects_unix: bool,
+    /// Whether sockets of the host's own vsock may be connected to.
+    connects_vsock: bool,
     /// Whether files are opened and sockets listened at: a copy, no device.
     opens: bool,
     /// Whether it looks into other processes' files through `/proc`, which landlock forbids: then only calls are confined.
@@ -107,6 +109,11 @@ impl Policy {
     /// Unix sockets are connected to.
     pub(crate) fn connects_unix(&mut self) {
         self.connects_unix = true;
+    }
+
+    /// Sockets of the host's own vsock are connected to.
+    pub(crate) fn connects_vsock(&mut self) {
+        self.connects_vsock = true;
     }
 
     /// This TCP port is connected to.
