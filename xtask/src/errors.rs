@@ -196,7 +196,19 @@ fn documentation(before: &str) -> String {
         }
     }
     lines.reverse();
-    lines.join(" ")
+    unlinked(&lines.join(" "))
+}
+
+/// Without links, which lead into the sources: of ``[`A`](b)`` and ``[`A`]`` stays `A`.
+fn unlinked(text: &str) -> String {
+    let mut parts = text.split("[`");
+    let mut plain = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (name, rest) = part.split_once("`]").unwrap_or((part, ""));
+        let behind = rest.strip_prefix('(').and_then(|link| link.split_once(')'));
+        plain.push_str(&format!("`{name}`{}", behind.map_or(rest, |(_, behind)| behind)));
+    }
+    plain
 }
 
 #[cfg(test)]
@@ -208,6 +220,11 @@ mod tests {
         let source = "enum E {\n    /// It is locked\n    /// by another.\n    #[error(\"{}: {op}: found {found:?}, \\\n         expected {}\", path.display(), list(wanted), n = 3)]\n    Locked {},\n    #[error(transparent)]\n    Io(io::Error),\n    // #[error(\"none\")]\n}";
         let text = "{path}: {op}: found {found}, expected {wanted}".to_owned();
         assert_eq!(rows_of(source), [Row { text, meaning: "It is locked by another.".into() }]);
+    }
+
+    #[test]
+    fn links_become_names() {
+        assert_eq!(unlinked("as [`A::b`](crate::A::b) or [`C`], (d)"), "as `A::b` or `C`, (d)");
     }
 
     #[test]

@@ -105,7 +105,6 @@ pub(crate) struct NetArgs {
     json: bool,
     /// Print what kind of vhost-user backend this is, as QEMU's vhost-user.json has it; all else is ignored then
     #[arg(long)]
-    #[expect(dead_code, reason = "looked for before anything else is parsed, by `backend`")]
     print_capabilities: bool,
     #[command(flatten)]
     sandbox: SandboxArgs,

@@ -106,7 +106,6 @@ pub(crate) struct VsockArgs {
     quiet: bool,
     /// Print what kind of vhost-user backend this is, as QEMU's vhost-user.json has it; all else is ignored then
     #[arg(long)]
-    #[expect(dead_code, reason = "looked for before anything else is parsed, by `backend`")]
     print_capabilities: bool,
     #[command(flatten)]
     sandbox: SandboxArgs,
@@ -169,9 +168,9 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
 
 /// Lets the process do what this guest's device does later.
 fn allow(policy: &mut Policy, guest: &Guest) {
-    let made = [Some(&guest.socket), guest.uds.as_ref(), guest.uds_seqpacket.as_ref()];
-    let made = made.into_iter().flatten().filter(|path| !path.as_os_str().is_empty());
-    made.for_each(|path| policy.removes(path));
+    if !guest.socket.as_os_str().is_empty() {
+        policy.removes(&guest.socket);
+    }
     if guest.uds.is_some() {
         policy.connects_unix();
     }
@@ -179,9 +178,8 @@ fn allow(policy: &mut Policy, guest: &Guest) {
         match rule {
             Rule::Out { to: Place::Tcp(address), .. } => policy.connects_tcp(address.port()),
             Rule::Out { to: Place::Unix(_), .. } | Rule::Sibling { .. } => policy.connects_unix(),
-            Rule::In { from: Place::Unix(path), .. } => policy.removes(path),
             Rule::Out { to: Place::Vsock { .. }, .. } => policy.connects_vsock(),
-            Rule::In { from: Place::Tcp(_) | Place::Vsock { .. }, .. } => {}
+            Rule::In { .. } => {}
         }
     }
 }

@@ -321,10 +321,11 @@ impl Thread {
         again
     }
 
-    /// Asks to be kicked. True if there is more to do at once; then it is not asked of all rings.
+    /// Asks to be kicked. True if there is more to do at once.
     fn arm(&mut self) -> bool {
         let takers = self.slots.iter_mut().filter(|slot| slot.takes());
-        takers.filter_map(|slot| slot.ring.as_mut()).any(Ring::arm)
+        // All of them, whatever the first ones say.
+        takers.filter_map(|slot| slot.ring.as_mut()).fold(false, |more, ring| ring.arm() || more)
     }
 
     fn name_faults(&mut self) {

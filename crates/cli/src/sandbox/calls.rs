@@ -119,6 +119,9 @@ const HARMLESS: &[Sysno] = &[
     Sysno::getcpu,
     Sysno::getpriority,
     Sysno::setpriority,
+    // Of a child that could not become another program.
+    Sysno::wait4,
+    Sysno::waitid,
     // Signals.
     Sysno::rt_sigaction,
     Sysno::rt_sigprocmask,
@@ -259,6 +262,7 @@ const PRCTLS: &[libc::c_int] = &[
     libc::PR_SET_NAME,
     libc::PR_GET_NAME,
     PR_SET_VMA,
+    PR_GET_AUXV,
     libc::PR_SET_NO_NEW_PRIVS,
     libc::PR_GET_NO_NEW_PRIVS,
     libc::PR_GET_DUMPABLE,
@@ -268,6 +272,8 @@ const PRCTLS: &[libc::c_int] = &[
     libc::PR_SET_THP_DISABLE,
 ];
 
+/// `linux/prctl.h`: what the processor can do, for the standard library.
+const PR_GET_AUXV: libc::c_int = 0x4155_5856;
 /// `linux/prctl.h`: names memory.
 const PR_SET_VMA: libc::c_int = 0x5356_4d41;
 

@@ -32,19 +32,25 @@ pub(crate) enum Setting {
     None,
 }
 
+/// Whether a device is confined if nothing is said of it.
+const DEVICES: Setting = Setting::None;
+/// And a copy.
+const COPIES: Setting = Setting::None;
+
 /// The option that every confined command has.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct SandboxArgs {
     /// Whether files, connections, programs and system calls that are not needed are given up once all is open
-    /// (docs/sandbox.md)
-    #[arg(long, value_name = "ON|NONE", default_value = "none")]
-    pub(crate) sandbox: Setting,
+    /// (docs/sandbox.md) [default: none]
+    #[arg(long, value_name = "ON|NONE")]
+    sandbox: Option<Setting>,
 }
 
 impl SandboxArgs {
-    /// Confines this process, unless it shall not be. To be called before any thread is started.
+    /// Confines this process, if that is wished. To be called before any thread is started.
     pub(crate) fn confine(&self, policy: &Policy) {
-        if self.sandbox == Setting::On {
+        let default = if policy.opens { COPIES } else { DEVICES };
+        if self.sandbox.unwrap_or(default) == Setting::On {
             policy.confine();
         }
     }
