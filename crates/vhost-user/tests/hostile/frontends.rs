@@ -79,8 +79,11 @@ fn slots_that_come_and_go_under_a_ring() {
         };
         let payload = [words(&[0]), region.encode()].concat();
         pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
-        // Twice at one place is refused, and changes nothing.
-        let twice = pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap_err();
+        // The same again is nothing new; another one at its place is refused, and changes nothing.
+        pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        let elsewhere = towline_frontend::wire::RegionInfo { user: region.user + (1 << 40), ..region };
+        let elsewhere = [words(&[0]), elsewhere.encode()].concat();
+        let twice = pair.frontend.tell(Code::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
         assert!(matches!(twice, Error::Answer { .. }), "{twice}");
         pair.echo(0);
         if at % 3 == 0 {
