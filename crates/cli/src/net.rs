@@ -46,7 +46,7 @@ Examples:
   they sleep:
     towline net --fd 4 --tap-fds 5:6 --cpus 2,3 --poll-us 50
   A guest that sends without a copy: its memory is pinned, and queue 0 of a network card's function reads it. What the guest
-  receives comes by a macvtap of the same function (see docs/net.md for which drivers, and what else they want):
+  receives comes by a macvtap of the same function (see docs/af-xdp.md for which drivers, and what else they want):
     ip link add link ens1f0 name vm0 address 52:54:00:00:00:01 type macvtap mode bridge && ip link set vm0 up
     towline net --socket /run/vm/net0.sock --tap vm0 --af-xdp ens1f0
 

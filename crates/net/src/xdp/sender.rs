@@ -219,6 +219,6 @@ impl Drop for Sender {
         {
             tracing::debug!(%trouble, "AF_XDP");
         }
-        self.mode(Mode::Tap);
+        // The mode stays what it was: who asks now asks what happened.
     }
 }
