@@ -211,6 +211,17 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "instant-store",
+        about: "an instant restore out of an object store of a Linux with 512 MiB of data: towline's memory (TOWLINE_SOAK_STORE_MIB)",
+        run: || {
+            lab_test(
+                "store",
+                "guests::a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first",
+                &[("TOWLINE_SOAK_STORE_MIB", "512")],
+            )
+        },
+    },
+    Soak {
         name: "uploads",
         about: "50 uploads into a store that are killed at random moments (TOWLINE_SOAK_UPLOADS, TOWLINE_SOAK_SEED)",
         run: || {

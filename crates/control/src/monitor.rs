@@ -46,6 +46,8 @@ pub struct Monitor {
     name: String,
     capabilities: Vec<(&'static str, bool)>,
     parameters: Parameters,
+    /// The status from the moment on that the guest stands still at its source.
+    switched: &'static str,
     tuning: Tuning,
     state: Mutex<State>,
     emitter: OnceLock<Emitter>,
@@ -97,6 +99,7 @@ impl Monitor {
                 max_bandwidth: options.max_bandwidth,
                 downtime_limit: options.downtime_limit,
             },
+            switched: if options.postcopy.is_some() { "postcopy-active" } else { "device" },
             tuning: options.tuning.clone(),
             state: Mutex::new(state),
             emitter: OnceLock::new(),
@@ -260,10 +263,10 @@ impl Observer for Monitor {
             }
             Phase::Switchover => {
                 self.runs(false);
-                self.becomes("device");
+                self.becomes(self.switched);
             }
             Phase::Running => self.runs(true),
-            _ => self.becomes("device"),
+            _ => self.becomes(self.switched),
         }
     }
 

@@ -21,6 +21,7 @@
 #![deny(unsafe_code)]
 
 pub mod atomic_file;
+mod began;
 mod chain;
 pub mod checksum;
 mod error;

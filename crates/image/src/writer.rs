@@ -25,7 +25,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::{Errno, pwritev};
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::{Configuration, MAPPED_RAM};
-use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::mapped_ram;
 use towline_protocol::ram::{self, PAGE_SIZE, RamFlags};
@@ -33,6 +33,7 @@ use towline_protocol::section::{SectionHeader, SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
+use crate::began::Began;
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
 use crate::increment::{Ground, Increment};
 use crate::layer::INCREMENTAL;
@@ -61,8 +62,7 @@ pub struct ImageWriter {
     /// `None` once it is committed.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
-    configuration: OnceLock<Configuration>,
-    section: OnceLock<RamSection>,
+    began: Began,
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
     device_state: Mutex<Option<DeviceState>>,
@@ -97,8 +97,7 @@ impl ImageWriter {
             increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
-            configuration: OnceLock::new(),
-            section: OnceLock::new(),
+            began: Began::default(),
             layout: OnceLock::new(),
             hashers: RwLock::default(),
             device_state: Mutex::default(),
@@ -134,14 +133,14 @@ impl ImageWriter {
     }
 
     fn lay_out(&self, blocks: &[RamBlock]) -> Result<Layout> {
-        let configuration = self.configuration.get();
+        let configuration = self.began.configuration();
         let mut configuration = configuration.ok_or_else(|| self.order("no configuration came"))?.clone();
         configuration.capabilities.push(MAPPED_RAM.into());
         if let Some(ground) = &self.ground {
             ground.check(&self.path, blocks)?;
             configuration.capabilities.push(INCREMENTAL.into());
         }
-        let section = self.section.get().ok_or_else(|| self.order("no section began"))?;
+        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
         let mut head = Vec::new();
         configuration.encode(&mut head);
         let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
@@ -243,7 +242,7 @@ impl ImageWriter {
                 entry.extend(words);
                 file.write_all_at(&entry, start)?;
             }
-            let id = self.section.get().map_or(0, |section| section.id);
+            let id = self.began.section().map_or(0, |section| section.id);
             let mut tail = Vec::new();
             ram::put_flag(RamFlags::EOS, &mut tail);
             put_footer(&mut tail, id);
@@ -276,8 +275,8 @@ impl ImageWriter {
         Ok(Manifest::new(Contents {
             origin: &Origin { was_running, ..self.origin.clone() },
             machine_type: &self
-                .configuration
-                .get()
+                .began
+                .configuration()
                 .map(|found| found.machine_type.clone())
                 .unwrap_or_default(),
             blocks: &layout.blocks,
@@ -317,14 +316,12 @@ impl ImageWriter {
 
 impl Sink for ImageWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.configuration.get_or_init(|| configuration.clone());
+        self.began.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        if section.kind == SectionKind::Start {
-            self.section.get_or_init(|| section);
-        }
+        self.began.add_section(section);
         Ok(())
     }
 

@@ -1,11 +1,15 @@
 //! Real guests: stored while they run on, stored again, brought back.
 
 use towline_lab::expect::qmp;
-use towline_lab::{Builder, Qemu, Version, require_lab};
+use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
 
-use crate::support::{BUCKET, S3, WITHIN, uploaded};
+use crate::support::{BUCKET, S3, WITHIN, last_event, number, uploaded};
 
 const MIB: u64 = 1 << 20;
+/// What towline may take of its own while it serves a guest out of a store, however big that is.
+const OWN_BYTES_MAX: u64 = 160 << 20;
+/// What a guest's kernel needs beside its data.
+const KERNEL_MIB: u64 = 128;
 
 fn builder() -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256)
@@ -45,6 +49,66 @@ fn a_second_image_of_a_guest_sends_little_and_both_come_back() {
         assert!(guest.wait_ticking(WITHIN).unwrap() >= least);
         assert_eq!(guest.hash().unwrap(), hash);
     }
+}
+
+#[test]
+fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
+    let test = "a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first";
+    if !require_lab(test) {
+        return;
+    }
+    let Some(s3) = S3::start(test) else { return };
+    let place = s3.place();
+    let data_mib = number("TOWLINE_SOAK_STORE_MIB", 12);
+    let builder = || builder().memory_mib(data_mib + KERNEL_MIB);
+    let image = format!("s3://{BUCKET}/vm/instant");
+    let hash = {
+        let source = builder().start().unwrap();
+        let mut guest = source.linux(WITHIN).unwrap();
+        guest.fill(data_mib * MIB, 7).unwrap();
+        let hash = guest.hash().unwrap();
+        drop(guest);
+        place.done(&["copy", &qmp(&source), &image]);
+        hash
+    };
+    let destination = builder().incoming_defer().start().unwrap();
+    let control = place.name("control");
+    // What nobody waits for takes a minute and more.
+    let limits = ["--max-bandwidth", "1M", "--qmp", &control, "--json"];
+    let mut towline = place.start(
+        &[&["copy", "--postcopy", "--postcopy-preempt", &image, &qmp(&destination)], &limits[..]].concat(),
+    );
+    wait_until("a guest that runs", WITHIN, || {
+        assert!(towline.runs()?, "{}{}", towline.stdout(), towline.stderr());
+        Ok(towline.stdout().contains(r#""phase":"running""#).then_some(()))
+    })
+    .unwrap();
+    let mut guest = destination.linux(WITHIN).unwrap();
+    let mut peak = 0;
+    let found = std::thread::scope(|scope| {
+        let hashing = scope.spawn(|| guest.hash());
+        wait_until("a hash of memory that comes", 5 * WITHIN, || {
+            peak = peak.max(towline.own_memory().unwrap_or_default());
+            Ok(hashing.is_finished().then_some(()))
+        })
+        .unwrap();
+        hashing.join().unwrap().unwrap()
+    });
+    assert_eq!(found, hash);
+    // The guest has had all that it asked for, and the store still has most of what it did not.
+    let told = place.ctl(&control, &["query-migrate"]);
+    assert_eq!(told["status"], "postcopy-active", "{told}");
+    assert!(told["ram"]["remaining"].as_u64() > Some(0), "{told}");
+    place.ctl(&control, &["migrate-set-parameters", "max-bandwidth=0"]);
+    let completed = last_event(&towline.wait_done(WITHIN).unwrap());
+    let (faults, ram) = (&completed["postcopy"]["faults"], &completed["ram"]);
+    println!("{test}: {data_mib} MiB, {:.1} MiB of towline's own, {faults}", peak as f64 / MIB as f64);
+    assert!(faults["served"].as_u64() > Some(0), "{completed}");
+    let pages = ram["normal"].as_u64().unwrap() + ram["duplicate"].as_u64().unwrap();
+    assert_eq!(pages * 4096, ram["total"].as_u64().unwrap(), "each page once: {completed}");
+    assert!(peak > 0 && peak <= OWN_BYTES_MAX, "towline took {peak} bytes");
+    guest.wait_ticking(WITHIN).unwrap();
+    assert_eq!(guest.hash().unwrap(), hash);
 }
 
 #[test]

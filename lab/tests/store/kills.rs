@@ -4,20 +4,16 @@ use std::time::{Duration, Instant};
 
 use towline_lab::wait_until;
 
-use crate::support::{Place, WITHIN, uploaded};
+use crate::support::{Place, WITHIN, number, uploaded};
 
 /// Uploads that are killed in a test; `cargo xtask soak uploads` has more.
-const KILLS: u32 = 5;
-
-fn number(variable: &str, default: u32) -> u32 {
-    std::env::var(variable).map_or(default, |text| text.parse().unwrap())
-}
+const KILLS: u64 = 5;
 
 #[test]
 fn an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk() {
     let (kills, seed) = (number("TOWLINE_SOAK_UPLOADS", KILLS), number("TOWLINE_SOAK_SEED", 1));
     println!("{kills} uploads are killed, seed {seed}");
-    let mut random = fastrand::Rng::with_seed(seed.into());
+    let mut random = fastrand::Rng::with_seed(seed);
     let place = Place::new();
     let image = place.store("vm/a");
     // How long one takes here that is not killed; chunks of all later ones are others.

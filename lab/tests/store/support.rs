@@ -16,6 +16,11 @@ pub(crate) const BUCKET: &str = "towline-lab";
 /// What is to be seen nowhere.
 pub(crate) const SECRET: &str = "hunter2SECRETmarkedForTheTest";
 
+/// What this variable says, for long runs.
+pub(crate) fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
+}
+
 /// A directory that goes with the test; stores in it are `store:DIRECTORY/PREFIX/NAME`.
 pub(crate) struct Place {
     directory: TempDir,
@@ -61,6 +66,12 @@ impl Place {
     pub(crate) fn done(&self, arguments: &[&str]) -> Value {
         let finished = self.start(&[arguments, &["--json"]].concat()).wait_done(WITHIN).unwrap();
         last_event(&finished)
+    }
+
+    /// The answer of a towline that runs to this command.
+    pub(crate) fn ctl(&self, socket: &str, words: &[&str]) -> Value {
+        let finished = self.start(&[&["ctl", socket], words].concat()).wait_done(WITHIN).unwrap();
+        serde_json::from_str(&finished.stdout).unwrap()
     }
 
     /// One that must be refused, or fail with its guest safe; what it wrote to its standard error.

@@ -77,13 +77,13 @@ pub(super) fn hand_over(
                     "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
                 }
             };
-            let notes = source.release(false).unwrap_or_default();
+            let notes = source.release(false).unwrap_or_default().notes;
             return Err(Failure { notes, ..look_at(error, text) });
         }
     };
     let attached = target.attach(&source.vsocks);
-    let downtime_ms = source.downtime().or(downtime_ms);
-    let source = release(source, run)?;
+    let (source, exact_ms) = release(source, run)?;
+    let downtime_ms = exact_ms.or(downtime_ms);
     attached.map_err(|error| look_at(error, WITHOUT_VSOCK))?;
     Ok(Report { downtime_ms, ..run.done(statistics.snapshot(), source, state) })
 }
@@ -122,11 +122,12 @@ pub(super) fn can_take_over(
     may_have_it && source.is_gone() && target.wait_loaded().is_ok()
 }
 
-/// The guest runs elsewhere, or is stored: the source is put in order, runs on (`--resume`), or is ended.
-pub(super) fn release(source: QmpSource, run: &Run<'_>) -> Result<SourceState, Failure> {
+/// The guest runs elsewhere, or is stored: the source is put in order, runs on (`--resume`), or is ended. Says how long the guest
+/// stood still, in milliseconds, if the source knows.
+pub(super) fn release(source: QmpSource, run: &Run<'_>) -> Result<(SourceState, Option<u64>), Failure> {
     if run.options.end_source {
         return match source.end() {
-            Ok(()) => Ok(SourceState::Ended),
+            Ok(ended) => Ok((SourceState::Ended, ended.downtime_ms)),
             Err(error) => Err(look_at(
                 error,
                 "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there",
@@ -134,11 +135,11 @@ pub(super) fn release(source: QmpSource, run: &Run<'_>) -> Result<SourceState, F
         };
     }
     let resumes = (run.options.resume || run.options.live) && source.ran;
-    let notes = source.release(run.options.resume).map_err(|error| {
+    let released = source.release(run.options.resume).map_err(|error| {
         look_at(error, "the copy is complete; the source's guest is still paused (`cont`)")
     })?;
-    notes.iter().for_each(|note| run.observer.notice(note));
-    Ok(if resumes { SourceState::Running } else { SourceState::Paused })
+    released.notes.iter().for_each(|note| run.observer.notice(note));
+    Ok((if resumes { SourceState::Running } else { SourceState::Paused }, released.downtime_ms))
 }
 
 fn both_ended(mut source: QmpSource, error: Error) -> Failure {

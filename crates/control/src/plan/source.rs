@@ -84,6 +84,15 @@ pub(super) struct QmpSource {
     pub(super) vsocks: Vsocks,
 }
 
+/// A source that is in order again, or ended.
+#[derive(Debug, Default)]
+pub(super) struct Released {
+    /// How long the guest stood still, in milliseconds, by QEMU's last word.
+    pub(super) downtime_ms: Option<u64>,
+    /// What the user should know.
+    pub(super) notes: Vec<String>,
+}
+
 impl QmpSource {
     /// Connects and checks that this guest can be copied.
     pub(super) fn prepare(path: &Path, options: &Options) -> Result<Self, Error> {
@@ -227,15 +236,20 @@ impl QmpSource {
 
     /// Puts the settings back. Not while QEMU cleans up: it may look at them then, and abort over what it finds.
     fn restore_settings_when_tidy(&mut self) -> Result<Vec<String>, Error> {
-        if self.wait_tidy()? {
-            return Ok(self.restore_settings());
+        let is_tidy = self.wait_tidy()?;
+        Ok(self.restore_settings_if(is_tidy))
+    }
+
+    fn restore_settings_if(&mut self, is_tidy: bool) -> Vec<String> {
+        if is_tidy {
+            return self.restore_settings();
         }
         self.forget();
         let (socket, waited) = (self.qemu.socket(), TIDY_TIMEOUT.as_secs());
-        Ok(vec![format!(
+        vec![format!(
             "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
              were set for this copy"
-        )])
+        )]
     }
 
     fn is_untidy(&mut self) -> Result<bool, Error> {
@@ -344,9 +358,9 @@ impl QmpSource {
         }
     }
 
-    /// How long the guest stood still, in milliseconds. QEMU says that it is complete a moment before it has worked that out.
-    pub(super) fn downtime(&mut self) -> Option<u64> {
-        self.wait_tidy().ok()?;
+    /// How long the guest stood still, in milliseconds. QEMU says that it is complete a moment before it has worked that out: it has
+    /// when it is tidy.
+    fn downtime(&mut self) -> Option<u64> {
         let downtime = self.qemu.migration().ok()?.downtime?;
         u64::try_from(downtime).ok()
     }
@@ -361,23 +375,28 @@ impl QmpSource {
         }
     }
 
-    /// After a copy: puts the settings back, and lets the guest run on if asked to. Returns what to note.
-    pub(super) fn release(mut self, resume: bool) -> Result<Vec<String>, Error> {
+    /// After a copy: puts the settings back, and lets the guest run on if asked to.
+    pub(super) fn release(mut self, resume: bool) -> Result<Released, Error> {
         // The copy is complete, whatever becomes of its source now.
-        let notes = self.restore_settings_when_tidy().unwrap_or_else(|error| {
-            self.forget();
-            vec![error.to_string()]
-        });
+        let (downtime_ms, notes) = match self.wait_tidy() {
+            Ok(is_tidy) => (self.downtime(), self.restore_settings_if(is_tidy)),
+            Err(error) => {
+                self.forget();
+                (None, vec![error.to_string()])
+            }
+        };
         if resume && self.ran {
             self.qemu.cont()?;
         }
-        Ok(notes)
+        Ok(Released { downtime_ms, notes })
     }
 
     /// After a move: ends QEMU. The guest is elsewhere.
-    pub(super) fn end(mut self) -> Result<(), Error> {
+    pub(super) fn end(mut self) -> Result<Released, Error> {
         self.forget();
-        Ok(self.qemu.quit()?)
+        let downtime_ms = self.wait_tidy().ok().and_then(|_| self.downtime());
+        self.qemu.quit()?;
+        Ok(Released { downtime_ms, notes: Vec::new() })
     }
 
     /// Whether the monitor is lost and QEMU is known to have ended.

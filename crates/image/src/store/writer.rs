@@ -16,7 +16,7 @@ use std::thread::{self, JoinHandle};
 use towline_channel::Cancel;
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::Configuration;
-use towline_protocol::destination::{RamSection, SectionKind};
+use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
@@ -24,6 +24,7 @@ use super::location::Location;
 use super::spool::{Number, Spool};
 use super::upload::{Upload, first_reason, threads};
 use super::{CHUNK_BYTES, Error, Result};
+use crate::began::Began;
 use crate::index::{Contents, Index};
 use crate::writer::Slices;
 use crate::{Existing, Origin, Uploaded};
@@ -33,8 +34,7 @@ use crate::{Existing, Origin, Uploaded};
 pub struct StoreWriter {
     origin: Origin,
     upload: Arc<Upload>,
-    configuration: OnceLock<Configuration>,
-    section: OnceLock<RamSection>,
+    began: Began,
     blocks: OnceLock<Vec<RamBlock>>,
     spool: OnceLock<Arc<Spool>>,
     queue: Arc<Queue>,
@@ -70,8 +70,7 @@ impl StoreWriter {
         Ok(Self {
             origin,
             upload,
-            configuration: OnceLock::new(),
-            section: OnceLock::new(),
+            began: Began::default(),
             blocks: OnceLock::new(),
             spool: OnceLock::new(),
             queue: Arc::default(),
@@ -175,8 +174,8 @@ impl StoreWriter {
         let state = state.ok_or_else(|| self.order("no device state came"))?;
         let device_state_names = self.upload.bring_all(state.bytes())?;
         self.upload.settle()?;
-        let configuration = self.configuration.get().ok_or_else(|| self.order("no configuration came"))?;
-        let section = self.section.get().ok_or_else(|| self.order("no section began"))?;
+        let configuration = self.began.configuration().ok_or_else(|| self.order("no configuration came"))?;
+        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
         let was_running = state.run_state().map(|state| state == "running");
         let index = Index::new(Contents {
             configuration,
@@ -263,14 +262,12 @@ fn send_all(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
 
 impl Sink for StoreWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.configuration.get_or_init(|| configuration.clone());
+        self.began.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        if section.kind == SectionKind::Start {
-            self.section.get_or_init(|| section);
-        }
+        self.began.add_section(section);
         Ok(())
     }
 

@@ -226,7 +226,8 @@ impl Live<'_> {
             }
         };
         notes.iter().for_each(|note| self.run.observer.notice(note));
-        let source = release(self.source, self.run)?;
+        let (source, exact_ms) = release(self.source, self.run)?;
+        let downtime_ms = exact_ms.or(downtime_ms);
         let state = if self.runs { DestinationState::Running } else { DestinationState::Paused };
         let report = self.run.done(self.moved, source, state);
         Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
