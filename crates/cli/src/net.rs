@@ -16,7 +16,7 @@ use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
 use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
-use crate::sandbox::{Policy, SandboxArgs, Setting};
+use crate::sandbox::{Policy, SandboxArgs};
 use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
 
@@ -116,7 +116,8 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         eprintln!("towline: {lack}");
         return Ok(Exit::Usage);
     }
-    if args.sandbox.sandbox == Setting::On && (args.af_xdp.is_some() || args.hand_over.is_some()) {
+    let is_open = args.af_xdp.is_some() || args.hand_over.is_some();
+    if args.sandbox.is_wanted() && is_open {
         eprintln!(
             "towline: --sandbox on does not go with --af-xdp or --hand-over, which open sockets and map memory while they run; \
              leave one of them out"
@@ -164,7 +165,9 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let mut policy = Policy::default();
     args.socket.iter().for_each(|path| policy.removes(path));
     let notifier = Notifier::from_environment();
-    args.sandbox.confine(&policy);
+    if !is_open {
+        args.sandbox.confine(&policy);
+    }
     watch_signals(&net, &wishes, args.json)?;
     notifier.ready(&format!("a network card on {}", net.taps().name()));
     let own: Vec<_> = net.taps().queues().iter().map(AsFd::as_fd).collect();

@@ -253,7 +253,7 @@ fn frames_of_every_kind_arrive_from_anywhere() {
     assert_eq!(bench.net.modes(), [Mode::Copy]);
     let found = bench.statistics(0);
     assert!(found.referenced > 100, "{found:?}");
-    assert_eq!((found.drops, found.zero_copy, found.pending), ([0; 5], 0, 0), "{found:?}");
+    assert_eq!((found.drops, found.zero_copy, found.pending), ([0; 6], 0, 0), "{found:?}");
     wait_until("400 frames", WITHIN, || Ok((bench.statistics(0).packets == 400).then_some(()))).unwrap();
     assert_eq!(bench.statistics(0).copied, 400, "the kernel copies on a veth");
 }

@@ -323,9 +323,12 @@ impl Thread {
 
     /// Asks to be kicked. True if there is more to do at once.
     fn arm(&mut self) -> bool {
-        let takers = self.slots.iter_mut().filter(|slot| slot.takes());
+        let mut more = false;
         // All of them, whatever the first ones say.
-        takers.filter_map(|slot| slot.ring.as_mut()).fold(false, |more, ring| ring.arm() || more)
+        for ring in self.slots.iter_mut().filter(|slot| slot.takes()).filter_map(|slot| slot.ring.as_mut()) {
+            more |= ring.arm();
+        }
+        more
     }
 
     fn name_faults(&mut self) {

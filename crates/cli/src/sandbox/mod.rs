@@ -47,6 +47,11 @@ pub(crate) struct SandboxArgs {
 }
 
 impl SandboxArgs {
+    /// Whether it was asked for.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.sandbox == Some(Setting::On)
+    }
+
     /// Confines this process, if that is wished. To be called before any thread is started.
     pub(crate) fn confine(&self, policy: &Policy) {
         let default = if policy.opens { COPIES } else { DEVICES };
