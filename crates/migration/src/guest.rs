@@ -50,9 +50,10 @@ pub trait Guest: Sync {
     /// What is known of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
-    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now. Always a unit:
-    /// 2 MiB, or less at the block's end (a live guest's later passes: what was written of one). Postcopy has several threads
-    /// prepare at once, each unit once, those first that somebody waits for.
+    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now. In precopy a unit:
+    /// 2 MiB, or less at the block's end (a live guest's later passes: what was written of one). In postcopy whole
+    /// [`Self::unit_bytes`], several of them within 2 MiB, by several threads at once; those first that somebody waits for, and nothing
+    /// that is prepared already.
     ///
     /// # Errors
     /// The memory cannot be had or is not what it should be; the migration ends.
@@ -61,8 +62,13 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// Says that these bytes, which were prepared, were sent as a whole and are not read again without being prepared again: whoever
-    /// keeps fetched memory in bounded room lets it go. Postcopy says so of each unit; precopy, which reads once, does not.
+    /// How much is prepared for one page that somebody waits for, in bytes: a power of two from 64 KiB to 2 MiB.
+    fn unit_bytes(&self) -> u64 {
+        64 << 10
+    }
+
+    /// Says that these bytes, which were prepared, are not read again without being prepared again: whoever keeps fetched memory in
+    /// bounded room lets it go. Postcopy says so of each unit; precopy, which reads once, does not.
     fn release(&self, page: PageRef, length: u64) {
         let _ = (page, length);
     }

@@ -4,7 +4,7 @@
 
 use std::collections::HashSet;
 use std::net::Shutdown;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -19,7 +19,9 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock, device_state};
 
 const PAGE: usize = 4096;
 const HUGE: u64 = 2 << 20;
-const UNIT: u64 = 2 << 20;
+/// What a guest has prepared for a fault, if it does not say otherwise, and at most at once.
+const UNIT: u64 = 64 << 10;
+const RUN: u64 = 2 << 20;
 /// Bytes on the way between the two ends: little, so that a cut leaves work undone.
 const PIPE_BYTES: usize = 64 << 10;
 const WITHIN: Duration = Duration::from_secs(60);
@@ -44,7 +46,6 @@ struct Stored {
     blocks: Vec<RamBlock>,
     memory: Vec<Vec<u8>>,
     prepared: Mutex<HashSet<(u32, u64)>>,
-    released: AtomicU64,
     unprepared: AtomicBool,
 }
 
@@ -63,7 +64,6 @@ impl Stored {
             blocks: SHAPE.iter().map(block).collect(),
             memory: SHAPE.iter().enumerate().map(memory).collect(),
             prepared: Mutex::default(),
-            released: AtomicU64::new(0),
             unprepared: AtomicBool::new(false),
         }
     }
@@ -84,18 +84,23 @@ impl Guest for Stored {
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
+        let end = page.offset + length;
+        let is_whole = end.is_multiple_of(UNIT) || end == self.blocks[page.block.index()].length;
         assert!(
-            page.offset.is_multiple_of(UNIT) && length <= UNIT,
-            "{page:?} {length}: whole units are prepared"
+            page.offset.is_multiple_of(UNIT) && is_whole && page.offset / RUN == (end - 1) / RUN,
+            "{page:?} {length}: whole units are prepared, within a run"
         );
         thread::sleep(Duration::from_micros(200));
-        assert!(self.prepared.lock().unwrap().insert((page.block.0, page.offset / UNIT)), "{page:?} twice");
+        for unit in page.offset / UNIT..end.div_ceil(UNIT) {
+            assert!(self.prepared.lock().unwrap().insert((page.block.0, unit)), "{page:?} {length} twice");
+        }
         Ok(())
     }
 
-    fn release(&self, page: PageRef, _length: u64) {
-        self.released.fetch_add(1, Ordering::Relaxed);
-        assert!(self.prepared.lock().unwrap().remove(&(page.block.0, page.offset / UNIT)), "{page:?}");
+    fn release(&self, page: PageRef, length: u64) {
+        for unit in page.offset / UNIT..(page.offset + length).div_ceil(UNIT) {
+            assert!(self.prepared.lock().unwrap().remove(&(page.block.0, unit)), "{page:?} {length}");
+        }
     }
 
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_> {
@@ -400,8 +405,6 @@ fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u
             // Lost before the guest ran: this destination is of no more use.
             return;
         }
-        // What was prepared for the connection that was lost is prepared again.
-        guest.prepared.lock().unwrap().clear();
     }
     assert!(destination.done.load(Ordering::Acquire));
     assert_eq!(*destination.wrong.lock().unwrap(), Vec::<String>::new(), "seed {seed}");
@@ -410,8 +413,7 @@ fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u
     assert!(!guest.unprepared.load(Ordering::Relaxed), "a page was read that was not prepared");
     assert_eq!(postcopy.remaining(), 0);
     if cuts == 0 {
-        // 3 units of pc.ram, 4 of huge, 1 of rom.
-        assert_eq!(guest.released.load(Ordering::Relaxed), 8);
+        assert_eq!(*guest.prepared.lock().unwrap(), HashSet::new(), "what was prepared is given back");
     }
 }
 

@@ -1,8 +1,8 @@
 //! The source's part of postcopy: the destination runs the guest at once, and its memory follows.
 //!
 //! ```text
-//!   head · PING 1 · ADVISE │ ram START │ [PART: pages sent ahead] │ DISCARD × n │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
-//!   Setup ──► Advised ────► Loading ⇄ LoadingPart ──► Discarded ──► Packaged ─┐
+//!   head · PING 1 · ADVISE │ ram START │ DISCARD × blocks │ [PART: pages sent ahead] │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
+//!   Setup ──► Advised ────► Loading ──► Discarded ⇄ AheadPart ──► Packaged ───┐
 //!                                                              its last byte ─┤ from here on the guest may run there
 //!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ────────────────────┘
 //!                                  ▲
@@ -37,8 +37,6 @@ pub const PING_LISTENS: u32 = 4;
 
 /// Version of the DISCARD command.
 const DISCARD_VERSION: u8 = 0;
-/// Ranges in one DISCARD command, as QEMU sends them (`MAX_DISCARDS_PER_COMMAND`).
-const DISCARD_RANGES_MAX: usize = 12;
 /// What stands behind a bitmap of received pages (`RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
@@ -105,64 +103,52 @@ impl Advised {
     }
 }
 
-/// Pages may be sent ahead; nothing runs.
+/// The destination knows the blocks; nothing runs.
 #[derive(Debug)]
 pub struct Loading(RamWriter);
 
 impl Loading {
-    /// Opens a PART for pages that are sent ahead.
-    pub fn part(self, out: &mut Vec<u8>) -> LoadingPart {
-        self.0.open(SectionType::Part, out);
-        LoadingPart(self.0)
-    }
-
-    /// Says that these pages (first byte and bytes, whole host pages) were not sent. All that was not has to be said.
-    ///
-    /// # Panics
-    /// Without a range: a destination that was told of none cannot be listened to.
-    pub fn discard(self, block: BlockIndex, ranges: &[(u64, u64)], out: &mut Vec<u8>) -> Discarded {
-        assert!(!ranges.is_empty(), "a discard names something");
-        Discarded(self.0).discard(block, ranges, out)
+    /// Says that nothing was sent yet, which readies the destination: from here on it has its memory in small pages only. Pages
+    /// that came before would bring up to 2 MiB of zeros each, to be discarded again.
+    pub fn discard(self, blocks: &[Block], out: &mut Vec<u8>) -> Discarded {
+        for block in blocks.iter().filter(|block| block.ram.length > 0) {
+            let mut data = alloc::vec![DISCARD_VERSION];
+            put_counted(&mut data, block.ram.name.as_bytes());
+            data.push(0);
+            put64(&mut data, 0);
+            put64(&mut data, block.host_pages() * block.page_bytes);
+            command(CommandKind::POSTCOPY_RAM_DISCARD, data, out);
+        }
+        Discarded(self.0)
     }
 }
 
+/// Pages may be sent ahead; nothing runs.
+#[derive(Debug)]
+pub struct Discarded(RamWriter);
+
 /// In a PART of pages that are sent ahead.
 #[derive(Debug)]
-pub struct LoadingPart(RamWriter);
+pub struct AheadPart(RamWriter);
 
-impl LoadingPart {
+impl AheadPart {
     /// Records go here.
     pub fn records(&mut self) -> &mut RamWriter {
         &mut self.0
     }
 
     /// Closes the section.
-    pub fn close(mut self, out: &mut Vec<u8>) -> Loading {
+    pub fn close(mut self, out: &mut Vec<u8>) -> Discarded {
         self.0.close(out);
-        Loading(self.0)
+        Discarded(self.0)
     }
 }
 
-/// At least one range was discarded.
-#[derive(Debug)]
-pub struct Discarded(RamWriter);
-
 impl Discarded {
-    /// Further ranges.
-    #[must_use]
-    pub fn discard(self, block: BlockIndex, ranges: &[(u64, u64)], out: &mut Vec<u8>) -> Self {
-        let name = &self.0.blocks()[block.index()].name;
-        for ranges in ranges.chunks(DISCARD_RANGES_MAX) {
-            let mut data = alloc::vec![DISCARD_VERSION];
-            put_counted(&mut data, name.as_bytes());
-            data.push(0);
-            for &(start, length) in ranges {
-                put64(&mut data, start);
-                put64(&mut data, length);
-            }
-            command(CommandKind::POSTCOPY_RAM_DISCARD, data, out);
-        }
-        self
+    /// Opens a PART for pages that are sent ahead.
+    pub fn part(self, out: &mut Vec<u8>) -> AheadPart {
+        self.0.open(SectionType::Part, out);
+        AheadPart(self.0)
     }
 
     /// Writes the package with these device sections, but for its last byte. A connection that breaks before that byte leaves

@@ -147,10 +147,6 @@ impl RamWriter {
         Self { records: RecordWriter::default(), ..self }
     }
 
-    pub(crate) fn blocks(&self) -> &[RamBlock] {
-        &self.blocks
-    }
-
     /// Appends the record of a page, whose bytes the caller sends next.
     pub fn page(&mut self, page: PageRef, out: &mut Vec<u8>) {
         self.records.page(page, &self.blocks, out);

@@ -322,6 +322,11 @@ impl Guest for StoredImage {
         Extent { pages: (end - page.offset) / PAGE_SIZE, kind }
     }
 
+    /// A chunk is fetched as a whole anyway.
+    fn unit_bytes(&self) -> u64 {
+        self.index.chunk_bytes()
+    }
+
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
         self.make_ready(page, length).map_err(guest)
     }

@@ -14,6 +14,7 @@ mod connect;
 mod lane;
 mod main_channel;
 mod pass;
+mod records;
 mod return_path;
 mod sends;
 
@@ -38,6 +39,7 @@ use crate::convergence::{Decision, Limits, Observation, Patience, Policy};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};
 pub(crate) use pass::Limiter;
 use pass::Pass;
+pub(crate) use records::RecordWriter;
 
 /// How to send.
 #[derive(Debug, Clone, Copy)]
@@ -355,11 +357,7 @@ fn send_unit(
 }
 
 /// Each page of a unit, and whether it is zero.
-pub(crate) fn classify(
-    guest: &dyn Guest,
-    page: PageRef,
-    length: u64,
-) -> impl Iterator<Item = (u64, bool)> + '_ {
+fn classify(guest: &dyn Guest, page: PageRef, length: u64) -> impl Iterator<Item = (u64, bool)> + '_ {
     let end = page.offset + length;
     let mut extent_end = page.offset;
     let mut kind = ExtentKind::Unknown;

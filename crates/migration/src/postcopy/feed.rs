@@ -5,7 +5,8 @@
 //!   plan: working set · all memory ──► preparers (several) ──► ready ──┴─► the sender
 //! ```
 //! Preparing is what may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
-//! a little ahead of the sender; neighbours need none, as the fault has had their unit prepared.
+//! a little ahead of the sender; neighbours are prepared by who served the fault. What is handed out here is prepared and in use, until
+//! the sender ends that.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,86 +14,91 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use towline_protocol::postcopy::Block;
 use towline_protocol::{BlockIndex, PageRef};
 
-use super::UNIT_BYTES;
+use super::RUN_BYTES;
 use super::sent_map::SentMap;
 
-/// Units that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
+/// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
 /// Neighbourhoods that wait; behind so many newer ones the oldest is forgotten, and goes with the rest.
 const NEAR_MAX: usize = 64;
-/// What goes after a page that was asked for: as much as Linux reads around a fault.
-const NEAR_BYTES: u64 = 64 << 10;
 
 /// Bytes of one block.
 pub(super) type Run = (PageRef, u64);
+
+/// What the sender is given: prepared, and in use until the sender ends that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Item {
+    pub(super) run: Run,
+    /// The guest is known to need it at once: no limit holds it up.
+    pub(super) is_needed: bool,
+}
 
 /// See the module's picture.
 #[derive(Debug)]
 pub(super) struct Feed {
     state: Mutex<State>,
-    changed: Condvar,
+    /// For the sender: there is something to be sent.
+    filled: Condvar,
+    /// For preparers: there is room for more. Apart, so that a piece that is sent does not wake everybody.
+    taken: Condvar,
 }
 
 #[derive(Debug)]
 struct State {
     plan: Plan,
     near: VecDeque<Run>,
-    ready: VecDeque<Run>,
+    ready: VecDeque<Item>,
     preparing: usize,
     closed: bool,
 }
 
 impl Feed {
-    /// With the runs that an earlier restore needed, in their order.
-    pub(super) fn new(blocks: &[Block], working_set: &[Run]) -> Self {
-        let plan = Plan::new(blocks, working_set);
+    /// With the runs that an earlier restore needed, in their order, the first `needed` of them at once.
+    pub(super) fn new(blocks: &[Block], working_set: &[Run], needed: usize) -> Self {
+        let plan = Plan::new(blocks, working_set, needed);
         let (near, ready) = (VecDeque::new(), VecDeque::new());
         let state = State { plan, near, ready, preparing: 0, closed: false };
-        Self { state: Mutex::new(state), changed: Condvar::new() }
+        Self { state: Mutex::new(state), filled: Condvar::new(), taken: Condvar::new() }
     }
 
     /// A preparer's next run; `None` when there is nothing left to prepare.
-    pub(super) fn next_to_prepare(&self, map: &SentMap) -> Option<Run> {
+    pub(super) fn next_to_prepare(&self, map: &SentMap) -> Option<Item> {
         let mut state = self.state();
         loop {
             if state.closed {
                 return None;
             }
             if state.ready.len() + state.preparing >= READY_MAX {
-                state = self.wait(state);
+                state = self.taken.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let (page, length) = state.plan.next()?;
-            if !map.is_whole(page, length) {
+            let Some(item) = state.plan.next() else {
+                self.filled.notify_one();
+                return None;
+            };
+            if !map.is_whole(item.run.0, item.run.1) {
                 state.preparing += 1;
-                return Some((page, length));
+                return Some(item);
             }
         }
     }
 
-    /// That run is prepared.
-    pub(super) fn prepared(&self, run: Run) {
+    /// That one is prepared.
+    pub(super) fn prepared(&self, item: Item) {
         let mut state = self.state();
         state.preparing -= 1;
-        state.ready.push_back(run);
-        self.changed.notify_all();
+        state.ready.push_back(item);
+        self.filled.notify_one();
     }
 
-    /// A page was asked for: its neighbours are next.
-    pub(super) fn fault(&self, page: PageRef, unit: Run) {
-        let start = page.offset / NEAR_BYTES * NEAR_BYTES;
-        // The rest of its neighbourhood, and the next one, within what was prepared for it.
-        let start = start.max(unit.0.offset);
-        let end = (start + 2 * NEAR_BYTES).min(unit.0.offset + unit.1);
-        if start >= end {
-            return;
-        }
+    /// A page was asked for: this, which lies there and is prepared, is next. Returns what is forgotten for it.
+    #[must_use]
+    pub(super) fn near(&self, run: Run) -> Option<Run> {
         let mut state = self.state();
-        if state.near.len() == NEAR_MAX {
-            state.near.pop_back();
-        }
-        state.near.push_front((PageRef { offset: start, ..page }, end - start));
-        self.changed.notify_all();
+        let forgotten = if state.near.len() == NEAR_MAX { state.near.pop_back() } else { None };
+        state.near.push_front(run);
+        self.filled.notify_one();
+        forgotten
     }
 
     /// The newest neighbourhood, if one waits.
@@ -101,21 +107,23 @@ impl Feed {
     }
 
     /// What the sender takes next; `None` when everything was handed out.
-    pub(super) fn next(&self) -> Option<Run> {
+    pub(super) fn next(&self) -> Option<Item> {
         let mut state = self.state();
         loop {
             if state.closed {
                 return None;
             }
-            let next = state.near.pop_front().or_else(|| state.ready.pop_front());
-            if next.is_some() {
-                self.changed.notify_all();
-                return next;
+            if let Some(run) = state.near.pop_front() {
+                return Some(Item { run, is_needed: false });
+            }
+            if let Some(item) = state.ready.pop_front() {
+                self.taken.notify_one();
+                return Some(item);
             }
             if state.preparing == 0 && state.plan.is_done() {
                 return None;
             }
-            state = self.wait(state);
+            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -126,7 +134,7 @@ impl Feed {
             if state.closed {
                 return false;
             }
-            state = self.wait(state);
+            state = self.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         true
     }
@@ -134,55 +142,55 @@ impl Feed {
     /// Something that [`Self::wait_until`] waits for may have come.
     pub(super) fn notify(&self) {
         drop(self.state());
-        self.changed.notify_all();
+        self.filled.notify_one();
     }
 
     /// Ends all waits.
     pub(super) fn close(&self) {
         self.state().closed = true;
-        self.changed.notify_all();
+        self.filled.notify_all();
+        self.taken.notify_all();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-/// The order of everything, as runs that lie within a unit each.
+/// The order of everything, as runs that may be prepared at once each.
 #[derive(Debug)]
 struct Plan {
     runs: Vec<Run>,
+    /// So many of them are needed at once.
+    needed: usize,
     run: usize,
     done: u64,
 }
 
 impl Plan {
-    fn new(blocks: &[Block], working_set: &[Run]) -> Self {
+    fn new(blocks: &[Block], working_set: &[Run], needed: usize) -> Self {
         let whole = blocks
             .iter()
             .zip(0..)
             .map(|(block, index)| (PageRef { block: BlockIndex(index), offset: 0 }, block.ram.length));
         let runs = working_set.iter().copied().chain(whole).filter(|(_, length)| *length > 0).collect();
-        Self { runs, run: 0, done: 0 }
+        Self { runs, needed, run: 0, done: 0 }
     }
 
     fn is_done(&self) -> bool {
         self.run == self.runs.len()
     }
 
-    fn next(&mut self) -> Option<Run> {
+    fn next(&mut self) -> Option<Item> {
+        let is_needed = self.run < self.needed;
         let &(page, length) = self.runs.get(self.run)?;
         let offset = page.offset + self.done;
-        let unit = (UNIT_BYTES - offset % UNIT_BYTES).min(length - self.done);
-        self.done += unit;
+        let bytes = (RUN_BYTES - offset % RUN_BYTES).min(length - self.done);
+        self.done += bytes;
         if self.done == length {
             (self.run, self.done) = (self.run + 1, 0);
         }
-        Some((PageRef { offset, ..page }, unit))
+        Some(Item { run: (PageRef { offset, ..page }, bytes), is_needed })
     }
 }
 
@@ -202,38 +210,41 @@ mod tests {
 
     #[test]
     fn the_working_set_comes_first_and_then_everything() {
-        let blocks = [block(3 * UNIT_BYTES + 4096), block(8192)];
-        let feed = Feed::new(&blocks, &[(page(0, UNIT_BYTES - 4096), 8192), (page(1, 4096), 4096)]);
+        let blocks = [block(3 * RUN_BYTES + 4096), block(8192)];
+        let feed = Feed::new(&blocks, &[(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)], 1);
         let map = SentMap::new(&blocks);
-        let mut runs = Vec::new();
-        while let Some(run) = feed.next_to_prepare(&map) {
-            feed.prepared(run);
-            runs.extend(feed.next());
+        let mut items = Vec::new();
+        while let Some(item) = feed.next_to_prepare(&map) {
+            feed.prepared(item);
+            items.extend(feed.next());
         }
         let expected = [
-            (page(0, UNIT_BYTES - 4096), 4096),
-            (page(0, UNIT_BYTES), 4096),
+            (page(0, RUN_BYTES - 4096), 4096),
+            (page(0, RUN_BYTES), 4096),
             (page(1, 4096), 4096),
-            (page(0, 0), UNIT_BYTES),
-            (page(0, UNIT_BYTES), UNIT_BYTES),
-            (page(0, 2 * UNIT_BYTES), UNIT_BYTES),
-            (page(0, 3 * UNIT_BYTES), 4096),
+            (page(0, 0), RUN_BYTES),
+            (page(0, RUN_BYTES), RUN_BYTES),
+            (page(0, 2 * RUN_BYTES), RUN_BYTES),
+            (page(0, 3 * RUN_BYTES), 4096),
             (page(1, 0), 8192),
         ];
-        assert_eq!(runs, expected);
+        let item = |(index, run)| Item { run, is_needed: index < 2 };
+        assert_eq!(items, expected.into_iter().enumerate().map(item).collect::<Vec<_>>());
         assert_eq!(feed.next(), None);
     }
 
     #[test]
-    fn neighbours_come_before_what_is_ready_and_stay_in_their_unit() {
-        let blocks = [block(2 * UNIT_BYTES)];
-        let (feed, map) = (Feed::new(&blocks, &[]), SentMap::new(&blocks));
+    fn neighbours_come_before_what_is_ready_and_the_newest_of_them_first() {
+        let blocks = [block(2 * RUN_BYTES)];
+        let (feed, map) = (Feed::new(&blocks, &[], 0), SentMap::new(&blocks));
         let first = feed.next_to_prepare(&map).unwrap();
         feed.prepared(first);
-        feed.fault(page(0, UNIT_BYTES + NEAR_BYTES + 4096), (page(0, UNIT_BYTES), UNIT_BYTES));
-        feed.fault(page(0, UNIT_BYTES - 4096), (page(0, 0), UNIT_BYTES));
-        assert_eq!(feed.next(), Some((page(0, UNIT_BYTES - NEAR_BYTES), NEAR_BYTES)));
-        assert_eq!(feed.next(), Some((page(0, UNIT_BYTES + NEAR_BYTES), 2 * NEAR_BYTES)));
+        let near = |index: u64| (page(0, RUN_BYTES + index * 4096), 4096);
+        assert!((0..NEAR_MAX as u64).all(|index| feed.near(near(index)).is_none()));
+        assert_eq!(feed.near(near(NEAR_MAX as u64)), Some(near(0)));
+        for index in (1..=NEAR_MAX as u64).rev() {
+            assert_eq!(feed.next(), Some(Item { run: near(index), is_needed: false }));
+        }
         assert_eq!(feed.next(), Some(first));
     }
 }

@@ -36,6 +36,8 @@ pub(super) struct Inbox {
     blocks: Arc<[Block]>,
     heard: Mutex<Heard>,
     changed: Condvar,
+    /// For who serves requests: of several that wait, one is woken for each.
+    asked: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -62,7 +64,8 @@ impl Inbox {
         blocks: &Arc<[Block]>,
     ) -> Arc<Self> {
         let (peer, blocks) = (channel.peer().to_owned(), Arc::clone(blocks));
-        let inbox = Arc::new(Self { peer, blocks, heard: Mutex::default(), changed: Condvar::new() });
+        let (heard, changed, asked) = (Mutex::default(), Condvar::new(), Condvar::new());
+        let inbox = Arc::new(Self { peer, blocks, heard, changed, asked });
         let (listener, session, channel) = (Arc::clone(&inbox), Arc::clone(session), Arc::clone(channel));
         thread::spawn(move || {
             let _guard = session.guard();
@@ -71,6 +74,7 @@ impl Inbox {
             }
             listener.heard().ended = true;
             listener.changed.notify_all();
+            listener.asked.notify_all();
         });
         inbox
     }
@@ -130,14 +134,19 @@ impl Inbox {
             if let Some(request) = heard.requests.pop_front() {
                 return Some(request);
             }
-            heard = self.changed.wait(heard).unwrap_or_else(PoisonError::into_inner);
+            heard = self.asked.wait(heard).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Whether a request waits to be served.
+    pub(super) fn has_requests(&self) -> bool {
+        !self.heard().requests.is_empty()
     }
 
     /// Ends the waits for requests.
     pub(super) fn close(&self) {
         self.heard().closed = true;
-        self.changed.notify_all();
+        self.asked.notify_all();
     }
 
     fn wait(&self, session: &Session, within: Duration, done: impl Fn(&Heard) -> bool) -> Result<()> {
@@ -199,6 +208,7 @@ impl Inbox {
                 Said::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
                 Said::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
                     heard.requests.push_back(Request { page, length, at });
+                    self.asked.notify_one();
                 }
                 Said::Request { .. } => {
                     let found = format!("{REQUESTS_MAX} requests for pages and none of them served");

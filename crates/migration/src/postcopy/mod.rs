@@ -15,12 +15,14 @@
 //!   somebody who has to wait for it.
 //! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves nothing that runs; a [`Running`] may have
 //!   a guest at its destination, so losing its connection is [`Lost`], which says whether the destination had loaded all devices.
-//! - Pages of the working set of earlier restores go ahead, before the guest runs, as far as that costs next to nothing.
+//! - Pages of the working set of earlier restores, and what lies beside them, go ahead, before the guest runs, as far as that costs
+//!   next to nothing.
 //! - A lost connection is recovered from what the destination says it received, by this process or by another one.
 //!
 //! What it is not: it drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two
 //! channels carry pages, main and preempt, as no QEMU takes more.
 
+mod ahead;
 mod faults;
 mod feed;
 mod inbox;
@@ -28,34 +30,31 @@ mod sent_map;
 mod serve;
 mod turn;
 mod units;
-mod writer;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use towline_channel::Channel;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::postcopy::{Block, PING_LOADED, Packaged, Preempt, Recovery, Serving};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::{PING_SETUP, RamWriter, Setup};
-use towline_protocol::{BlockIndex, PageRef, RamBlock, machine};
+use towline_protocol::{PageRef, RamBlock, machine};
 
 pub use faults::FaultCounts;
 
-use crate::{Error, ExtentKind, Guest, Result, Session, Statistics};
+use crate::outgoing::RecordWriter;
+use crate::{Error, Guest, Result, Session, Statistics};
 use faults::Faults;
-use feed::{Feed, Run};
+use feed::Feed;
 use inbox::Inbox;
 use sent_map::SentMap;
 use units::Units;
-use writer::Writer;
 
-/// What is prepared and given back at a time; an image's chunks are of this size.
-const UNIT_BYTES: u64 = 2 << 20;
-/// What goes ahead of the guest at most: a few milliseconds of a fast link.
-const AHEAD_BYTES_MAX: u64 = 8 << 20;
-/// And for how long: preparing may be slow.
-const AHEAD_TIME_MAX: Duration = Duration::from_millis(40);
+/// What is prepared at a time at most, and never across a multiple of it; an image's chunks are of this size.
+const RUN_BYTES: u64 = 2 << 20;
+/// The least that is prepared and given back by itself.
+const UNIT_BYTES_MIN: u64 = 64 << 10;
 
 /// How to send.
 #[derive(Debug, Clone)]
@@ -64,7 +63,7 @@ pub struct Options {
     pub max_bandwidth: Option<u64>,
     /// How long the destination may take to answer where it must.
     pub answer_timeout: Duration,
-    /// Memory that earlier restores of this guest needed at once, in that order: it goes first.
+    /// Memory that earlier restores of this guest asked for, in that order: it and what lies beside it goes first.
     pub working_set: Vec<(PageRef, u64)>,
 }
 
@@ -107,7 +106,7 @@ impl std::fmt::Debug for GuestRef<'_> {
 #[derive(Debug)]
 pub struct Offered<'p> {
     conversation: Conversation<'p>,
-    writer: Writer,
+    writer: RecordWriter,
     packaged: Packaged,
 }
 
@@ -115,7 +114,7 @@ pub struct Offered<'p> {
 #[derive(Debug)]
 pub struct Running<'p> {
     conversation: Conversation<'p>,
-    writer: Writer,
+    writer: RecordWriter,
     serving: Serving,
     /// The last byte could not be sent, or not known to be.
     broken: Option<Error>,
@@ -137,7 +136,7 @@ struct Conversation<'p> {
     of: &'p Postcopy<'p>,
     session: Arc<Session>,
     inbox: Arc<Inbox>,
-    preempt: Option<(Writer, Preempt)>,
+    preempt: Option<(RecordWriter, Preempt)>,
     /// It was had before this connection.
     had_loaded: bool,
 }
@@ -159,8 +158,9 @@ impl<'g> Postcopy<'g> {
             page_bytes: page_bytes.max(PAGE_SIZE),
         };
         let blocks: Arc<[Block]> = guest.blocks().iter().zip(page_bytes).map(block).collect();
-        options.working_set.retain_mut(|run| clip(run, &blocks));
-        let (map, units) = (SentMap::new(&blocks), Units::new(&blocks));
+        options.working_set = ahead::neighbourhoods(&options.working_set, &blocks);
+        let unit_bytes = guest.unit_bytes().next_power_of_two().clamp(UNIT_BYTES_MIN, RUN_BYTES);
+        let (map, units) = (SentMap::new(&blocks), Units::new(&blocks, unit_bytes));
         statistics.set_total(blocks.iter().map(|block| block.ram.length).sum());
         Self { guest: GuestRef(guest), blocks, options, statistics, map, units, faults: Faults::default() }
     }
@@ -201,21 +201,12 @@ impl<'g> Postcopy<'g> {
         if !self.preempts_at_once() {
             conversation.connect_preempt(link)?;
         }
-        let mut loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
-        let ahead = self.ahead()?;
-        if !ahead.is_empty() {
-            let mut part = loading.part(writer.pending());
-            for (page, length) in ahead {
-                self.send(&mut writer, part.records(), page, length)?;
-            }
-            loading = part.close(writer.pending());
-        }
-        let mut free = (0..self.blocks.len()).map(index).map(|block| (block, self.map.free_runs(block)));
-        let first = free.by_ref().find(|(_, runs)| !runs.is_empty());
-        let (block, runs) = first.expect("something is never sent ahead");
-        let mut discarded = loading.discard(block, &runs, writer.pending());
-        for (block, runs) in free {
-            discarded = discarded.discard(block, &runs, writer.pending());
+        let loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
+        let mut discarded = loading.discard(&self.blocks, writer.pending());
+        if !self.options.working_set.is_empty() {
+            let mut part = discarded.part(writer.pending());
+            self.send_ahead(&mut writer, part.records())?;
+            discarded = part.close(writer.pending());
         }
         let state = self.guest.0.device_state()?;
         let state = DeviceState::parse(&state).map_err(Error::protocol("the guest's device state"))?;
@@ -249,7 +240,7 @@ impl<'g> Postcopy<'g> {
         for (block, bits) in conversation.inbox.wait_bitmaps(session, timeout)? {
             self.map.set_received(block, &bits);
         }
-        self.units.reset(|page, length| self.map.free_bytes(page, length));
+        self.units.reset(self.guest.0, |page, length| self.map.free_bytes(page, length));
         if !self.preempts_at_once() {
             conversation.connect_preempt(link)?;
         }
@@ -265,8 +256,8 @@ impl<'g> Postcopy<'g> {
         Conversation { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
     }
 
-    fn writer(&self, channel: &Arc<dyn Channel>) -> Writer {
-        Writer::new(Arc::clone(channel), Arc::clone(&self.statistics))
+    fn writer(&self, channel: &Arc<dyn Channel>) -> RecordWriter {
+        RecordWriter::new(Arc::clone(channel), Arc::clone(&self.statistics))
     }
 
     fn preempts_at_once(&self) -> bool {
@@ -277,38 +268,32 @@ impl<'g> Postcopy<'g> {
         self.blocks.iter().map(|block| block.ram.length).sum()
     }
 
-    /// Claims what goes before the guest runs: pages with content at the head of the working set. The very first page of the
-    /// memory stays, so that there is something to discard.
-    fn ahead(&self) -> Result<Vec<Run>> {
-        let (begun, mut bytes, mut runs) = (Instant::now(), 0, Vec::new());
-        let first = PageRef { block: index(0), offset: 0 };
-        for &(page, length) in &self.options.working_set {
-            let size = self.map.page_bytes(page.block);
-            let start = page.offset / size * size;
-            for offset in (start..page.offset + length).step_by(size as usize) {
-                if bytes + size > AHEAD_BYTES_MAX || begun.elapsed() > AHEAD_TIME_MAX {
-                    return Ok(runs);
-                }
-                let page = PageRef { offset, ..page };
-                let length = size.min(self.blocks[page.block.index()].ram.length - offset);
-                if page == first || self.guest.0.extent(page).kind == ExtentKind::Zero {
-                    continue;
-                }
-                self.units.prepare(self.guest.0, page, length)?;
-                if self.map.claim(page) {
-                    bytes += length;
-                    runs.push((page, length));
-                }
-            }
-        }
-        Ok(runs)
+    /// Sends what is prepared and claimed. Returns the bytes of pages with content.
+    fn send(
+        &self,
+        writer: &mut RecordWriter,
+        records: &mut RamWriter,
+        page: PageRef,
+        length: u64,
+    ) -> Result<u64> {
+        let sent = writer.unit(records, self.guest.0, page, length)?;
+        writer.flush()?;
+        self.units.sent(page, length);
+        Ok(sent)
     }
 
-    /// Sends what was prepared and claimed. Returns the bytes of pages with content.
-    fn send(&self, writer: &mut Writer, records: &mut RamWriter, page: PageRef, length: u64) -> Result<u64> {
-        let sent = writer.pages(records, self.guest.0, page, length)?;
-        self.units.sent(self.guest.0, page, length);
-        Ok(sent)
+    /// Claims what nobody has of these bytes, which are prepared, and sends it.
+    fn send_free(
+        &self,
+        writer: &mut RecordWriter,
+        records: &mut RamWriter,
+        page: PageRef,
+        length: u64,
+    ) -> Result<u64> {
+        let mut runs = Vec::new();
+        self.map.claim_run(page, length, |offset, bytes| runs.push((PageRef { offset, ..page }, bytes)));
+        runs.into_iter()
+            .try_fold(0, |sent, (page, bytes)| Ok(sent + self.send(writer, records, page, bytes)?))
     }
 
     fn is_all_sent(&self) -> bool {
@@ -316,7 +301,7 @@ impl<'g> Postcopy<'g> {
     }
 
     fn feed(&self) -> Feed {
-        Feed::new(&self.blocks, &self.options.working_set)
+        Feed::new(&self.blocks, &self.options.working_set, self.head().len())
     }
 }
 
@@ -373,16 +358,4 @@ impl Running<'_> {
             Err(error) => Err(conversation.lost(error)),
         }
     }
-}
-
-/// Keeps a run within its block; false if nothing of it is.
-fn clip((page, length): &mut Run, blocks: &[Block]) -> bool {
-    let Some(block) = blocks.get(page.block.index()) else { return false };
-    page.offset = page.offset / PAGE_SIZE * PAGE_SIZE;
-    *length = (*length).min(block.ram.length.saturating_sub(page.offset));
-    *length > 0
-}
-
-fn index(index: usize) -> BlockIndex {
-    BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"))
 }

@@ -117,6 +117,14 @@ impl SentMap {
         block.next(page.offset / block.page_bytes, false) >= end
     }
 
+    /// The destination's pages that these bytes touch: first byte and bytes.
+    pub(super) fn whole_pages(&self, page: PageRef, length: u64) -> (PageRef, u64) {
+        let block = &self.blocks[page.block.index()];
+        let offset = page.offset / block.page_bytes * block.page_bytes;
+        let end = (page.offset + length).next_multiple_of(block.page_bytes).min(block.length);
+        (PageRef { offset, ..page }, end - offset)
+    }
+
     /// The size of this block's pages at the destination.
     pub(super) fn page_bytes(&self, block: BlockIndex) -> u64 {
         self.blocks[block.index()].page_bytes
@@ -140,20 +148,6 @@ impl SentMap {
             at = next;
         }
         free
-    }
-
-    /// The runs of a block that nobody has, in whole pages: first byte and bytes. Nobody claims meanwhile.
-    pub(super) fn free_runs(&self, block: BlockIndex) -> Vec<(u64, u64)> {
-        let map = &self.blocks[block.index()];
-        let (mut runs, mut at) = (Vec::new(), 0);
-        loop {
-            let start = map.next(at, false);
-            if start >= map.pages() {
-                return runs;
-            }
-            at = map.next(start, true);
-            runs.push((start * map.page_bytes, (at - start) * map.page_bytes));
-        }
     }
 
     /// After a lost connection: taken is what the destination says it received, a bit for each target page. A page is there
@@ -257,7 +251,7 @@ mod tests {
             prop_assert_eq!(map.claimed_bytes(), bytes);
             // What nobody won is free, and the other way round.
             for index in 0..2 {
-                let free: u64 = map.free_runs(BlockIndex(index)).iter().map(|(_, length)| length).sum();
+                let free = map.free_bytes(page(index, 0), 300 * PAGE_SIZE);
                 let taken = times.keys().filter(|(block, _)| *block == index).count() as u64;
                 prop_assert_eq!(free + taken * blocks[index as usize].page_bytes, 300 * PAGE_SIZE);
             }
@@ -302,6 +296,6 @@ mod tests {
         );
         assert_eq!(runs, [(0, 5 * PAGE_SIZE)]);
         assert!(map.is_whole(page(0, 0), 5 * PAGE_SIZE));
-        assert!(map.free_runs(BlockIndex(0)).is_empty());
+        assert_eq!(map.free_bytes(page(0, 0), 5 * PAGE_SIZE), 0);
     }
 }

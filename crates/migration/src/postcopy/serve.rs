@@ -8,18 +8,17 @@ use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
 
-use super::feed::{Feed, Run};
+use super::feed::{Feed, Item, Run};
 use super::inbox::Request;
 use super::turn::Shared;
-use super::writer::Writer;
 use super::{Conversation, Postcopy};
-use crate::outgoing::Limiter;
+use crate::outgoing::{Limiter, RecordWriter};
 use crate::{Result, Session};
 
 /// Threads that serve requests: as many units may be prepared at once for guests that wait.
 const REQUEST_WORKERS: usize = 4;
 /// Threads that prepare for the background.
-const PREPARERS: usize = 4;
+pub(super) const PREPARERS: usize = 4;
 /// What the background sends before it looks who waits, with a preempt channel and without: a fault waits for it.
 const PIECE_BYTES: u64 = 256 << 10;
 const PIECE_BYTES_SHARED: u64 = 128 << 10;
@@ -29,17 +28,17 @@ struct Service<'a> {
     of: &'a Postcopy<'a>,
     conversation: &'a Conversation<'a>,
     feed: Feed,
-    main: Shared<(Writer, Serving)>,
-    preempt: Option<Shared<(Writer, Preempt)>>,
+    main: Shared<(RecordWriter, Serving)>,
+    preempt: Option<Shared<(RecordWriter, Preempt)>>,
     limiter: Limiter,
 }
 
 /// See [`Running::serve`](super::Running::serve).
 pub(super) fn serve(
     conversation: &Conversation<'_>,
-    writer: Writer,
+    writer: RecordWriter,
     serving: Serving,
-    preempt: Option<(Writer, Preempt)>,
+    preempt: Option<(RecordWriter, Preempt)>,
 ) -> Result<()> {
     let of = conversation.of;
     let service = Service {
@@ -68,6 +67,10 @@ pub(super) fn serve(
         service.conversation.inbox.close();
         service.feed.close();
     });
+    while let Some((page, length)) = service.feed.next_near() {
+        // Gone since, as everything has, or the connection is lost.
+        of.units.put(of.guest.0, page, length);
+    }
     session.check()?;
     if let Some(preempt) = service.preempt
         && of.preempts_at_once()
@@ -122,7 +125,7 @@ impl Service<'_> {
 
     fn serve_page(&self, page: PageRef, length: u64, request: &Request) -> Result<()> {
         self.of.units.prepare(self.of.guest.0, page, length)?;
-        let send = |writer: &mut Writer, records: &mut RamWriter| -> Result<()> {
+        let send = |writer: &mut RecordWriter, records: &mut RamWriter| -> Result<()> {
             // Here at the latest, with the channel ours: who claims sends at once.
             if !self.of.map.claim(page) {
                 self.of.faults.late();
@@ -136,8 +139,35 @@ impl Service<'_> {
             Some(preempt) => preempt.urgent(|(writer, preempt)| send(writer, preempt.records()))?,
             None => self.main.urgent(|(writer, serving)| send(writer, serving.records()))?,
         }
-        self.feed.fault(page, self.of.units.of(page));
+        self.of.units.put(self.of.guest.0, page, length);
+        self.bring_neighbours(page);
         Ok(())
+    }
+
+    /// What lies beside a page that was asked for is next: its unit, which is here, and, while nobody waits, the one behind it.
+    fn bring_neighbours(&self, page: PageRef) {
+        let unit = self.of.units.of(page);
+        self.bring_near(unit);
+        if let Some(behind) = self.of.units.behind(unit)
+            && !self.conversation.inbox.has_requests()
+        {
+            self.bring_near(behind);
+        }
+    }
+
+    fn bring_near(&self, (page, length): Run) {
+        let (units, guest) = (&self.of.units, self.of.guest.0);
+        if self.of.map.is_whole(page, length) {
+            return;
+        }
+        if let Err(error) = units.prepare(guest, page, length) {
+            // Nobody waits for it yet; who does, hears of it.
+            tracing::debug!(%error, "a page's neighbours");
+            return;
+        }
+        if let Some((page, length)) = self.feed.near((page, length)) {
+            units.put(guest, page, length);
+        }
     }
 
     /// Waits until the destination has loaded its devices: what it needs for that is asked for, and comes first. A connection
@@ -151,13 +181,14 @@ impl Service<'_> {
         }
     }
 
-    /// A preparer.
+    /// A preparer. It begins while the destination loads its devices; only what it cannot have has to wait until that is over.
     fn prepare(&self) -> Result<()> {
-        self.wait_loaded()?;
-        while let Some((page, length)) = self.feed.next_to_prepare(&self.of.map) {
-            let prepared = self.of.units.prepare(self.of.guest.0, page, length);
-            self.feed.prepared((page, length));
-            prepared?;
+        while let Some(item) = self.feed.next_to_prepare(&self.of.map) {
+            if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
+                self.wait_loaded()?;
+                return Err(error);
+            }
+            self.feed.prepared(item);
         }
         Ok(())
     }
@@ -166,8 +197,8 @@ impl Service<'_> {
     fn fill(&self) -> Result<()> {
         let session = &self.conversation.session;
         self.wait_loaded()?;
-        while let Some(run) = self.feed.next() {
-            self.fill_run(run)?;
+        while let Some(item) = self.feed.next() {
+            self.fill_run(item)?;
         }
         let all_sent = || session.is_failed() || self.of.is_all_sent();
         self.feed.wait_until(all_sent);
@@ -175,7 +206,7 @@ impl Service<'_> {
     }
 
     /// Sends a run piece by piece; neighbours of faults that come meanwhile go in between.
-    fn fill_run(&self, (page, length): Run) -> Result<()> {
+    fn fill_run(&self, Item { run: (page, length), is_needed }: Item) -> Result<()> {
         let piece_bytes = if self.preempt.is_some() { PIECE_BYTES } else { PIECE_BYTES_SHARED };
         let piece_bytes = piece_bytes.max(self.of.map.page_bytes(page.block));
         let end = page.offset + length;
@@ -183,39 +214,36 @@ impl Service<'_> {
         while offset < end {
             self.conversation.session.check()?;
             let piece = (piece_bytes - offset % piece_bytes).min(end - offset);
-            self.fill_piece(PageRef { offset, ..page }, piece)?;
+            self.fill_piece(PageRef { offset, ..page }, piece, is_needed)?;
             offset += piece;
             while let Some((near, length)) = self.feed.next_near() {
                 // At most a piece or two.
-                self.of.units.prepare(self.of.guest.0, near, length)?;
-                self.fill_piece(near, length)?;
+                self.fill_piece(near, length, false)?;
+                self.of.units.put(self.of.guest.0, near, length);
             }
         }
+        self.of.units.put(self.of.guest.0, page, length);
         Ok(())
     }
 
-    fn fill_piece(&self, page: PageRef, length: u64) -> Result<()> {
-        let map = &self.of.map;
-        if map.is_whole(page, length) {
+    fn fill_piece(&self, page: PageRef, length: u64, is_needed: bool) -> Result<()> {
+        if self.of.map.is_whole(page, length) {
             return Ok(());
         }
-        self.limiter.take(length, &self.conversation.session)?;
-        let size = map.page_bytes(page.block);
-        if size > PIECE_BYTES {
-            // A huge page reaches beyond what was prepared.
-            let start = page.offset / size * size;
-            let whole = size.min(self.of.blocks[page.block.index()].ram.length - start);
-            self.of.units.prepare(self.of.guest.0, PageRef { offset: start, ..page }, whole)?;
+        if !is_needed {
+            self.limiter.take(length, &self.conversation.session)?;
         }
-        let sent = self.main.background(|(writer, serving)| -> Result<u64> {
-            let mut runs = Vec::new();
-            map.claim_run(page, length, |offset, bytes| runs.push((PageRef { offset, ..page }, bytes)));
-            runs.into_iter().try_fold(0, |sent, (page, bytes)| {
-                Ok(sent + self.of.send(writer, serving.records(), page, bytes)?)
-            })
-        })?;
-        self.limiter.give_back(length.saturating_sub(sent));
-        self.feed.notify();
+        // A huge page reaches beyond what was prepared for it.
+        let (first, whole) = self.of.map.whole_pages(page, length);
+        self.of.units.prepare(self.of.guest.0, first, whole)?;
+        let send = |(writer, serving): &mut (RecordWriter, Serving)| {
+            self.of.send_free(writer, serving.records(), first, whole)
+        };
+        let sent = self.main.background(send)?;
+        self.of.units.put(self.of.guest.0, first, whole);
+        if !is_needed {
+            self.limiter.give_back(length.saturating_sub(sent));
+        }
         Ok(())
     }
 }

@@ -1,27 +1,46 @@
-//! Units of the guest's memory: each is prepared once before any of it is read, and given back when all of it was sent.
+//! Units of the guest's memory: each is prepared before any of it is read, stays while somebody uses it, and is given back when all
+//! of it was sent.
+//!
+//! Of a unit that a fault had prepared most may wait for long until it is sent. Behind [`IDLE_BYTES_MAX`] of such units the one that
+//! was used longest ago is given back too, and prepared anew when its turn comes, so that a guest that looks at a little of
+//! everything does not have all of it held here.
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use towline_protocol::PageRef;
 use towline_protocol::postcopy::Block;
+use towline_protocol::{BlockIndex, PageRef};
 
-use super::UNIT_BYTES;
+use super::RUN_BYTES;
 use crate::{Guest, Result};
+
+/// Prepared, used by nobody, and not sent as a whole.
+const IDLE_BYTES_MAX: u64 = 32 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    Untouched,
+    /// Not here.
+    Absent,
     /// Somebody does it.
     Preparing,
-    Prepared,
+    /// It may be read by its users.
+    Prepared {
+        users: u32,
+        /// Which of [`Table::idle`] is its own while it has none.
+        idle: u64,
+    },
+    /// All of it was sent, and it was given back.
+    Done,
 }
 
 /// See the module's text.
 #[derive(Debug)]
 pub(super) struct Units {
+    unit_bytes: u64,
+    idle_bytes_max: u64,
     blocks: Vec<BlockUnits>,
-    states: Mutex<Vec<Vec<State>>>,
+    table: Mutex<Table>,
     changed: Condvar,
 }
 
@@ -32,54 +51,107 @@ struct BlockUnits {
     sent: Vec<AtomicU64>,
 }
 
+#[derive(Debug, Default)]
+struct Table {
+    states: Vec<Vec<State>>,
+    /// Units that became idle, oldest first, each with the number of that; used since, another number counts.
+    idle: VecDeque<(PageRef, u64)>,
+    idle_bytes: u64,
+    count: u64,
+}
+
+impl Table {
+    fn state(&mut self, unit: PageRef, unit_bytes: u64) -> &mut State {
+        &mut self.states[unit.block.index()][(unit.offset / unit_bytes) as usize]
+    }
+}
+
 impl Units {
-    pub(super) fn new(blocks: &[Block]) -> Self {
-        let count = |block: &Block| block.ram.length.div_ceil(UNIT_BYTES) as usize;
+    /// Units of `unit_bytes`, a power of two of at most [`RUN_BYTES`].
+    pub(super) fn new(blocks: &[Block], unit_bytes: u64) -> Self {
+        let count = |block: &Block| block.ram.length.div_ceil(unit_bytes) as usize;
         let block_units = |block: &Block| BlockUnits {
             length: block.ram.length,
             sent: (0..count(block)).map(|_| AtomicU64::new(0)).collect(),
         };
+        let states = blocks.iter().map(|block| vec![State::Absent; count(block)]).collect();
         Self {
+            unit_bytes,
+            idle_bytes_max: IDLE_BYTES_MAX,
             blocks: blocks.iter().map(block_units).collect(),
-            states: Mutex::new(blocks.iter().map(|block| vec![State::Untouched; count(block)]).collect()),
+            table: Mutex::new(Table { states, ..Table::default() }),
             changed: Condvar::new(),
         }
     }
 
     /// The unit that a page lies in.
     pub(super) fn of(&self, page: PageRef) -> (PageRef, u64) {
-        let offset = page.offset / UNIT_BYTES * UNIT_BYTES;
-        let length = UNIT_BYTES.min(self.blocks[page.block.index()].length - offset);
-        (PageRef { offset, ..page }, length)
+        let offset = page.offset / self.unit_bytes * self.unit_bytes;
+        (PageRef { offset, ..page }, self.length(page.block, offset))
     }
 
-    /// Has the guest prepare every unit that these bytes touch, once each: who comes second waits for who was first.
+    /// The unit behind this one, within its block.
+    pub(super) fn behind(&self, (unit, length): (PageRef, u64)) -> Option<(PageRef, u64)> {
+        let next = PageRef { offset: unit.offset + length, ..unit };
+        (next.offset < self.blocks[unit.block.index()].length).then(|| self.of(next))
+    }
+
+    /// Has the guest prepare every unit that these bytes touch, unless it is, and uses them until [`Self::put`]: who comes second
+    /// waits for who was first.
     pub(super) fn prepare(&self, guest: &dyn Guest, page: PageRef, length: u64) -> Result<()> {
         let end = page.offset + length;
-        let mut at = page;
+        let mut at = self.of(page).0;
         while at.offset < end {
-            let unit = self.of(at);
-            if self.begin(unit.0) {
-                let result = guest.prepare(unit.0, unit.1);
-                self.set(unit.0, if result.is_ok() { State::Prepared } else { State::Untouched });
+            let absent = self.begin(at, end);
+            if absent > 0 {
+                let result = guest.prepare(at, absent);
+                let state = match result {
+                    Ok(()) => State::Prepared { users: 1, idle: 0 },
+                    Err(_) => State::Absent,
+                };
+                self.set(at, absent, state);
                 result?;
             }
-            at.offset = unit.0.offset + unit.1;
+            at.offset += absent.max(self.unit_bytes);
         }
         Ok(())
     }
 
-    /// These bytes, of one run, were sent. Gives units back that went as a whole.
-    pub(super) fn sent(&self, guest: &dyn Guest, page: PageRef, length: u64) {
+    /// Ends a use. Gives units back that went as a whole, and idle ones if they are too many.
+    pub(super) fn put(&self, guest: &dyn Guest, page: PageRef, length: u64) {
+        let end = page.offset + length;
+        let (mut at, mut table) = (self.of(page).0, self.table());
+        while at.offset < end {
+            let length = self.length(at.block, at.offset);
+            let (is_sent, count) = (self.sent_of(at).load(Ordering::Acquire) == length, table.count + 1);
+            match table.state(at, self.unit_bytes) {
+                State::Prepared { users, .. } if *users > 1 => *users -= 1,
+                state @ State::Prepared { .. } if is_sent => {
+                    *state = State::Done;
+                    // With the table ours: nobody prepares it meanwhile.
+                    guest.release(at, length);
+                }
+                state @ State::Prepared { .. } => {
+                    *state = State::Prepared { users: 0, idle: count };
+                    table.count = count;
+                    table.idle.push_back((at, count));
+                    table.idle_bytes += length;
+                }
+                State::Absent | State::Preparing | State::Done => {}
+            }
+            at.offset += length;
+        }
+        self.forget_idle(&mut table, guest);
+    }
+
+    /// These bytes, of one run and in use, were sent.
+    pub(super) fn sent(&self, page: PageRef, length: u64) {
         let end = page.offset + length;
         let mut at = page;
         while at.offset < end {
             let (unit, unit_length) = self.of(at);
             let bytes = (unit.offset + unit_length).min(end) - at.offset;
-            let sent = &self.blocks[unit.block.index()].sent[(unit.offset / UNIT_BYTES) as usize];
-            if sent.fetch_add(bytes, Ordering::AcqRel) + bytes == unit_length {
-                guest.release(unit, unit_length);
-            }
+            self.sent_of(unit).fetch_add(bytes, Ordering::AcqRel);
             at.offset = unit.offset + unit_length;
         }
     }
@@ -91,41 +163,199 @@ impl Units {
         self.blocks.iter().all(|block| sent(block) == block.length)
     }
 
-    /// After a lost connection nothing counts as sent that the destination has not; what is needed is prepared again, for it
-    /// may have been given back. Nobody prepares meanwhile.
-    pub(super) fn reset(&self, free_bytes: impl Fn(PageRef, u64) -> u64) {
-        let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
-        states.iter_mut().flatten().for_each(|state| *state = State::Untouched);
+    /// After a lost connection nothing counts as sent that the destination has not, and nobody uses anything: all is given back,
+    /// to be prepared again where it is needed.
+    pub(super) fn reset(&self, guest: &dyn Guest, free_bytes: impl Fn(PageRef, u64) -> u64) {
+        let mut table = self.table();
         for (block, index) in self.blocks.iter().zip(0..) {
             for (sent, unit) in block.sent.iter().zip(0..) {
-                let page = PageRef { block: towline_protocol::BlockIndex(index), offset: unit * UNIT_BYTES };
-                let length = UNIT_BYTES.min(block.length - page.offset);
+                let page = PageRef { block: BlockIndex(index), offset: unit * self.unit_bytes };
+                let length = self.length(page.block, page.offset);
                 sent.store(length - free_bytes(page, length), Ordering::Release);
+                let state = table.state(page, self.unit_bytes);
+                if let State::Prepared { .. } = std::mem::replace(state, State::Absent) {
+                    guest.release(page, length);
+                }
             }
         }
+        *table = Table { states: std::mem::take(&mut table.states), ..Table::default() };
     }
 
-    /// True if the unit is the caller's to prepare; false when it is prepared.
-    fn begin(&self, unit: PageRef) -> bool {
-        let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Uses the unit if it is prepared: 0. Else so many bytes from its first one on, up to `end`, are the caller's to prepare.
+    fn begin(&self, unit: PageRef, end: u64) -> u64 {
+        let length = self.length(unit.block, unit.offset);
+        let mut table = self.table();
         loop {
-            let state = &mut states[unit.block.index()][(unit.offset / UNIT_BYTES) as usize];
-            match state {
-                State::Prepared => return false,
-                State::Untouched => {
-                    *state = State::Preparing;
-                    return true;
+            match *table.state(unit, self.unit_bytes) {
+                State::Done => return 0,
+                State::Prepared { users, idle } => {
+                    *table.state(unit, self.unit_bytes) = State::Prepared { users: users + 1, idle };
+                    if users == 0 {
+                        table.idle_bytes -= length;
+                    }
+                    return 0;
                 }
+                State::Absent => break,
                 State::Preparing => {
-                    states = self.changed.wait(states).unwrap_or_else(PoisonError::into_inner);
+                    table = self.changed.wait(table).unwrap_or_else(PoisonError::into_inner);
                 }
+            }
+        }
+        // Not beyond what may be read at once.
+        let end = end.min((unit.offset / RUN_BYTES + 1) * RUN_BYTES);
+        let mut at = unit;
+        while at.offset < end && *table.state(at, self.unit_bytes) == State::Absent {
+            *table.state(at, self.unit_bytes) = State::Preparing;
+            at.offset += self.length(at.block, at.offset);
+        }
+        at.offset - unit.offset
+    }
+
+    fn set(&self, first: PageRef, length: u64, state: State) {
+        let mut table = self.table();
+        let mut at = first;
+        while at.offset < first.offset + length {
+            *table.state(at, self.unit_bytes) = state;
+            at.offset += self.unit_bytes;
+        }
+        self.changed.notify_all();
+    }
+
+    fn forget_idle(&self, table: &mut Table, guest: &dyn Guest) {
+        while let Some(&(unit, number)) = table.idle.front() {
+            let state = table.state(unit, self.unit_bytes);
+            let is_idle = *state == State::Prepared { users: 0, idle: number };
+            if is_idle && table.idle_bytes <= self.idle_bytes_max {
+                return;
+            }
+            table.idle.pop_front();
+            if is_idle {
+                let length = self.length(unit.block, unit.offset);
+                *table.state(unit, self.unit_bytes) = State::Absent;
+                table.idle_bytes -= length;
+                guest.release(unit, length);
             }
         }
     }
 
-    fn set(&self, unit: PageRef, state: State) {
-        let mut states = self.states.lock().unwrap_or_else(PoisonError::into_inner);
-        states[unit.block.index()][(unit.offset / UNIT_BYTES) as usize] = state;
-        self.changed.notify_all();
+    fn length(&self, block: BlockIndex, offset: u64) -> u64 {
+        self.unit_bytes.min(self.blocks[block.index()].length - offset)
+    }
+
+    fn sent_of(&self, unit: PageRef) -> &AtomicU64 {
+        &self.blocks[unit.block.index()].sent[(unit.offset / self.unit_bytes) as usize]
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_channel::IoBuf;
+    use towline_protocol::RamBlock;
+    use towline_protocol::configuration::Configuration;
+
+    use super::*;
+    use crate::Extent;
+
+    const UNIT: u64 = 64 << 10;
+
+    /// Counts how often it holds each unit.
+    #[derive(Default)]
+    struct Counting {
+        held: Mutex<Vec<i32>>,
+        calls: Mutex<Vec<(u64, u64)>>,
+    }
+
+    impl Counting {
+        fn add(&self, page: PageRef, length: u64, count: i32) {
+            let mut held = self.held.lock().unwrap();
+            for unit in page.offset / UNIT..(page.offset + length).div_ceil(UNIT) {
+                let units = held.len().max(unit as usize + 1);
+                held.resize(units, 0);
+                held[unit as usize] += count;
+            }
+        }
+
+        fn held(&self) -> Vec<u64> {
+            let held = self.held.lock().unwrap();
+            assert!(held.iter().all(|count| (0..=1).contains(count)), "{held:?}");
+            (0..).zip(held.iter()).filter_map(|(unit, &count)| (count > 0).then_some(unit)).collect()
+        }
+    }
+
+    impl Guest for Counting {
+        fn configuration(&self) -> &Configuration {
+            unreachable!("nobody asks")
+        }
+
+        fn blocks(&self) -> &[RamBlock] {
+            &[]
+        }
+
+        fn extent(&self, _page: PageRef) -> Extent {
+            unreachable!("nobody asks")
+        }
+
+        fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
+            self.calls.lock().unwrap().push((page.offset / UNIT, length));
+            self.add(page, length, 1);
+            Ok(())
+        }
+
+        fn release(&self, page: PageRef, length: u64) {
+            self.add(page, length, -1);
+        }
+
+        fn memory(&self, _page: PageRef, _length: u64) -> IoBuf<'_> {
+            unreachable!("nobody reads")
+        }
+
+        fn device_state(&self) -> Result<Vec<u8>> {
+            Ok(Vec::new())
+        }
+    }
+
+    fn units(length: u64) -> Units {
+        let ram = RamBlock { name: "pc.ram".into(), length, mapped: None };
+        Units::new(&[Block { ram, page_bytes: 4096 }], UNIT)
+    }
+
+    fn page(offset: u64) -> PageRef {
+        PageRef { block: BlockIndex(0), offset }
+    }
+
+    #[test]
+    fn what_is_absent_is_prepared_in_one_call_and_given_back_when_all_was_sent() {
+        let (guest, units) = (Counting::default(), units(RUN_BYTES + UNIT + 4096));
+        units.prepare(&guest, page(UNIT + 4096), 4096).unwrap();
+        units.prepare(&guest, page(0), RUN_BYTES + UNIT + 4096).unwrap();
+        let rest = RUN_BYTES - 2 * UNIT;
+        assert_eq!(*guest.calls.lock().unwrap(), [(1, UNIT), (0, UNIT), (2, rest), (32, UNIT + 4096)]);
+        units.sent(page(0), RUN_BYTES + UNIT + 4096);
+        units.put(&guest, page(0), RUN_BYTES + UNIT + 4096);
+        assert_eq!(guest.held(), [1], "somebody uses it still");
+        units.put(&guest, page(UNIT + 4096), 4096);
+        assert_eq!(guest.held(), Vec::<u64>::new());
+        assert!(units.is_all_sent());
+    }
+
+    #[test]
+    fn behind_so_much_that_is_idle_the_oldest_goes_and_comes_again() {
+        let (guest, mut units) = (Counting::default(), units(8 * UNIT));
+        units.idle_bytes_max = 2 * UNIT;
+        let touch = |unit: u64| {
+            units.prepare(&guest, page(unit * UNIT), 4096).unwrap();
+            units.put(&guest, page(unit * UNIT), 4096);
+        };
+        units.prepare(&guest, page(7 * UNIT), 4096).unwrap();
+        [0, 1, 2, 1, 3].into_iter().for_each(touch);
+        assert_eq!(guest.held(), [1, 3, 7], "what is used stays");
+        touch(0);
+        assert_eq!(guest.held(), [0, 3, 7]);
+        units.reset(&guest, |_, length| length);
+        assert_eq!(guest.held(), Vec::<u64>::new());
     }
 }

@@ -1,0 +1,142 @@
+//! Records of a main channel with the pages behind them: record, page, record, page in one vectored call, no page copied.
+//!
+//! Precopy and postcopy write the same records; who may write them when is said by the protocol's states, which are the caller's.
+
+use std::sync::Arc;
+
+use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::source::RamWriter;
+use towline_protocol::{BlockIndex, PageRef};
+
+use super::classify;
+use crate::statistics::Statistics;
+use crate::{Guest, Result};
+
+/// Pages of one vectored call: two buffers each, within the kernel's 1024.
+const CALL_PAGES_MAX: usize = 256;
+
+/// One channel's sending side.
+#[derive(Debug)]
+pub(crate) struct RecordWriter {
+    channel: Arc<dyn Channel>,
+    statistics: Arc<Statistics>,
+    /// Written and not yet sent.
+    pending: Vec<u8>,
+}
+
+/// Pages to be sent, each behind so many of the bytes that are pending.
+type Marks<'a> = Vec<(usize, IoBuf<'a>)>;
+
+impl RecordWriter {
+    pub(crate) fn new(channel: Arc<dyn Channel>, statistics: Arc<Statistics>) -> Self {
+        Self { channel, statistics, pending: Vec::new() }
+    }
+
+    pub(crate) fn channel(&self) -> &dyn Channel {
+        self.channel.as_ref()
+    }
+
+    pub(crate) fn statistics(&self) -> &Statistics {
+        &self.statistics
+    }
+
+    /// What comes next on the channel, to be written into.
+    pub(crate) fn pending(&mut self) -> &mut Vec<u8> {
+        &mut self.pending
+    }
+
+    /// Writes pages as zero.
+    pub(crate) fn zero(&mut self, records: &mut RamWriter, block: BlockIndex, offsets: &[u64]) {
+        for &offset in offsets {
+            records.zero(PageRef { block, offset }, &mut self.pending);
+        }
+        Statistics::add(&self.statistics.duplicate, offsets.len() as u64);
+    }
+
+    /// Sends the pages with content of these bytes of the guest, which are prepared, and all before them; records of zero pages
+    /// behind the last of them may be pending. Returns the bytes of pages with content.
+    pub(crate) fn unit(
+        &mut self,
+        records: &mut RamWriter,
+        guest: &dyn Guest,
+        page: PageRef,
+        length: u64,
+    ) -> Result<u64> {
+        let (mut marks, mut sent, mut zeros) = (Vec::with_capacity(CALL_PAGES_MAX), 0, 0);
+        for (offset, is_zero) in classify(guest, page, length) {
+            let page = PageRef { offset, ..page };
+            if is_zero {
+                // Its record goes between those of the pages, in the same call.
+                records.zero(page, &mut self.pending);
+                zeros += 1;
+                continue;
+            }
+            records.page(page, &mut self.pending);
+            marks.push((self.pending.len(), guest.memory(page, PAGE_SIZE)));
+            sent += PAGE_SIZE;
+            if marks.len() == CALL_PAGES_MAX {
+                self.send(&mut marks)?;
+            }
+        }
+        Statistics::add(&self.statistics.duplicate, zeros);
+        self.send(&mut marks)?;
+        Ok(sent)
+    }
+
+    /// Sends pages, each with its content, which is one page long.
+    pub(crate) fn pages(
+        &mut self,
+        records: &mut RamWriter,
+        block: BlockIndex,
+        offsets: &[u64],
+        contents: &[IoBuf<'_>],
+    ) -> Result<()> {
+        let mut marks = Vec::with_capacity(offsets.len().min(CALL_PAGES_MAX));
+        for (&offset, &content) in offsets.iter().zip(contents) {
+            records.page(PageRef { block, offset }, &mut self.pending);
+            marks.push((self.pending.len(), content));
+            if marks.len() == CALL_PAGES_MAX {
+                self.send(&mut marks)?;
+            }
+        }
+        self.send(&mut marks)
+    }
+
+    /// Sends what is pending.
+    pub(crate) fn flush(&mut self) -> Result<()> {
+        self.flush_if(1)
+    }
+
+    /// Sends what is pending if it is so many bytes.
+    pub(crate) fn flush_if(&mut self, bytes: usize) -> Result<()> {
+        if self.pending.len() >= bytes {
+            self.channel.send_all(&[IoBuf::from(&self.pending[..])], SendFlags::empty())?;
+            Statistics::add(&self.statistics.transferred, self.pending.len() as u64);
+            self.pending.clear();
+        }
+        Ok(())
+    }
+
+    /// Sends what is pending, and behind each mark its page; without one it stays pending.
+    fn send(&mut self, marks: &mut Marks<'_>) -> Result<()> {
+        if marks.is_empty() {
+            return Ok(());
+        }
+        let mut buffers = Vec::with_capacity(2 * marks.len() + 1);
+        let mut start = 0;
+        for &(end, content) in marks.iter() {
+            buffers.extend([IoBuf::from(&self.pending[start..end]), content]);
+            start = end;
+        }
+        if start < self.pending.len() {
+            buffers.push(IoBuf::from(&self.pending[start..]));
+        }
+        self.channel.send_all(&buffers, SendFlags::empty())?;
+        let (pages, bytes) = (marks.len() as u64, self.pending.len() as u64);
+        self.statistics.count_pages(pages, bytes + pages * PAGE_SIZE, buffers.len());
+        self.pending.clear();
+        marks.clear();
+        Ok(())
+    }
+}

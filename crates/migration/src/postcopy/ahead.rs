@@ -1,0 +1,151 @@
+//! What goes to the destination before the guest runs: the head of its working set.
+//!
+//! A working set names the pages that were asked for. Beside each of them the restore before brought its neighbours, which nobody
+//! asked for because they were there: so neighbourhoods go ahead, not pages.
+
+use std::collections::HashSet;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_protocol::PageRef;
+use towline_protocol::postcopy::Block;
+use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::source::RamWriter;
+
+use super::Postcopy;
+use super::feed::Run;
+use super::serve::PREPARERS;
+use crate::outgoing::RecordWriter;
+use crate::{ExtentKind, Result};
+
+/// What lies beside a page that was asked for, and went with it.
+const NEAR_BYTES: u64 = 64 << 10;
+/// What goes ahead of the guest at most: some milliseconds of a fast link.
+const BYTES_MAX: u64 = 32 << 20;
+/// What a zero page counts there: its record is short, but the destination touches the page.
+const ZERO_PAGE_BYTES: u64 = 256;
+/// How long it may take to prepare that, which may be slow, and to prepare and send it.
+const PREPARE_TIME_MAX: Duration = Duration::from_millis(40);
+const TIME_MAX: Duration = Duration::from_millis(80);
+
+/// The neighbourhoods of these runs within their blocks, each once: of all of them that of the run itself, in their order, and then
+/// those behind.
+pub(super) fn neighbourhoods(working_set: &[Run], blocks: &[Block]) -> Vec<Run> {
+    let (mut known, mut found) = (HashSet::new(), Vec::new());
+    for behind in [0, NEAR_BYTES] {
+        for &(page, length) in working_set {
+            let Some(block) = blocks.get(page.block.index()) else { continue };
+            let size = NEAR_BYTES.max(block.page_bytes);
+            let (first, end) = (page.offset / size * size, page.offset.saturating_add(length));
+            let end = end.saturating_add(behind).min(block.ram.length);
+            for offset in (first..end).step_by(size as usize) {
+                if known.insert((page.block, offset)) {
+                    found.push((PageRef { offset, ..page }, size.min(block.ram.length - offset)));
+                }
+            }
+        }
+    }
+    found
+}
+
+impl Postcopy<'_> {
+    /// Sends the head of the working set, as much as is prepared and sent in time.
+    pub(super) fn send_ahead(&self, writer: &mut RecordWriter, records: &mut RamWriter) -> Result<()> {
+        let begun = Instant::now();
+        for (page, length) in self.prepare_ahead(begun + PREPARE_TIME_MAX)? {
+            if begun.elapsed() < TIME_MAX {
+                self.send_free(writer, records, page, length)?;
+            }
+            self.units.put(self.guest.0, page, length);
+        }
+        Ok(())
+    }
+
+    /// Prepares the head of the working set, and returns what is prepared by then.
+    fn prepare_ahead(&self, deadline: Instant) -> Result<Vec<Run>> {
+        let wanted = self.head();
+        let next = AtomicUsize::new(0);
+        let prepare = || -> Result<Vec<usize>> {
+            let mut prepared = Vec::new();
+            while Instant::now() < deadline {
+                let at = next.fetch_add(1, Ordering::Relaxed);
+                let Some(&(page, length)) = wanted.get(at) else { break };
+                self.units.prepare(self.guest.0, page, length)?;
+                prepared.push(at);
+            }
+            Ok(prepared)
+        };
+        let mut prepared = thread::scope(|scope| {
+            let workers: Vec<_> = (0..PREPARERS).map(|_| scope.spawn(prepare)).collect();
+            let results =
+                workers.into_iter().map(|worker| worker.join().unwrap_or_else(|panic| resume_unwind(panic)));
+            results.collect::<Result<Vec<_>>>()
+        })?
+        .concat();
+        prepared.sort_unstable();
+        Ok(prepared.into_iter().map(|at| wanted[at]).collect())
+    }
+
+    /// As much of the working set as may go ahead. What of it does not in time is first when the guest runs.
+    pub(super) fn head(&self) -> Vec<Run> {
+        let mut left = BYTES_MAX;
+        let cost = |run: &&Run| {
+            let cost = self.cost(**run);
+            let fits = cost <= left;
+            left = left.saturating_sub(cost);
+            fits
+        };
+        self.options.working_set.iter().take_while(cost).copied().collect()
+    }
+
+    fn cost(&self, (page, length): Run) -> u64 {
+        let (mut at, end, mut cost) = (page, page.offset + length, 0);
+        while at.offset < end {
+            let extent = self.guest.0.extent(at);
+            let bytes = (extent.pages * PAGE_SIZE).min(end - at.offset);
+            cost += match extent.kind {
+                ExtentKind::Zero => bytes / PAGE_SIZE * ZERO_PAGE_BYTES,
+                ExtentKind::Data | ExtentKind::Unknown => bytes,
+            };
+            at.offset += bytes;
+        }
+        cost
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use towline_protocol::{BlockIndex, RamBlock};
+
+    use super::*;
+
+    #[test]
+    fn neighbourhoods_stay_in_their_block_and_those_behind_come_last() {
+        let block = |length, page_bytes| Block {
+            ram: RamBlock { name: "pc.ram".into(), length, mapped: None },
+            page_bytes,
+        };
+        let run = |block, offset, length| (PageRef { block: BlockIndex(block), offset }, length);
+        let blocks = [block(4 * NEAR_BYTES + 4096, 4096), block(4 << 20, 2 << 20)];
+        let set = [
+            run(0, 3 * NEAR_BYTES + 4096, 4096),
+            run(1, 4096, 4096),
+            run(0, 3 * NEAR_BYTES, 4096),
+            run(0, 8192, u64::MAX),
+            run(7, 0, 4096),
+        ];
+        let (near, huge) = (NEAR_BYTES, 2 << 20);
+        let expected = [
+            run(0, 3 * near, near),
+            run(1, 0, huge),
+            run(0, 0, near),
+            run(0, near, near),
+            run(0, 2 * near, near),
+            run(0, 4 * near, 4096),
+        ];
+        assert_eq!(neighbourhoods(&set, &blocks), expected);
+        assert_eq!(neighbourhoods(&[run(0, 4096, 4096)], &blocks), [run(0, 0, near), run(0, near, near)]);
+    }
+}
