@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use memmap2::{Advice, MmapOptions};
 
 const PAGE_BYTES: usize = 4096;
@@ -32,6 +32,14 @@ pub(crate) fn describe() -> Vec<String> {
         format!("transparent huge pages: {}, for shared memory: {}", huge("enabled"), huge("shmem_enabled")),
         format!("load average when it began: {}", read("/proc/loadavg")),
     ]
+}
+
+/// Memory that can be had without taking it from anybody but the page cache, in bytes.
+pub(crate) fn available_memory() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let kib = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.split_whitespace().next());
+    let kib: u64 = kib.context("/proc/meminfo has no MemAvailable")?.parse()?;
+    Ok(kib << 10)
 }
 
 /// The filesystem that `path` lies on, by the type that it tells of itself.
