@@ -74,5 +74,6 @@ fn what_a_guest_needed_once_goes_first_the_next_time() {
     let first = faults_of_a_restore(&image, &hash);
     assert!(scratch.path("guest.img.working-set.json").is_file());
     let second = faults_of_a_restore(&image, &hash);
-    assert!(second * 2 < first, "{second} faults, the first time {first}");
+    println!("{second} faults, the first time {first}");
+    assert!(second * 10 <= first, "{second} faults, the first time {first}");
 }
