@@ -273,7 +273,8 @@ mod tests {
         fn add(&self, page: PageRef, length: u64, count: i32) {
             let mut held = self.held.lock().unwrap();
             for unit in page.offset / UNIT..(page.offset + length).div_ceil(UNIT) {
-                held.resize(held.len().max(unit as usize + 1), 0);
+                let units = held.len().max(unit as usize + 1);
+                held.resize(units, 0);
                 held[unit as usize] += count;
             }
         }
