@@ -11,7 +11,7 @@ use towline_vhost_user::Refusal;
 use crate::connection::Key;
 use crate::packet::Kind;
 
-/// The version of the form in [`MAGIC`].
+/// The version of the state that a device saves and loads.
 pub const STATE_VERSION: u32 = 1;
 const MAGIC: &[u8; 8] = b"TLvsock\x01";
 const HEAD_BYTES: usize = 24;

@@ -107,7 +107,8 @@ fn a_device_takes_the_version_of_its_like() {
     assert_eq!(place.check("facts:a.facts", "b").0, 1);
     assert_eq!(place.check("facts:a.facts", "facts:a.facts").0, 0);
 
-    assert_eq!(place.ctl("fixed", &["quit"]), Ok(json!({})));
+    // It may be gone before its answer is read.
+    let _ = place.ctl("fixed", &["quit"]);
     fixed.wait_done(WITHIN).unwrap();
     drop(a);
 }
