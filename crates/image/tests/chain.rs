@@ -228,4 +228,7 @@ fn a_chain_has_an_end() {
     let own = ImageWriter::create(&path(1), Existing::Replace, Origin::default()).unwrap();
     let error = own.based_on(&path(3)).err().unwrap();
     assert!(matches!(&error, Error::OwnBase { base, .. } if *base == path(1)), "{error}");
+    let below: Vec<_> = (0..3).rev().map(path).collect();
+    assert_eq!(towline_image::base_paths(&path(3)), below, "what its manifests name");
+    assert!(towline_image::base_paths(&path(0)).is_empty());
 }
