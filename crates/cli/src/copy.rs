@@ -91,7 +91,10 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
 /// Leaves this process what a copy between these ends needs.
 fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Options) {
     match sandbox::of_copy(source, destinations, options, args.watch.qmp.as_deref()) {
-        Some(policy) => args.sandbox.confine(&policy),
+        Some(mut policy) => {
+            args.watch.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
+            args.sandbox.confine(&policy);
+        }
         None => tracing::info!("exec: runs commands, which would be confined with this process: no sandbox"),
     }
 }

@@ -163,7 +163,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let _watched = args.watch.devices(vec![card(&net)], move || quits.quit())?;
     // All is open, and only the threads that hear successors and observers run yet.
     let mut policy = Policy::default();
-    args.socket.iter().for_each(|path| policy.removes(path));
+    args.socket.iter().chain(&args.watch.qmp).for_each(|path| policy.removes(path));
     let notifier = Notifier::from_environment();
     if !is_open {
         args.sandbox.confine(&policy);

@@ -155,6 +155,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let _watched = args.watch.devices(guests, move || quits.cancel())?;
     // All that listens is open, and no thread that hears a guest runs yet.
     let notifier = Notifier::from_environment();
+    args.watch.qmp.iter().for_each(|path| policy.removes(path));
     args.sandbox.confine(&policy);
     report_on_signal(devices.clone())?;
     notifier.ready(&format!("guests: {}", devices.len()));

@@ -127,6 +127,11 @@ impl Policy {
         self.connects_vsock = true;
     }
 
+    /// This TCP port is listened at.
+    pub(crate) fn listens_tcp(&mut self, port: u16) {
+        self.bind.add(port);
+    }
+
     /// This TCP port is connected to.
     pub(crate) fn connects_tcp(&mut self, port: u16) {
         self.connect.add(port);
