@@ -6,7 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
@@ -215,4 +216,35 @@ fn a_server_that_ends_takes_its_file_along() {
     let error = Client::connect(&path, &Options::default()).unwrap_err();
     assert!(matches!(error, Error::Missing { .. }), "{error}");
     drop(directory);
+}
+
+/// Tells somebody who then drops the server.
+struct Ends(Mutex<Sender<()>>);
+
+impl Commands for Ends {
+    fn names(&self) -> &[&'static str] {
+        &["end"]
+    }
+
+    fn execute(&self, _: &str, _: &Map<String, Value>) -> Result<Value, Refusal> {
+        self.0.lock().unwrap().send(()).unwrap();
+        Ok(json!({}))
+    }
+}
+
+#[test]
+fn who_ends_a_server_hears_its_answer() {
+    for _ in 0..50 {
+        let directory = TempDir::new().unwrap();
+        let path = directory.path().join("qmp.sock");
+        let (told, tells) = channel();
+        let server = Server::start(&path, Arc::new(Ends(Mutex::new(told)))).unwrap();
+        let mut client = Client::connect(&path, &Options::default()).unwrap();
+        let ends = std::thread::spawn(move || {
+            tells.recv().unwrap();
+            drop(server);
+        });
+        assert_eq!(client.execute_raw("end", None).unwrap(), json!({}));
+        ends.join().unwrap();
+    }
 }

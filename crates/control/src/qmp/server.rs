@@ -88,6 +88,8 @@ struct Client {
     outbox: SyncSender<String>,
     /// It has said `qmp_capabilities`, and hears events from then on.
     negotiated: AtomicBool,
+    /// Held from a request until its answer is in the outbox: one that ends the server is answered before that ends.
+    answering: Mutex<()>,
 }
 
 impl std::fmt::Debug for Shared {
@@ -151,7 +153,9 @@ impl Drop for Server {
             // It does not panic; if it did, its listener is gone all the same.
             let _ = acceptor.join();
         }
-        for client in self.shared.clients().drain(..) {
+        let clients: Vec<_> = self.shared.clients().drain(..).collect();
+        for client in clients {
+            let _answered = client.answering.lock().unwrap_or_else(PoisonError::into_inner);
             client.leave();
         }
         for thread in self.shared.threads().drain(..) {
@@ -191,7 +195,12 @@ impl Shared {
             return;
         }
         let (outbox, messages) = sync_channel(OUTBOX_MESSAGES_MAX);
-        let client = Arc::new(Client { channel, outbox, negotiated: AtomicBool::new(false) });
+        let client = Arc::new(Client {
+            channel,
+            outbox,
+            negotiated: AtomicBool::new(false),
+            answering: Mutex::default(),
+        });
         self.clients().push(Arc::clone(&client));
         let shared = Arc::clone(self);
         let mut threads = self.threads();
@@ -277,6 +286,7 @@ impl Client {
                 Ok(count) => decoder.feed(&bytes[..count]),
             }
             loop {
+                let _answering = self.answering.lock().unwrap_or_else(PoisonError::into_inner);
                 let answer = match decoder.next_message() {
                     Ok(None) => break,
                     Ok(Some(Message::Other(request))) => shared.answer(self, request),
