@@ -100,7 +100,14 @@ fn numbers(queue: &QueueStatistics) -> Vec<Number> {
             "times that the guest did not want to be woken",
             queue.notifications_suppressed,
         ),
-        Number::events("copied", "frames that were copied in this process", queue.copied),
+        Number::events("copied", "frames that this process or the kernel copied", queue.copied),
+        Number::events("zero-copy", "frames that the device read from the guest's memory", queue.zero_copy),
+        Number::events(
+            "referenced",
+            "frames that the kernel was shown in the guest's memory",
+            queue.referenced,
+        ),
+        Number::level("pending", "frames that the kernel has now", queue.pending),
     ];
     numbers.extend(DropReason::ALL.map(|reason| {
         let (name, about) = dropped(reason);
