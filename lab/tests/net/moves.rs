@@ -12,8 +12,8 @@ use tempfile::TempDir;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, builder_with, card, end, give_addresses, guest_address, network, number,
-    path, scratch, set_up, sum,
+    Conversation, GUEST, WITHIN, add_tap, builder, builder_with, card, end, give_addresses, guest_address,
+    network, number, path, scratch, set_up, sum,
 };
 
 /// A host of the picture, with its card.
@@ -115,4 +115,38 @@ fn a_guest_that_talks_moves_between_versions() {
     if let Some(longest) = moves(name, &[Version::V7_2, Version::V10_0, Version::V7_2], 1) {
         println!("7.2, 10.0, 7.2; the longest block took {longest:?}");
     }
+}
+
+#[test]
+fn a_guest_that_talks_is_restored_at_once() {
+    let name = "a_guest_that_talks_is_restored_at_once";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(network) = network(name) else { return };
+    add_tap(&network, 1);
+    let scratch = scratch();
+    let (socket, image) = (path(&scratch, "net.sock"), path(&scratch, "image"));
+    let first = card(&network, &socket, &["--tap", "tap0"]);
+    let source = builder(Version::V10_0, &socket, 1).start().unwrap();
+    let mut guest = source.linux(WITHIN).unwrap();
+    set_up(&mut guest);
+    drop(guest);
+    let conversation = Conversation::begin(&network, guest_address(GUEST));
+    conversation.goes_on(5);
+    let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
+    let image = image.to_str().unwrap();
+    towline(["copy", "--json", &qmp(&source), image]).unwrap().wait_done(WITHIN).unwrap();
+    drop(source);
+    end(first);
+    let second = card(&network, &socket, &["--tap", "tap0"]);
+    let destination = builder(Version::V10_0, &socket, 1).incoming_defer().start().unwrap();
+    // The card's threads fault as the guest does, on rings and buffers that have not come.
+    let restored = towline(["copy", "--postcopy", "--json", image, &qmp(&destination)]).unwrap();
+    conversation.goes_on(5);
+    restored.wait_done(WITHIN).unwrap();
+    conversation.goes_on(5);
+    let longest = conversation.end();
+    assert!(sum(&end(second), "rx", "packets") > 0);
+    println!("the longest block took {longest:?}");
 }
