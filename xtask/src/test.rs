@@ -25,7 +25,7 @@ use counts::Counts;
 /// What all tests together may take, their build included.
 const TESTS_WITHIN: Duration = Duration::from_secs(50 * 60);
 /// More failures than this are no accident.
-const RUN_AGAIN_MAX: usize = 5;
+const RUN_AGAIN_MAX: usize = 8;
 /// How often they are run again.
 const AGAIN_TIMES_MAX: usize = 2;
 

@@ -37,6 +37,8 @@ fn keys_are_renewed_when_the_peer_renews_its_own() {
                 far.write_all(&received).unwrap();
                 far.flush().unwrap();
             }
+            // Until the other end has read everything: closed over what was not read here, the connection would be reset.
+            let _ = far.sock.read_to_end(&mut Vec::new());
         });
         let tls = TlsClient::load(directory.path(), Some("localhost")).unwrap();
         let options = ConnectOptions { tls: Some(tls), ..Default::default() };
@@ -45,6 +47,7 @@ fn keys_are_renewed_when_the_peer_renews_its_own() {
             send_all(near.as_ref(), &data).unwrap();
             assert!(recv_exact(near.as_ref(), BYTES).unwrap() == data, "round {round}");
         }
+        drop(near);
         far.join().unwrap();
     });
 }
