@@ -7,6 +7,7 @@
 //! Every byte that comes back is compared. Guests are emulated, so nothing is asserted of speed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod af_xdp;
 mod moves;
 mod pairs;
 mod queues;
