@@ -120,8 +120,14 @@ fn a_card_comes_and_goes_while_another_one_talks() {
         second.goes_on(2);
         unplug(&qemu);
         drop(second);
-        // Its chardev goes with it.
+        // Its chardev goes with it, a moment later.
         qmp.execute("netdev_del", json!({ "id": "n1" })).unwrap();
+        towline_lab::wait_until("a chardev that is gone", WITHIN, || {
+            let chardevs = qmp.execute("query-chardev", json!({}))?;
+            let has = chardevs.as_array().is_some_and(|all| all.iter().any(|one| one["label"] == "net1"));
+            Ok((!has).then_some(()))
+        })
+        .unwrap();
         conversation.goes_on(3);
     }
     conversation.end();
