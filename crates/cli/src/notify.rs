@@ -69,7 +69,8 @@ impl Observer for Notifier {
     }
 }
 
-fn connected(place: &OsStr) -> io::Result<UnixDatagram> {
+/// A socket to the manager that listens there: a path, or `@` and an abstract name.
+pub(crate) fn connected(place: &OsStr) -> io::Result<UnixDatagram> {
     let address = match place.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
         _ => SocketAddr::from_pathname(place)?,

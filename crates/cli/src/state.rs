@@ -4,16 +4,14 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
-use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use rustix::fs::{Mode, OFlags};
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-    SocketType, connect, sendmsg, socket_with,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use towline_vhost_user::{Record, STORED_RECORD};
+
+use crate::notify;
 
 /// The word that stands for the service manager's store.
 const STORE: &str = "fd-store";
@@ -47,18 +45,14 @@ fn stored(queues: usize) -> Result<Record> {
 }
 
 /// Gives it to the manager's store. A unit without `FileDescriptorStoreMax=` drops it, and nobody is told.
-fn keep(manager: &OsStr, record: &Record) -> rustix::io::Result<()> {
-    let address = match manager.as_bytes() {
-        [b'@', name @ ..] => SocketAddrUnix::new_abstract_name(name)?,
-        path => SocketAddrUnix::new(path)?,
-    };
-    let socket = socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
-    connect(&socket, &address)?;
+fn keep(manager: &OsStr, record: &Record) -> std::io::Result<()> {
+    let socket = notify::connected(manager)?;
     let fds = [record.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     let fits = ancillary.push(SendAncillaryMessage::ScmRights(&fds));
     assert!(fits, "the space is for one descriptor");
     let text = format!("FDSTORE=1\nFDNAME={STORED_RECORD}\nFDPOLL=0");
-    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL).map(drop)
+    sendmsg(&socket, &[IoSlice::new(text.as_bytes())], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
 }

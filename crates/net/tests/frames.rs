@@ -6,18 +6,20 @@
 //! The tap is in a network of its own and has an MTU of 65521, so that a datagram of any size is one frame.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod common;
+
 use std::net::UdpSocket;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::Served;
 use towline_frontend::net::{HEADER_BYTES, Options as DriverOptions, Pair, feature};
 use towline_frontend::wire::Code;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Frontend, Memory};
 use towline_lab::{Network, skip};
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps};
-use towline_vhost_user::{Cancel, Device};
+use towline_vhost_user::Device;
 
 const WITHIN: Duration = Duration::from_secs(60);
 const GUEST_MAC: &str = "02:00:00:09:00:02";
@@ -39,12 +41,12 @@ enum Kind {
 
 /// A network with a card in it, served on a thread.
 struct Bench {
+    /// First, as it ends before what it uses.
+    _served: Served,
     network: Network,
     net: Arc<Net>,
     driver: (Frontend, Pair),
     socket: UdpSocket,
-    cancel: Cancel,
-    server: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Bench {
@@ -86,17 +88,7 @@ impl Bench {
             run(line).unwrap();
         }
         let net = Arc::new(Net::new(taps, Options::default()));
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let cancel = Cancel::new().unwrap();
-        let (device, token): (Arc<dyn Device>, _) = (net.clone(), cancel.clone());
-        let serve = move || {
-            let channel = towline_channel::UnixChannel::new(theirs.into(), "the driver").unwrap();
-            let outcome = towline_vhost_user::serve(&channel, &device, &token);
-            assert!(outcome.is_ok() || token.is_cancelled(), "{outcome:?}");
-        };
-        // A thread is of the network of its parent.
-        let server = network.enter(|| std::thread::spawn(serve)).unwrap();
-        let mut frontend = Frontend::new(ours).unwrap();
+        let (served, mut frontend) = Served::start(&network, &net);
         assert_eq!(frontend.number(Code::GET_QUEUE_NUM).unwrap(), 1, "pairs");
         let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU);
         let features = taken.unwrap().features;
@@ -108,7 +100,7 @@ impl Bench {
         socket.set_read_timeout(Some(WITHIN)).unwrap();
         // Nothing here waits for ever.
         socket.set_write_timeout(Some(WITHIN)).unwrap();
-        Some(Self { network, net, driver: (frontend, pair), socket, cancel, server: Some(server) })
+        Some(Self { network, net, driver: (frontend, pair), socket, _served: served })
     }
 
     /// Waits for so many datagrams and compares them with these.
@@ -146,19 +138,6 @@ impl Bench {
             Ok(wanted(&found).then_some(found))
         })
         .unwrap_or_else(|error| panic!("{error}: {:?}", self.net.statistics()))
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.cancel.cancel();
-        if let Some(server) = self.server.take()
-            && server.join().is_err()
-            && !std::thread::panicking()
-        {
-            panic!("the card's thread panicked");
-        }
-        let _ = &self.network;
     }
 }
 

@@ -8,15 +8,16 @@
 //! that has it. `out0` makes no checksums, so that those that arrive are made here, or by the kernel in software.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod common;
 #[path = "segments/model.rs"]
 mod model;
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use common::Served;
 use model::{Ip, Packet, Transport};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, eth, recv, socket_with, sockopt};
 use towline_frontend::net::feature;
@@ -25,7 +26,6 @@ use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
 use towline_frontend::{Buffer, Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
 use towline_lab::{Network, skip, wait_until};
 use towline_net::{Mode, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Cancel, Device};
 
 const WITHIN: Duration = Duration::from_secs(60);
 const REGION: u64 = 16 << 20;
@@ -39,6 +39,8 @@ const RING: u16 = 256;
 const VIRTIO: usize = 12;
 
 struct Bench {
+    /// First, as it ends before what it uses.
+    _served: Served,
     near: Network,
     _far: Network,
     net: Arc<Net>,
@@ -47,8 +49,6 @@ struct Bench {
     queues: Vec<Queue>,
     receiver: OwnedFd,
     random: fastrand::Rng,
-    cancel: Cancel,
-    server: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Bench {
@@ -88,17 +88,7 @@ impl Bench {
         let options = Options { cpus: vec![0], ..Options::default() };
         let taps = near.enter(|| Taps::open("tap0", pairs as usize)).unwrap().unwrap();
         let net = Arc::new(Net::with_xdp(taps, Some(xdp), options));
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let cancel = Cancel::new().unwrap();
-        let (device, token): (Arc<dyn Device>, _) = (net.clone(), cancel.clone());
-        let serve = move || {
-            let channel = towline_channel::UnixChannel::new(theirs.into(), "the driver").unwrap();
-            let outcome = towline_vhost_user::serve(&channel, &device, &token);
-            assert!(outcome.is_ok() || token.is_cancelled(), "{outcome:?}");
-        };
-        // A thread is of the network of its parent.
-        let server = near.enter(|| std::thread::spawn(serve)).unwrap();
-        let mut frontend = Frontend::new(ours).unwrap();
+        let (served, mut frontend) = Served::start(&near, &net);
         let features = feature::OFFLOADS | feature::MRG_RXBUF;
         let features = frontend.negotiate(features, EVENT_IDX | INDIRECT, 0).unwrap().features;
         let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
@@ -115,8 +105,7 @@ impl Bench {
             socket
         });
         let (receiver, random) = (receiver.unwrap(), fastrand::Rng::with_seed(5));
-        let server = Some(server);
-        Some(Self { near, _far: far, net, frontend, memory, queues, receiver, random, cancel, server })
+        Some(Self { near, _far: far, net, frontend, memory, queues, receiver, random, _served: served })
     }
 
     /// Any frame that can go without the tap; what arrives of it.
@@ -221,18 +210,6 @@ impl Bench {
 
     fn is_in(&self, mode: Mode) {
         wait_until("the mode", WITHIN, || Ok((self.net.modes()[0] == mode).then_some(()))).unwrap();
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.cancel.cancel();
-        if let Some(server) = self.server.take()
-            && server.join().is_err()
-            && !std::thread::panicking()
-        {
-            panic!("the card's thread panicked");
-        }
     }
 }
 

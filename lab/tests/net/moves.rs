@@ -9,6 +9,7 @@
 use std::time::Duration;
 
 use tempfile::TempDir;
+use towline_lab::expect::qmp;
 use towline_lab::{Builder, Network, Qemu, Towline, Version, require_lab, towline};
 
 use crate::support::{
@@ -76,7 +77,6 @@ fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     for (round, version) in versions[1..].iter().enumerate() {
         let host = &mut hosts[(round + 1) % 2];
         let destination = host.qemu(&scratch, |socket| build(*version)(socket).incoming_defer());
-        let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
         let command = towline(["move", "--json", &qmp(&source), &qmp(&destination)]).unwrap();
         command.wait_done(WITHIN).unwrap();
         conversations.iter().for_each(|conversation| conversation.goes_on(5));
@@ -134,7 +134,6 @@ fn a_guest_that_talks_is_restored_at_once() {
     drop(guest);
     let conversation = Conversation::begin(&network, guest_address(GUEST));
     conversation.goes_on(5);
-    let qmp = |qemu: &Qemu| format!("qmp:{}", qemu.qmp_path().display());
     let image = image.to_str().unwrap();
     towline(["copy", "--json", &qmp(&source), image]).unwrap().wait_done(WITHIN).unwrap();
     drop(source);

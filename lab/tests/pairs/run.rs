@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+pub(crate) use towline_lab::expect::qmp as endpoint;
 use towline_lab::{Finished, Network, Qemu, towline, wait_until};
 
 use crate::table::Pair;
@@ -123,10 +124,6 @@ fn set(qemu: &Qemu, settings: &[&str]) {
         };
         qemu.qmp().execute(command, arguments).unwrap();
     }
-}
-
-pub(crate) fn endpoint(qemu: &Qemu) -> String {
-    format!("qmp:{}", qemu.qmp_path().display())
 }
 
 /// What `check` says, and whether the guest then runs there if QEMU migrates it.

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
+pub(crate) use towline_lab::expect::number;
 use towline_lab::{Finished, Towline, paths, skip, towline_binary, wait_until};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
@@ -15,11 +16,6 @@ pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const BUCKET: &str = "towline-lab";
 /// What is to be seen nowhere.
 pub(crate) const SECRET: &str = "hunter2SECRETmarkedForTheTest";
-
-/// What this variable says, for long runs.
-pub(crate) fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text}")))
-}
 
 /// A directory that goes with the test; stores in it are `store:DIRECTORY/PREFIX/NAME`.
 pub(crate) struct Place {

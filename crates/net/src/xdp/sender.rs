@@ -83,10 +83,9 @@ impl Sender {
     }
 
     /// The guest's queue does not run; what was sent before comes back all the same.
-    pub(crate) fn rest(&mut self, ring: Option<&mut Ring>, tally: &mut Tally) {
+    pub(crate) fn rest(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally) {
         self.timer.clear();
         let Some(link) = &mut self.link else { return };
-        let mut ring = ring;
         match link.call().and_then(|()| link.reap(ring.as_deref_mut())) {
             Ok(came) => {
                 tally.pending = link.ledger.heads().into();
@@ -99,9 +98,8 @@ impl Sender {
     }
 
     /// Waits for what the guest's queue is about to be stopped with; what does not come back is given up.
-    pub(crate) fn drain(&mut self, ring: Option<&mut Ring>, tally: &mut Tally, deadline: Instant) {
+    pub(crate) fn drain(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally, deadline: Instant) {
         let Some(link) = &mut self.link else { return };
-        let mut ring = ring;
         match link.drain(ring.as_deref_mut(), deadline, true) {
             Ok(true) => tally.pending = 0,
             Ok(false) => {
@@ -117,9 +115,8 @@ impl Sender {
     }
 
     /// The guest's memory goes: waits for what is under way, and unpins it.
-    pub(crate) fn release(&mut self, ring: Option<&mut Ring>, tally: &mut Tally, deadline: Instant) {
+    pub(crate) fn release(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally, deadline: Instant) {
         let Some(link) = &mut self.link else { return };
-        let mut ring = ring;
         if let Err(trouble) = link.drain(ring.as_deref_mut(), deadline, false) {
             tracing::warn!(pair = self.pair, %trouble, "AF_XDP");
         }
