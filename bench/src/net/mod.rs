@@ -51,8 +51,6 @@ pub const VHOST_USER_NET: &str = "vhost_user_net";
 const TAP_WITHIN: Duration = Duration::from_secs(30);
 /// Frames that go into the tap with one call.
 const INJECT_BATCH: usize = 32;
-/// For how long towline looks for more, where it does.
-const POLL_US: &str = "50";
 /// Memory for DPDK, in MiB.
 const DPDK_MIB: &str = "1024";
 
@@ -136,8 +134,8 @@ enum Work {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Carrier {
     Towline,
-    /// It, looking for more for a while before it sleeps.
-    Polling,
+    /// It, always asleep where nothing comes.
+    Sleeping,
     VhostUserNet,
     Testpmd,
     /// The tap, or for TCP a veth pair.
@@ -186,12 +184,12 @@ fn entries(parameters: &Parameters) -> Vec<Entry> {
     let mut entries = Vec::new();
     let mut add = |work, queues| {
         let carriers =
-            [Carrier::Towline, Carrier::Polling, Carrier::VhostUserNet, Carrier::Testpmd, Carrier::Limit];
+            [Carrier::Towline, Carrier::Sleeping, Carrier::VhostUserNet, Carrier::Testpmd, Carrier::Limit];
         let entry = |carrier| Entry { work, queues, carrier };
-        // The limit has no queues, and is measured once; polling is for those who wait for answers.
+        // The limit has no queues, and is measured once; how one waits is for those who wait for answers.
         let wanted = |it: &Entry| match it.carrier {
             Carrier::Limit => it.queues == 1,
-            Carrier::Polling => matches!(it.work, Work::Tcp(Traffic::Ask { .. })),
+            Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Ask { .. })),
             _ => true,
         };
         entries.extend(carriers.map(entry).into_iter().filter(wanted));
@@ -412,7 +410,7 @@ impl Bench<'_> {
     fn backend(&self, socket: &Path, directory: &Path) -> Result<Backend> {
         let (socket, queues) = (socket.display().to_string(), self.entry.queues.to_string());
         let (program, missing) = match self.entry.carrier {
-            Carrier::Towline | Carrier::Polling => (Some(&self.parameters.towline), ""),
+            Carrier::Towline | Carrier::Sleeping => (Some(&self.parameters.towline), ""),
             Carrier::VhostUserNet => {
                 (self.parameters.vhost_user_net.as_ref(), "name it: --peer vhost_user_net=PATH")
             }
@@ -432,9 +430,9 @@ impl Bench<'_> {
             }
             Carrier::Testpmd => testpmd(&socket, &queues),
             carrier => {
-                let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues, "--poll-us"];
-                let polled = if carrier == Carrier::Polling { POLL_US } else { "0" };
-                line.into_iter().chain([polled]).map(str::to_owned).collect()
+                let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues];
+                let never: &[&str] = if carrier == Carrier::Sleeping { &["--poll-us", "0"] } else { &[] };
+                line.iter().chain(never).map(|&word| word.to_owned()).collect()
             }
         };
         ensure!(!program.is_empty(), "no program");
@@ -501,7 +499,7 @@ impl Carrier {
     fn name(self) -> &'static str {
         match self {
             Self::Towline => "towline",
-            Self::Polling => "towline --poll-us 50",
+            Self::Sleeping => "towline --poll-us 0",
             Self::VhostUserNet => VHOST_USER_NET,
             Self::Testpmd => TESTPMD,
             Self::Limit => "limit",

@@ -44,7 +44,7 @@ Examples:
     </interface>
   Taps that a manager opened (descriptors 5 and 6), threads on processors 2 and 3, looking for more for 50 µs before
   they sleep:
-    towline net --fd 4 --tap-fds 5:6 --cpus 2,3 --poll-us 50
+    towline net --fd 4 --tap-fds 5:6 --cpus 2,3
   A guest that sends without a copy: its memory is pinned, and queue 0 of a network card's function reads it. What the guest
   receives comes by a macvtap of the same function (see docs/af-xdp.md for which drivers, and what else they want):
     ip link add link ens1f0 name vm0 address 52:54:00:00:00:01 type macvtap mode bridge && ip link set vm0 up
@@ -83,8 +83,8 @@ pub(crate) struct NetArgs {
     /// Processors for the threads, one after the other
     #[arg(long, value_name = "N,N,..", value_delimiter = ',')]
     cpus: Vec<usize>,
-    /// Microseconds that a thread looks for more before it sleeps
-    #[arg(long, value_name = "US", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
+    /// Wait awake for so many microseconds where requests and answers alternate, instead of being woken; 0: never
+    #[arg(long, value_name = "US", default_value_t = 50, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     poll_us: u64,
     /// Where descriptors that are in flight are written down, so that a process that dies loses none of the guest's: a file
     /// (on a tmpfs), or `fd-store`: the service manager's (`FileDescriptorStoreMax=1`)

@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use towline_vhost_user::{Next, PollFd, PollFlags, Queues, Worker};
+use towline_vhost_user::{Next, PollFd, PollFlags, Pulse, Queues, Traffic, Worker};
 
 use crate::device::Shared;
 use crate::features;
 use crate::receive::{Format, Line, Receiver};
-use crate::statistics::Tally;
+use crate::statistics::{Moved, Tally};
 use crate::tap::Tap;
 use crate::transmit::Transmitter;
 use crate::xdp::Sender;
@@ -20,6 +20,8 @@ use crate::xdp::Sender;
 pub(crate) const RECEIVE: usize = 0;
 /// And the one that it sends to.
 pub(crate) const TRANSMIT: usize = 1;
+/// More than this in one turn and one way is a stream.
+const REQUEST_BYTES_MAX: u64 = 16 << 10;
 
 /// See the module.
 pub(crate) struct Pair {
@@ -33,14 +35,15 @@ pub(crate) struct Pair {
     tallies: [Tally; 2],
     /// Whether the guest's queue to receive from runs.
     receives: bool,
-    /// When something was done last, while it is polled for more.
-    busy: Option<Instant>,
+    pulse: Pulse,
+    traffic: Traffic,
     begun: bool,
 }
 
 impl Pair {
     pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
         let sender = shared.xdp.is_some().then(|| Sender::new(index, Arc::clone(&shared)));
+        let pulse = Pulse::new(shared.options.poll);
         Ok(Self {
             index,
             shared,
@@ -50,7 +53,8 @@ impl Pair {
             sender: sender.transpose()?,
             tallies: Default::default(),
             receives: false,
-            busy: None,
+            pulse,
+            traffic: Traffic::default(),
             begun: false,
         })
     }
@@ -91,23 +95,15 @@ impl Pair {
         }
     }
 
-    /// While it is polled, waiting would cost a sleep and a wake-up.
-    fn poll_on(&mut self, worked: bool) -> Next {
-        let limit = self.shared.options.poll;
-        if limit.is_zero() {
+    /// Whether to look again, after a turn in which this went each way.
+    fn goes_on(&mut self, sent: Moved, received: Moved) -> Next {
+        self.traffic.from_guest += sent.packets;
+        self.traffic.to_guest += received.packets;
+        if sent.bytes.max(received.bytes) > REQUEST_BYTES_MAX {
+            self.pulse.flows(self.traffic);
             return Next::Wait;
         }
-        let now = Instant::now();
-        if worked {
-            self.busy = Some(now);
-        }
-        match self.busy {
-            Some(since) if now.duration_since(since) < limit => Next::Again,
-            _ => {
-                self.busy = None;
-                Next::Wait
-            }
-        }
+        if self.pulse.goes_on(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
     }
 }
 
@@ -127,7 +123,7 @@ impl Worker for Pair {
         let linked = shared.linked.load(Relaxed);
         let line = Line { tap: &shared.taps.queues()[self.index], format: self.format, linked };
         let counters = &shared.counters[self.index];
-        let (mut more, mut worked) = (false, false);
+        let (mut more, mut sent, mut received) = (false, Moved::default(), Moved::default());
         let tallies = &mut self.tallies;
         if let (Some(sender), false) = (&mut self.sender, linked) {
             sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
@@ -138,18 +134,17 @@ impl Worker for Pair {
                 Some(sender) if linked => sender.run(ring, line, tally, &mut self.transmitter),
                 _ => self.transmitter.run(ring, line, tally),
             };
-            worked |= tally.packets > 0;
-            tally.settle(ring, &counters[TRANSMIT]);
+            sent = tally.settle(ring, &counters[TRANSMIT]);
         } else if let Some(sender) = &mut self.sender {
             sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
         }
         if let Some(ring) = queues.ring(RECEIVE) {
             let tally = &mut tallies[RECEIVE];
             more |= self.receiver.run(ring, line, tally);
-            worked |= tally.packets > 0;
-            tally.settle(ring, &counters[RECEIVE]);
+            received = tally.settle(ring, &counters[RECEIVE]);
         }
-        if more { Next::Again } else { self.poll_on(worked) }
+        let next = self.goes_on(sent, received);
+        if more { Next::Again } else { next }
     }
 
     fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {

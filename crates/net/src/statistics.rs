@@ -109,6 +109,13 @@ impl Counters {
     }
 }
 
+/// What went one way since it was last asked.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Moved {
+    pub(crate) packets: u64,
+    pub(crate) bytes: u64,
+}
+
 /// A queue's own side of its [`Counters`].
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
@@ -130,7 +137,7 @@ impl Tally {
     }
 
     /// Adds what was gathered since the last time, the ring's share too.
-    pub(crate) fn settle(&mut self, ring: &Ring, counters: &Counters) {
+    pub(crate) fn settle(&mut self, ring: &Ring, counters: &Counters) -> Moved {
         let now = ring.statistics();
         let before = std::mem::replace(&mut self.ring, now);
         // A ring that was started anew counts from 0 again.
@@ -141,8 +148,10 @@ impl Tally {
             &counters.notifications_suppressed,
             now.notifications_suppressed.saturating_sub(before.notifications_suppressed),
         );
-        add(&counters.packets, std::mem::take(&mut self.packets));
-        add(&counters.bytes, std::mem::take(&mut self.bytes));
+        let moved =
+            Moved { packets: std::mem::take(&mut self.packets), bytes: std::mem::take(&mut self.bytes) };
+        add(&counters.packets, moved.packets);
+        add(&counters.bytes, moved.bytes);
         add(&counters.copied, std::mem::take(&mut self.copied));
         add(&counters.zero_copy, std::mem::take(&mut self.zero_copy));
         add(&counters.referenced, std::mem::take(&mut self.referenced));
@@ -150,6 +159,7 @@ impl Tally {
         for (counter, drops) in counters.drops.iter().zip(&mut self.drops) {
             add(counter, std::mem::take(drops));
         }
+        moved
     }
 }
 

@@ -8,14 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use towline_vhost_user::{Device, Next, ProtocolFeatures, Queues, Refusal, Worker};
+use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
 
 use crate::connection::Limits;
 use crate::engine::Engine;
 use crate::gate::Gate;
 use crate::host::{Ears, Event, Host, HostSocket, Listening};
 use crate::packet::Kind;
-use crate::pulse::Pulse;
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Mailbox, Siblings};

@@ -20,7 +20,6 @@ mod engine;
 mod gate;
 mod host;
 pub mod packet;
-mod pulse;
 mod report;
 mod rules;
 mod siblings;

@@ -106,7 +106,7 @@ fn a_guests_settings_change_while_it_sends() {
     let (scratch, disk) = (scratch(), ProgramDisk::pack(&[ethtool]).unwrap());
     add_tap(&network, 4);
     let socket = path(&scratch, "net.sock");
-    let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--poll-us", "50"]);
+    let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4"]);
     let qemu = builder(Version::V10_0, &socket, 4).args(disk.arguments()).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     guest.unpack_programs().unwrap();

@@ -19,11 +19,10 @@ use std::collections::VecDeque;
 
 pub use line::LineStatistics;
 use line::{Line, Shelf};
-use towline_vhost_user::{Batch, Ring};
+use towline_vhost_user::{Batch, Ring, Traffic};
 
 use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
 use crate::packet::{HEADER_BYTES, Kind, Shut};
-use crate::pulse::Traffic;
 use crate::sockets::{Connect, Sockets};
 use crate::table::Table;
 

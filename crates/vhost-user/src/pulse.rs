@@ -1,5 +1,8 @@
 //! Whether to wait awake. Where requests and answers alternate, most of the time goes into falling asleep and being woken,
-//! so the thread stays awake for a moment while they do; where bytes flow one way it sleeps, and finds more when it wakes.
+//! so a worker stays awake for a moment while they do; where bytes flow one way it sleeps, and finds more when it wakes.
+//!
+//! What it is not: polling. A wait in vain makes the next one rarer, so that a queue whose rhythm is slower than the limit
+//! costs little, and on one processor nobody waits awake.
 
 use std::time::{Duration, Instant};
 
@@ -8,13 +11,13 @@ const BEATS_MIN: u32 = 2;
 /// The same after many waits in vain.
 const BEATS_MAX: u32 = 256;
 
-/// What packets came and went, but for those that only tell credit.
+/// How many packets came and went that somebody may answer: none that only tell credit, for example.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Traffic {
+pub struct Traffic {
     /// From the guest.
-    pub(crate) from_guest: u64,
+    pub from_guest: u64,
     /// To the guest.
-    pub(crate) to_guest: u64,
+    pub to_guest: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +28,7 @@ enum Way {
 
 /// The rhythm of a guest's packets.
 #[derive(Debug)]
-pub(crate) struct Pulse {
+pub struct Pulse {
     /// How long to wait awake.
     limit: Duration,
     seen: Traffic,
@@ -39,14 +42,19 @@ pub(crate) struct Pulse {
 
 impl Pulse {
     /// Waits awake so long at most; never, if that is 0 or nobody else could work meanwhile.
-    pub(crate) fn new(limit: Duration) -> Self {
+    pub fn new(limit: Duration) -> Self {
         let alone = std::thread::available_parallelism().is_ok_and(|count| count.get() < 2);
         let limit = if alone { Duration::ZERO } else { limit };
         Self { limit, seen: Traffic::default(), last: None, beats: 0, wanted: BEATS_MIN, since: None }
     }
 
+    /// After a turn in which much went one way: that is no request, and no answer to one.
+    pub fn flows(&mut self, traffic: Traffic) {
+        (self.seen, self.last, self.since, self.beats) = (traffic, None, None, 0);
+    }
+
     /// After a turn, with all that came and went so far: whether to look again at once.
-    pub(crate) fn goes_on(&mut self, traffic: Traffic, now: impl FnOnce() -> Instant) -> bool {
+    pub fn goes_on(&mut self, traffic: Traffic, now: impl FnOnce() -> Instant) -> bool {
         let Traffic { from_guest, to_guest } = self.seen;
         self.seen = traffic;
         let way = match (traffic.from_guest != from_guest, traffic.to_guest != to_guest) {
@@ -60,7 +68,8 @@ impl Pulse {
         }
         match (way, self.last) {
             (Some(way), Some(last)) if way != last => self.beats = self.beats.saturating_add(1),
-            (Some(_), Some(_)) => self.beats = 0,
+            // One of many is a request of two packets.
+            (Some(_), Some(_)) => self.beats /= 2,
             _ => {}
         }
         self.last = way.or(self.last);
@@ -131,6 +140,15 @@ mod tests {
         assert!(!clock.turn(0, 3));
         assert!(clock.turn(2, 0));
         assert!(!clock.turn(2, 0));
+    }
+
+    #[test]
+    fn what_flows_is_not() {
+        let mut clock = Clock::new(LIMIT);
+        assert!((0..10).any(|turn| clock.turn(turn % 2, 1 - turn % 2)));
+        clock.0.flows(clock.1);
+        assert!(!clock.pass(Duration::ZERO));
+        assert!(!clock.turn(0, 1));
     }
 
     #[test]
