@@ -4,7 +4,9 @@
 //! it; permission 1 is to write (block/file-posix.c). `/proc/locks` shows all of a host's, also those of processes that we may
 //! not look into. A QEMU that waits for a guest has none.
 
+use std::cell::LazyCell;
 use std::fs;
+use std::io::Read as _;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 use serde_json::Value;
@@ -14,16 +16,30 @@ use towline_compat::facts::{Drive, Lock};
 const WRITES_BYTE: u64 = 101;
 /// Held by who wants nobody else to.
 const NO_OTHER_WRITES_BYTE: u64 = 201;
+/// Of some thousand locks.
+const LOCKS_BYTES: usize = 256 << 10;
 /// What a virtio device is called below its PCI function.
 const VIRTIO_CHILD: &str = "/virtio-backend";
 
+/// Read when the first drive is looked at.
+type Locks = LazyCell<String>;
+
 /// Those with a medium.
 pub(super) fn drives(answer: &Value) -> Vec<Drive> {
-    let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
+    let locks: Locks = LazyCell::new(locks);
     answer.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
 }
 
-fn drive(entry: &Value, locks: &str) -> Option<Drive> {
+/// All of this host's locks; empty if they cannot be had.
+///
+/// Each read waits until every processor has let go of the list (10 ms and more), so there is one, and none for no drive.
+fn locks() -> String {
+    let mut text = String::with_capacity(LOCKS_BYTES);
+    let read = fs::File::open("/proc/locks").and_then(|mut file| file.read_to_string(&mut text));
+    read.map(|_| text).unwrap_or_default()
+}
+
+fn drive(entry: &Value, locks: &Locks) -> Option<Drive> {
     let inserted = entry.get("inserted")?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let names = [&entry["qdev"], &entry["device"], &inserted["node-name"]];
@@ -42,7 +58,7 @@ fn drive(entry: &Value, locks: &str) -> Option<Drive> {
 }
 
 /// What this host knows of a file.
-fn look(file: &str, locks: &str) -> (Option<String>, Lock) {
+fn look(file: &str, locks: &Locks) -> (Option<String>, Lock) {
     let Ok(metadata) = fs::metadata(file) else { return (None, Lock::Unknown) };
     if !metadata.is_file() && !metadata.file_type().is_block_device() {
         return (None, Lock::Unknown);
