@@ -112,14 +112,9 @@ impl LinuxGuest {
         Ok(Duration::from_micros(self.number(&format!("zero {bytes}"), WORK_WITHIN)?))
     }
 
-    /// BLAKE3 of what was filled, in hexadecimal.
+    /// A hash of what was filled, in hexadecimal: XXH64 of the XXH64s of each 64 MiB.
     pub fn hash(&mut self) -> Result<String> {
         self.request("hash", WORK_WITHIN)
-    }
-
-    /// BLAKE3 of each 64 MiB of what was filled.
-    pub fn part_hashes(&mut self) -> Result<Vec<String>> {
-        Ok(self.request("hash parts", WORK_WITHIN)?.split(' ').map(str::to_owned).collect())
     }
 
     /// Starts writing `length` bytes of further memory, round and round, at `rate` bytes per second.

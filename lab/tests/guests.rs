@@ -8,6 +8,7 @@ use towline_lab::{
     Accelerator, BootSector, Builder, Incoming, LinuxGuest, MemoryBackend, Qemu, Version, require_lab,
     wait_until,
 };
+use twox_hash::XxHash64;
 
 const WITHIN: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
@@ -70,11 +71,11 @@ fn linux_obeys(name: &str, version: Version) {
     let started = Instant::now();
     let hash = guest.hash().unwrap();
     println!("{version:?}: 64 MiB filled in {took:?}, hashed in {:?}", started.elapsed());
-    assert_eq!(guest.part_hashes().unwrap(), std::slice::from_ref(&hash), "one part is the whole");
     guest.fill(64 * MIB, 8).unwrap();
     assert_ne!(guest.hash().unwrap(), hash, "another seed is another pattern");
     guest.zero(MIB).unwrap();
-    assert_eq!(guest.hash().unwrap(), blake3::hash(&vec![0; MIB as usize]).to_hex().to_string());
+    let zeros = XxHash64::oneshot(0, &vec![0; MIB as usize]);
+    assert_eq!(guest.hash().unwrap(), format!("{:016x}", XxHash64::oneshot(0, &zeros.to_le_bytes())));
     dirties(&mut guest);
     let refusal = guest.request("fill 1 1", WITHIN).unwrap_err().to_string();
     assert_eq!(refusal, "the guest refused `fill 1 1`: 1 bytes, expected a multiple of 4096");

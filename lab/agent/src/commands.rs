@@ -43,11 +43,7 @@ impl Agent {
                 let length = number(length)?;
                 self.replace(|| Memory::zeroed(usize::try_from(length)?))
             }
-            ("hash", []) => Ok(self.filled()?.hash().to_hex().to_string()),
-            ("hash", ["parts"]) => {
-                let parts = self.filled()?.part_hashes();
-                Ok(parts.iter().map(|hash| hash.to_hex().to_string()).collect::<Vec<_>>().join(" "))
-            }
+            ("hash", []) => Ok(format!("{:016x}", self.filled()?.hash())),
             ("dirty", [rate]) => self.dirty(number(rate)?, DIRTY_LENGTH),
             ("dirty", [rate, length]) => self.dirty(number(rate)?, usize::try_from(number(length)?)?),
             ("dirtied", []) => Ok(self.loaded()?.pages_written().to_string()),

@@ -4,12 +4,17 @@
 //! one load, one XOR and one store for each 16 bytes, where a generator would need a chain of dependent steps for
 //! each 8. No two pages are alike, and within a page nothing repeats.
 
+use std::num::NonZero;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::thread::{ScopedJoinHandle, available_parallelism, scope};
+
 use anyhow::{Context, Result, ensure};
 use memmap2::MmapMut;
+use twox_hash::XxHash64;
 
 pub(crate) const PAGE_SIZE: usize = 4096;
-/// Bytes that one partial hash covers.
-pub(crate) const PART_SIZE: usize = 64 << 20;
+/// Bytes that one thread hashes at a time.
+const PART_SIZE: usize = 64 << 20;
 
 /// A range of anonymous memory that the host asked for.
 pub(crate) struct Memory {
@@ -42,14 +47,28 @@ impl Memory {
         Ok(memory)
     }
 
-    /// BLAKE3 of all of it.
-    pub(crate) fn hash(&self) -> blake3::Hash {
-        blake3::Hasher::new().update_rayon(&self.bytes).finalize()
-    }
-
-    /// BLAKE3 of each [`PART_SIZE`] bytes.
-    pub(crate) fn part_hashes(&self) -> Vec<blake3::Hash> {
-        self.bytes.chunks(PART_SIZE).map(blake3::hash).collect()
+    /// XXH64 of the XXH64s of each [`PART_SIZE`] bytes, by all processors.
+    pub(crate) fn hash(&self) -> u64 {
+        let next = AtomicUsize::new(0);
+        let parts = self.bytes.len().div_ceil(PART_SIZE);
+        let work = || {
+            let taken =
+                std::iter::from_fn(|| Some(next.fetch_add(1, Relaxed)).filter(|index| *index < parts));
+            let hash = |index: usize| {
+                let bytes = &self.bytes[index * PART_SIZE..];
+                (index, XxHash64::oneshot(0, &bytes[..PART_SIZE.min(bytes.len())]))
+            };
+            taken.map(hash).collect::<Vec<_>>()
+        };
+        let processors = available_parallelism().map_or(1, NonZero::get);
+        let mut hashes = scope(|scope| {
+            let threads: Vec<_> = (0..processors.min(parts)).map(|_| scope.spawn(work)).collect();
+            let of_thread = |thread: ScopedJoinHandle<'_, _>| thread.join().expect("hashing cannot fail");
+            threads.into_iter().flat_map(of_thread).collect::<Vec<_>>()
+        });
+        hashes.sort_unstable();
+        let bytes: Vec<u8> = hashes.into_iter().flat_map(|(_, hash)| hash.to_le_bytes()).collect();
+        XxHash64::oneshot(0, &bytes)
     }
 
     fn mapped(length: usize) -> Result<Self> {
