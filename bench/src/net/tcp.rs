@@ -214,7 +214,11 @@ fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Sign
         let mut stream = match (known.take(), anew) {
             (Some(stream), _) => stream,
             (None, Some(address)) => {
-                let stream = TcpStream::connect(address)?;
+                let stream = match TcpStream::connect(address) {
+                    // The port was used a moment ago, and the other side still answered to that: as good as not tried.
+                    Err(error) if error.kind() == ErrorKind::ConnectionReset => continue,
+                    stream => stream.context("no further connection comes about")?,
+                };
                 stream.set_nodelay(true)?;
                 stream.set_read_timeout(Some(WITHIN))?;
                 // The client's port is free again at once: thousands of connections a second would use them up.
