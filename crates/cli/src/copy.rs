@@ -95,7 +95,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
             args.watch.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
             args.sandbox.confine(&policy);
         }
-        None => tracing::info!("exec: runs commands, which would be confined with this process: no sandbox"),
+        None => args.sandbox.cannot_confine(sandbox::COMMANDS),
     }
 }
 
