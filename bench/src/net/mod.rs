@@ -79,6 +79,8 @@ pub struct Parameters {
     pub runs: usize,
     /// The binary under test.
     pub towline: PathBuf,
+    /// towline's `--sandbox`; `None`: as if a user said nothing.
+    pub sandbox: Option<&'static str>,
     /// dpdk-testpmd, where there is one.
     pub testpmd: Option<PathBuf>,
     /// vhost_user_net, where there is one.
@@ -103,6 +105,7 @@ impl Parameters {
             window: Duration::from_secs(1),
             runs,
             towline: towline.into(),
+            sandbox: None,
             testpmd: None,
             vhost_user_net: None,
             rows: Vec::new(),
@@ -180,6 +183,15 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
         run(parameters, entries[index])
     })?;
     Ok(tables::Run { parameters, entries, outcomes }.tables())
+}
+
+/// Frames of 1514 bytes that the guest sends through towline.
+///
+/// # Errors
+/// The backend fails, or it was cancelled.
+pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
+    let entry = Entry { work: Work::Transmit(Kind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
+    run(parameters, entry).map(|figure| figure.window)
 }
 
 fn entries(parameters: &Parameters) -> Vec<Entry> {
@@ -434,7 +446,9 @@ impl Bench<'_> {
             carrier => {
                 let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues, "--poll-us"];
                 let polled = if carrier == Carrier::Polling { POLL_US } else { "0" };
-                line.into_iter().chain([polled]).map(str::to_owned).collect()
+                let sandbox = self.parameters.sandbox.map(|setting| ["--sandbox", setting]);
+                let options = [polled].into_iter().chain(sandbox.into_iter().flatten());
+                line.into_iter().chain(options).map(str::to_owned).collect()
             }
         };
         ensure!(!program.is_empty(), "no program");

@@ -347,7 +347,7 @@ pub(crate) struct InspectArgs {
 /// QEMU), `instant` (a guest that runs at once and waits for its memory, against QEMU's own restore and postcopy), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
 /// `calls` (pages copied into a linear buffer against vectors), `vsock` (streams and requests against vhost-device-vsock and a
 /// plain Unix socket), `net` (frames and TCP against vhost_user_net, dpdk-testpmd, a tap and a veth pair), `net-queues` (the same with
-/// several queues); `cargo xtask peers` brings peers. Needs the lab: `cargo xtask setup` in a checkout.
+/// several queues), `sandbox` (devices and a copy, confined and not); `cargo xtask peers` brings peers. Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
