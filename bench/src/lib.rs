@@ -19,6 +19,7 @@ pub mod net;
 pub mod ram;
 mod report;
 pub mod rounds;
+pub mod sandbox;
 pub mod stats;
 pub mod table;
 pub mod vhost;
@@ -87,7 +88,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 10] = [
+const BENCHMARKS: [Benchmark; 11] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -151,6 +152,12 @@ const BENCHMARKS: [Benchmark; 10] = [
             net::measure(&options.net(net::Parameters::multiqueue(&options.towline, options.runs, cancel)))
         },
     },
+    Benchmark {
+        name: "sandbox",
+        measure: |options| {
+            sandbox::measure(&sandbox::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
+        },
+    },
 ];
 
 fn parameters(options: &Options) -> lanes::Parameters {
@@ -202,7 +209,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues"
+            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

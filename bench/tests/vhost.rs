@@ -5,7 +5,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use towline_bench::table::{Content, Table};
-use towline_bench::{net, vsock};
+use towline_bench::{net, sandbox, vsock};
 use towline_channel::Cancel;
 use towline_lab::{skip, towline_binary};
 
@@ -80,4 +80,22 @@ fn a_nic_is_measured_beside_its_limits() {
     let names: Vec<_> = tables.iter().map(|table| table.name).collect();
     assert_eq!(names, ["net-series", "net-frames", "net-streams", "net-requests", "net-goals"]);
     assert_eq!(missing(&tables, &labels), [""; 0]);
+}
+
+#[test]
+fn a_sandbox_is_measured_beside_none() {
+    let name = "a_sandbox_is_measured_beside_none";
+    let Some((towline, _)) = towline(name, "copy", &[]) else { return };
+    if let Err(error) = towline_lab::Network::new() {
+        return skip(name, &format!("{error:#}"));
+    }
+    let parameters = sandbox::Parameters {
+        window: WINDOW,
+        memory_mib: 64,
+        ..sandbox::Parameters::of(&towline, 1, cancel())
+    };
+    let tables = sandbox::measure(&parameters).unwrap();
+    tables.iter().for_each(|table| println!("{table}"));
+    assert_eq!(tables[0].rows.len(), 6);
+    assert_eq!(missing(&tables, &["--sandbox none", "--sandbox on"]), [""; 0]);
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use tempfile::TempDir;
 
 use crate::wait::wait_until;
@@ -106,6 +106,16 @@ impl Towline {
     /// Whether it still runs.
     pub fn runs(&mut self) -> Result<bool> {
         Ok(self.child.try_wait()?.is_none())
+    }
+
+    /// Where it listens for its source, once it does.
+    pub fn listens_at(&mut self, within: Duration) -> Result<String> {
+        wait_until("a towline that listens", within, || {
+            let (runs, said) = (self.runs()?, self.stderr());
+            ensure!(runs, "{} ended: {said}", self.line);
+            let address = said.lines().find_map(|line| line.split_once("listening on "));
+            Ok(address.map(|(_, address)| address.trim().to_owned()))
+        })
     }
 
     /// Kills it (SIGKILL), as a crash would.

@@ -96,10 +96,7 @@ fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
 
 /// Where a towline listens, once it does.
 fn listens_at(towline: &mut Towline) -> String {
-    says(towline, "listening on ");
-    let stderr = towline.stderr();
-    let line = stderr.lines().find_map(|line| line.split_once("listening on ")).unwrap();
-    line.1.trim().to_owned()
+    towline.listens_at(WITHIN).unwrap()
 }
 
 fn says(towline: &mut Towline, text: &str) {

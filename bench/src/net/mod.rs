@@ -77,6 +77,8 @@ pub struct Parameters {
     pub runs: usize,
     /// The binary under test.
     pub towline: PathBuf,
+    /// towline's `--sandbox`; `None`: as if a user said nothing.
+    pub sandbox: Option<&'static str>,
     /// dpdk-testpmd, where there is one.
     pub testpmd: Option<PathBuf>,
     /// vhost_user_net, where there is one.
@@ -101,6 +103,7 @@ impl Parameters {
             window: Duration::from_secs(1),
             runs,
             towline: towline.into(),
+            sandbox: None,
             testpmd: None,
             vhost_user_net: None,
             rows: Vec::new(),
@@ -178,6 +181,15 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
         run(parameters, entries[index])
     })?;
     Ok(tables::Run { parameters, entries, outcomes }.tables())
+}
+
+/// Frames of 1514 bytes that the guest sends through towline.
+///
+/// # Errors
+/// The backend fails, or it was cancelled.
+pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
+    let entry = Entry { work: Work::Transmit(Kind::Plain(1514)), queues: 1, carrier: Carrier::Towline };
+    run(parameters, entry).map(|figure| figure.window)
 }
 
 fn entries(parameters: &Parameters) -> Vec<Entry> {
@@ -432,7 +444,9 @@ impl Bench<'_> {
             carrier => {
                 let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues];
                 let never: &[&str] = if carrier == Carrier::Sleeping { &["--poll-us", "0"] } else { &[] };
-                line.iter().chain(never).map(|&word| word.to_owned()).collect()
+                let sandbox = self.parameters.sandbox.map(|setting| ["--sandbox", setting]);
+                let options = never.iter().copied().chain(sandbox.into_iter().flatten());
+                line.into_iter().chain(options).map(str::to_owned).collect()
             }
         };
         ensure!(!program.is_empty(), "no program");

@@ -53,6 +53,8 @@ pub struct Parameters {
     pub rows: Vec<String>,
     /// The binary under test.
     pub towline: PathBuf,
+    /// towline's `--sandbox`; `None`: as if a user said nothing.
+    pub sandbox: Option<&'static str>,
     /// vhost-device-vsock, where there is one.
     pub peer: Option<PathBuf>,
     /// Ends it early.
@@ -71,6 +73,7 @@ impl Parameters {
             runs,
             rows: Vec::new(),
             towline: towline.into(),
+            sandbox: None,
             peer,
             cancel,
         }
@@ -136,6 +139,16 @@ pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
         run(parameters, entries[index])
     })?;
     Ok(tables::Run { parameters, entries, outcomes }.tables())
+}
+
+/// One stream of 64 KiB messages from the guest through towline.
+///
+/// # Errors
+/// The backend fails, or it was cancelled.
+pub(crate) fn one_stream(parameters: &Parameters) -> Result<Window> {
+    let work = Work::Stream { size: 64 << 10, connections: 1, direction: Direction::FromGuest };
+    let entry = Entry { work, buffers: Buffers::Linux, carrier: Carrier::Towline };
+    run(parameters, entry).map(|figure| figure.window)
 }
 
 /// What is measured of each row.
@@ -237,6 +250,8 @@ fn backend(
     let (socket, uds, cid) = (socket.display().to_string(), uds.display().to_string(), CID.to_string());
     if carrier == Carrier::Towline {
         let arguments = ["vsock", "--socket", &socket, "--cid", &cid, "--uds", &uds];
+        let sandbox = parameters.sandbox.map(|setting| ["--sandbox", setting]);
+        let arguments = arguments.into_iter().chain(sandbox.into_iter().flatten());
         return Backend::start(directory, &parameters.towline, arguments);
     }
     let peer = parameters.peer.as_ref();

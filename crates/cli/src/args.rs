@@ -138,6 +138,8 @@ Examples:
     towline move qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
   To another host, where `towline copy --multifd-channels 4 tcp:0.0.0.0:4444 qmp:/run/vm/b.qmp` waits:
     towline move --multifd-channels 4 qmp:/run/vm/a.qmp tcp:OTHER:4444
+  A guest with a network card of towline's, here and there started with --qmp, so that the cards are asked too:
+    towline move --device-ctl /run/vm/net-a.qmp=/run/vm/net-b.qmp qmp:/run/vm/a.qmp qmp:/run/vm/b.qmp
   Into an image, for another day:
     towline move qmp:/run/vm/a.qmp guest.img
 "))]
@@ -147,6 +149,10 @@ pub(crate) struct MoveArgs {
     /// again at a qmp: DEST that has its -chardev and its port; connections end, listeners in the guest go on
     #[arg(long)]
     pub(crate) detach_vsock: bool,
+    /// Compare two devices of towline's beforehand, as `towline check ctl:SRC ctl:DST` does, by their --qmp sockets: that which serves
+    /// the guest here, and that which will there; refused if it does not fit. For each device once more
+    #[arg(long, value_name = "SRC=DST", value_parser = device_pair)]
+    pub(crate) device_ctl: Vec<(PathBuf, PathBuf)>,
     /// Where the guest runs: qmp:PATH
     #[arg(value_name = "SOURCE")]
     pub(crate) source: Endpoint,
@@ -341,7 +347,7 @@ pub(crate) struct InspectArgs {
 /// QEMU), `instant` (a guest that runs at once and waits for its memory, against QEMU's own restore and postcopy), `lanes` (memory over lanes against QEMU's multifd and iperf3), `lanes-busy` (the same on a busy machine, and pinned),
 /// `calls` (pages copied into a linear buffer against vectors), `vsock` (streams and requests against vhost-device-vsock and a
 /// plain Unix socket), `net` (frames and TCP against vhost_user_net, dpdk-testpmd, a tap and a veth pair), `net-queues` (the same with
-/// several queues); `cargo xtask peers` brings peers. Needs the lab: `cargo xtask setup` in a checkout.
+/// several queues), `sandbox` (devices and a copy, confined and not); `cargo xtask peers` brings peers. Needs the lab: `cargo xtask setup` in a checkout.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
@@ -391,9 +397,18 @@ pub(crate) struct GarbageArgs {
     pub(crate) garbage_age: std::time::Duration,
 }
 
+fn device_pair(text: &str) -> Result<(PathBuf, PathBuf), String> {
+    let (source, destination) = halves(text).ok_or("expected SRC=DST, the control sockets of two devices")?;
+    Ok((source.into(), destination.into()))
+}
+
+/// What stands before and behind the first `=`, if both is something.
+fn halves(text: &str) -> Option<(&str, &str)> {
+    text.split_once('=').filter(|(before, behind)| !before.is_empty() && !behind.is_empty())
+}
+
 fn peer(text: &str) -> Result<(String, PathBuf), String> {
-    let parts = text.split_once('=').filter(|(name, path)| !name.is_empty() && !path.is_empty());
-    let (name, path) = parts.ok_or("expected NAME=PATH")?;
+    let (name, path) = halves(text).ok_or("expected NAME=PATH")?;
     Ok((name.to_owned(), path.into()))
 }
 

@@ -95,7 +95,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
             args.watch.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
             args.sandbox.confine(&policy);
         }
-        None => tracing::info!("exec: runs commands, which would be confined with this process: no sandbox"),
+        None => args.sandbox.cannot_confine(sandbox::COMMANDS),
     }
 }
 
@@ -191,7 +191,12 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         Ok(destination) => destination,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    let options = Options { end_source: true, detach_vsock: args.detach_vsock, ..options(&args.transfer) };
+    let options = Options {
+        end_source: true,
+        detach_vsock: args.detach_vsock,
+        devices: args.device_ctl.clone(),
+        ..options(&args.transfer)
+    };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals("the source keeps its guest")?;
     let moved = watched(&source, &destination, &options, &cancel, &reporter, &args.transfer.watch)?;
@@ -218,6 +223,7 @@ fn options(args: &TransferArgs) -> Options {
         resume: false,
         end_source: false,
         detach_vsock: false,
+        devices: Vec::new(),
         run: (args.run || args.paused).then_some(args.run),
         return_path: args.return_path == Switch::On,
         stream: args.stream,

@@ -43,8 +43,9 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         eprintln!("towline: --verify compares an image with its checksums; {} is none", args.source);
         return Ok(Exit::Usage);
     }
-    if let Some(policy) = sandbox::of_copy(&source, &[], &options(args), None) {
-        args.sandbox.confine(&policy);
+    match sandbox::of_copy(&source, &[], &options(args), None) {
+        Some(policy) => args.sandbox.confine(&policy),
+        None => args.sandbox.cannot_confine(sandbox::COMMANDS),
     }
     match source {
         Source::Image(path) => image(&reporter, &path, args.verify),

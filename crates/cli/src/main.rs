@@ -91,7 +91,9 @@ fn main() -> ExitCode {
         Command::Man(options) => generate::man(options),
     };
     exit.unwrap_or_else(|error| {
-        eprintln!("towline: {error:#}");
+        let text = format!("{error:#}");
+        eprintln!("towline: {text}");
+        sandbox::hint(&text).into_iter().for_each(|hint| eprintln!("towline: note: {hint}"));
         Exit::Safe
     })
     .into()

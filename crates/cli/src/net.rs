@@ -110,18 +110,18 @@ pub(crate) struct NetArgs {
     sandbox: SandboxArgs,
 }
 
+/// What cannot be confined.
+const OPENS: &str = "--af-xdp or --hand-over, which open sockets and map memory while they run";
+
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
         eprintln!("towline: {lack}");
         return Ok(Exit::Usage);
     }
-    let is_open = args.af_xdp.is_some() || args.hand_over.is_some();
-    if args.sandbox.is_wanted() && is_open {
-        eprintln!(
-            "towline: --sandbox on does not go with --af-xdp or --hand-over, which open sockets and map memory while they run; \
-             leave one of them out"
-        );
+    let opens = args.af_xdp.is_some() || args.hand_over.is_some();
+    if args.sandbox.is_wanted() && opens {
+        eprintln!("towline: --sandbox on does not go with {OPENS}; leave one of them out");
         return Ok(Exit::Usage);
     }
     let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
@@ -165,8 +165,9 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let mut policy = Policy::default();
     args.socket.iter().chain(&args.watch.qmp).for_each(|path| policy.removes(path));
     let notifier = Notifier::from_environment();
-    if !is_open {
-        args.sandbox.confine(&policy);
+    match opens {
+        true => args.sandbox.cannot_confine(OPENS),
+        false => args.sandbox.confine(&policy),
     }
     watch_signals(&net, &wishes, args.json)?;
     notifier.ready(&format!("a network card on {}", net.taps().name()));

@@ -11,6 +11,7 @@ use crate::Exit;
 use crate::endpoint::Endpoint;
 use crate::memory;
 use crate::progress::{Reporter, faults, faults_text, ram};
+use crate::sandbox;
 use crate::sends;
 use crate::units::{count, size};
 
@@ -172,7 +173,9 @@ impl Outcome<'_> {
         if exit != Exit::Usage {
             eprintln!("towline: {of}the guest: {guest}");
         }
-        failure.notes.iter().for_each(|note| eprintln!("towline: {of}note: {note}"));
+        let hint = sandbox::hint(&failure.to_string());
+        let notes = failure.notes.iter().map(String::as_str).chain(hint);
+        notes.for_each(|note| eprintln!("towline: {of}note: {note}"));
         exit
     }
 

@@ -157,7 +157,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let notifier = Notifier::from_environment();
     args.watch.qmp.iter().for_each(|path| policy.removes(path));
     args.sandbox.confine(&policy);
-    report_on_signal(devices.clone())?;
+    report_on_signal(&devices)?;
     notifier.ready(&format!("guests: {}", devices.len()));
     let done = serve_all(served, &cancel);
     notifier.stopping();
@@ -175,11 +175,13 @@ fn allow(policy: &mut Policy, guest: &Guest) {
     if guest.uds.is_some() {
         policy.connects_unix();
     }
+    guest.uds.iter().chain(&guest.uds_seqpacket).for_each(|path| policy.removes(path));
     for rule in &guest.forward {
         match rule {
             Rule::Out { to: Place::Tcp(address), .. } => policy.connects_tcp(address.port()),
             Rule::Out { to: Place::Unix(_), .. } | Rule::Sibling { .. } => policy.connects_unix(),
             Rule::Out { to: Place::Vsock { .. }, .. } => policy.connects_vsock(),
+            Rule::In { from: Place::Unix(path), .. } => policy.removes(path),
             Rule::In { .. } => {}
         }
     }
@@ -254,11 +256,14 @@ fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
     outcome
 }
 
-fn report_on_signal(devices: Vec<(u64, Arc<Vsock>)>) -> Result<()> {
+/// The thread that waits for signals never ends, and so keeps no device: with a device its sockets' files go.
+fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     let mut signals = Signals::new([SIGUSR1]).context("signals cannot be caught")?;
+    let devices: Vec<_> = devices.iter().map(|(cid, device)| (*cid, Arc::downgrade(device))).collect();
     thread::spawn(move || {
         for _ in signals.forever() {
-            devices.iter().for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
+            let there = devices.iter().filter_map(|(cid, device)| Some((cid, device.upgrade()?)));
+            there.for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
         }
     });
     Ok(())

@@ -86,7 +86,9 @@ fn vsock(socket: &Path) -> Command {
 fn a_device_is_ready_confined_and_ends_in_order() {
     let manager = Manager::new();
     let socket = manager.path("vsock.sock");
-    let device = manager.start(vsock(&socket).args(["--sandbox", "on", "--uds"]).arg(manager.path("uds")));
+    let uds = manager.path("uds");
+    let rule = format!("unix:{}=guest:80", manager.path("port").display());
+    let device = manager.start(vsock(&socket).args(["--forward", &rule, "--uds"]).arg(&uds));
     manager.hears("READY=1\nSTATUS=guests: 1\n");
     UnixStream::connect(&socket).unwrap();
     assert!(device.status("Seccomp").iter().all(|mode| mode == "2"), "{:?}", device.status("Seccomp"));
@@ -95,7 +97,9 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     manager.hears("STOPPING=1\n");
     assert_eq!(code, Some(0), "{said}");
     assert!(!said.contains("sandbox"), "{said}");
-    assert!(!socket.exists());
+    for made in [socket, uds, manager.path("port")] {
+        assert!(!made.exists(), "{}", made.display());
+    }
 }
 
 #[test]
@@ -129,7 +133,7 @@ fn a_copy_is_ready_when_it_listens() {
     let manager = Manager::new();
     let socket = manager.path("stream");
     let source = format!("unix:{}", socket.display());
-    let copy = manager.start(Command::new(TOWLINE).args(["copy", "--sandbox", "on", &source, "null:"]));
+    let copy = manager.start(Command::new(TOWLINE).args(["copy", &source, "null:"]));
     manager.hears(&format!("READY=1\nSTATUS=waits for a guest at {source}\n"));
     assert!(socket.exists());
     assert!(copy.status("Seccomp").iter().all(|mode| mode == "2"));

@@ -44,13 +44,22 @@ const PAGE_BYTES: u64 = 4096;
 pub struct Monitor {
     cancel: Cancel,
     name: String,
-    capabilities: Vec<(&'static str, bool)>,
+    capabilities: Vec<Capability>,
     parameters: Parameters,
     /// The status from the moment on that the guest stands still at its source.
     switched: &'static str,
     tuning: Tuning,
     state: Mutex<State>,
     emitter: OnceLock<Emitter>,
+}
+
+/// One of QEMU's migration capabilities.
+#[derive(Debug)]
+struct Capability {
+    name: &'static str,
+    state: bool,
+    /// How a copy comes to have the other one.
+    option: &'static str,
 }
 
 /// Those that it began with.
@@ -190,15 +199,14 @@ impl Monitor {
         let list = arguments.get("capabilities").and_then(Value::as_array);
         for wanted in list.ok_or_else(|| Refusal::because("Parameter 'capabilities' is missing"))? {
             let name = wanted["capability"].as_str().unwrap_or_default();
-            let Some((_, state)) = self.capabilities.iter().find(|(known, _)| *known == name) else {
+            let Some(known) = self.capabilities.iter().find(|known| known.name == name) else {
                 return Err(Refusal::because(format!(
                     "Parameter 'capability' does not accept value '{name}'"
                 )));
             };
+            let Capability { state, option, .. } = known;
             if wanted["state"].as_bool() != Some(*state) {
-                let text = format!(
-                    "{name} is {state} for this copy and cannot change under way: begin it anew with the option of that name"
-                );
+                let text = format!("{name} is {state} for this copy and cannot change under way: {option}");
                 return Err(Refusal::Because(text));
             }
         }
@@ -319,7 +327,7 @@ impl Commands for Monitor {
             "query-stats" => statistics::query(&self.statistics(), arguments),
             "query-stats-schemas" => statistics::schemas(&self.statistics(), arguments),
             "query-migrate-capabilities" => {
-                let one = |(name, state): &(&str, bool)| json!({ "capability": name, "state": state });
+                let one = |known: &Capability| json!({ "capability": known.name, "state": known.state });
                 Ok(self.capabilities.iter().map(one).collect())
             }
             "migrate-set-capabilities" => self.set_capabilities(arguments),
@@ -335,14 +343,27 @@ impl Commands for Monitor {
     }
 }
 
-fn capabilities(options: &Options) -> Vec<(&'static str, bool)> {
-    vec![
-        ("auto-converge", options.throttle),
-        ("events", true),
-        ("multifd", options.multifd_channels != Some(0)),
-        ("return-path", options.return_path),
-        ("zero-copy-send", options.zero_copy_send == ZeroCopySend::On),
-    ]
+fn capabilities(options: &Options) -> Vec<Capability> {
+    let postcopy = options.postcopy.as_ref();
+    let known = [
+        ("auto-converge", options.throttle, "begin it anew with or without --throttle"),
+        ("background-snapshot", options.live, "begin it anew with or without --live"),
+        ("events", true, "its events always come"),
+        ("multifd", options.multifd_channels != Some(0), "begin it anew with another --multifd-channels"),
+        (
+            "postcopy-preempt",
+            postcopy.is_some_and(|postcopy| postcopy.preempt),
+            "begin it anew with or without --postcopy-preempt",
+        ),
+        ("postcopy-ram", postcopy.is_some(), "begin it anew with or without --postcopy"),
+        ("return-path", options.return_path, "begin it anew with another --return-path"),
+        (
+            "zero-copy-send",
+            options.zero_copy_send == ZeroCopySend::On,
+            "begin it anew with another --zero-copy-send",
+        ),
+    ];
+    known.map(|(name, state, option)| Capability { name, state, option }).into()
 }
 
 /// What is counted of the whole.

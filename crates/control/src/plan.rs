@@ -135,6 +135,9 @@ pub struct Options {
     pub end_source: bool,
     /// Take a vhost-user-vsock out of the guest before it is moved, and put it in again at its `qmp:` destination.
     pub detach_vsock: bool,
+    /// Devices of ours that serve the guest, by their control sockets: that at the source, and that at the destination. The copy
+    /// is refused if one would not take the guest from the other.
+    pub devices: Vec<(PathBuf, PathBuf)>,
     /// Whether a `qmp:` destination runs; `None`: as the guest did.
     pub run: Option<bool>,
     /// Whether streams have a return path. Without one nobody hears of a failure at the other end.
@@ -169,6 +172,7 @@ impl Default for Options {
             resume: false,
             end_source: false,
             detach_vsock: false,
+            devices: Vec::new(),
             run: None,
             return_path: true,
             stream: false,

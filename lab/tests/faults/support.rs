@@ -195,10 +195,7 @@ pub(crate) fn migrate(qemu: &Qemu, uri: &str) {
 
 /// Where a towline listens, once it does.
 pub(crate) fn listens_at(towline: &mut Towline) -> String {
-    says(towline, "listening on ");
-    let stderr = towline.stderr();
-    let line = stderr.lines().find_map(|line| line.split_once("listening on ")).unwrap();
-    line.1.trim().to_owned()
+    towline.listens_at(WITHIN).unwrap()
 }
 
 /// Waits until towline's standard error has this text; it must not end before.

@@ -1,22 +1,70 @@
 //! Disks of the pairs, gone with the test.
 
-use std::fs::File;
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
 use tempfile::TempDir;
 
-/// Bytes of each.
+/// Bytes of each, as its guest sees it.
 const DISK_BYTES: u64 = 1 << 20;
+/// Bytes of a cluster of qcow2, and their logarithm.
+const CLUSTER: u64 = 1 << CLUSTER_BITS;
+const CLUSTER_BITS: u32 = 16;
 
-/// An empty disk of this name, the same each time.
-pub(crate) fn disk(name: &str) -> PathBuf {
-    static DIRECTORY: OnceLock<TempDir> = OnceLock::new();
-    let directory =
-        DIRECTORY.get_or_init(|| tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap());
-    let path = directory.path().join(name);
-    if !path.exists() {
-        File::create(&path).unwrap().set_len(DISK_BYTES).unwrap();
+/// Where they are, as long as this is there.
+pub(crate) struct Disks(TempDir);
+
+impl Disks {
+    pub(crate) fn new() -> Self {
+        Self(TempDir::with_prefix("towline-lab-").unwrap())
     }
-    path
+
+    /// An empty disk of this name.
+    pub(crate) fn raw(&self, name: &str) -> PathBuf {
+        self.disk(name, &[], DISK_BYTES)
+    }
+
+    /// The same as a qcow2 file.
+    pub(crate) fn qcow2(&self, name: &str) -> PathBuf {
+        self.disk(name, &empty_qcow2(), 4 * CLUSTER)
+    }
+
+    fn disk(&self, name: &str, content: &[u8], bytes: u64) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        path
+    }
+}
+
+/// Four clusters of version 2 (QEMU's `docs/interop/qcow2.txt`): the header, the refcount table with its one block behind it, and the
+/// first level of a map in which nothing is allocated.
+fn empty_qcow2() -> Vec<u8> {
+    let [table, block, map] = [1, 2, 3].map(|cluster| cluster * CLUSTER);
+    let header = [
+        &b"QFI\xfb"[..],
+        &2u32.to_be_bytes(),
+        // No backing file: neither where its name is nor how long.
+        &[0; 8],
+        &[0; 4],
+        &CLUSTER_BITS.to_be_bytes(),
+        &DISK_BYTES.to_be_bytes(),
+        // Not encrypted.
+        &[0; 4],
+        // One entry covers 512 MiB.
+        &1u32.to_be_bytes(),
+        &map.to_be_bytes(),
+        &table.to_be_bytes(),
+        &1u32.to_be_bytes(),
+        // No snapshots: neither how many nor where.
+        &[0; 4],
+        &[0; 8],
+    ]
+    .concat();
+    let used = 1u16.to_be_bytes().repeat(4);
+    let mut file = Vec::new();
+    for (at, part) in [(0, header.as_slice()), (table, &block.to_be_bytes()), (block, &used)] {
+        file.resize(usize::try_from(at).unwrap(), 0);
+        file.extend_from_slice(part);
+    }
+    file
 }

@@ -35,7 +35,8 @@ fn verdicts_agree_with_what_happens() {
             Some(only) => pair.name.contains(only.as_str()),
             None => all || pair.is_short,
         };
-        let pairs: Vec<_> = table::pairs().into_iter().filter(is_wanted).collect();
+        let disks = files::Disks::new();
+        let pairs: Vec<_> = table::pairs(&disks).into_iter().filter(is_wanted).collect();
         run(&pairs);
     }
 }

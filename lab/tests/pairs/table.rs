@@ -1,8 +1,10 @@
 //! The pairs: what the source and the destination have, and whether the guest then runs on.
 
+use std::path::Path;
+
 use towline_lab::{BootSector, Builder, Qemu, Version};
 
-use crate::files::disk;
+use crate::files::Disks;
 
 /// Two QEMUs.
 pub(crate) struct Pair {
@@ -83,8 +85,8 @@ fn short(pair: Pair) -> Pair {
 const BLK: &str = "-blockdev null-co,node-name=d0,size=1048576 -device virtio-blk-pci,drive=d0";
 
 /// All of them.
-pub(crate) fn pairs() -> Vec<Pair> {
-    [machines(), processors(), devices(), nics(), drives(), migration()].into_iter().flatten().collect()
+pub(crate) fn pairs(disks: &Disks) -> Vec<Pair> {
+    [machines(), processors(), devices(), nics(), drives(disks), migration()].into_iter().flatten().collect()
 }
 
 fn machines() -> Vec<Pair> {
@@ -214,20 +216,22 @@ fn nics() -> Vec<Pair> {
     ]
 }
 
-fn drives() -> Vec<Pair> {
-    let drive = |name: &str| {
-        let file = disk(name).display().to_string();
+fn drives(disks: &Disks) -> Vec<Pair> {
+    let drive = |format: &str, file: &Path| {
         format!(
-            "-blockdev raw,node-name=d0,file.driver=file,file.filename={file} -device virtio-blk-pci,drive=d0,id=disk0"
+            "-blockdev {format},node-name=d0,file.driver=file,file.filename={} -device virtio-blk-pci,drive=d0,id=disk0",
+            file.display()
         )
     };
-    let (a, b, c) = (drive("a.raw"), drive("b.raw"), drive("c.raw"));
+    let [a, b, c] = ["a", "b", "c"].map(|name| drive("raw", &disks.raw(name)));
+    let qcow2 = drive("qcow2", &disks.qcow2("d"));
     let cd = |medium: &str| {
         format!("-drive if=none,id=cd,media=cdrom,readonly=on{medium} -device ide-cd,drive=cd")
     };
-    let medium = format!(",file={}", disk("cd.raw").display());
+    let medium = format!(",file={}", disks.raw("cd").display());
     vec![
         short(args("a shared disk", &a, &a, true)),
+        short(args("a shared disk, qcow2", &qcow2, &qcow2, true)),
         args("another disk", &a, &b, true),
         short(Pair {
             third: Some(with(new(), &c)),

@@ -74,13 +74,7 @@ impl Place {
 
 /// Where a towline listens, once it does.
 fn listens_at(towline: &mut Towline) -> String {
-    let found = wait_until("a towline that listens", WITHIN, || {
-        assert!(towline.runs()?, "towline ended: {}", towline.stderr());
-        let stderr = towline.stderr();
-        let line = stderr.lines().find_map(|line| line.split_once("listening on "));
-        Ok(line.map(|(_, address)| address.trim().to_owned()))
-    });
-    found.unwrap()
+    towline.listens_at(WITHIN).unwrap()
 }
 
 fn prove(from: &str, to: &str) {

@@ -19,11 +19,26 @@ mod sys;
 #[cfg(test)]
 mod tests;
 
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use clap::ValueEnum;
 
-pub(crate) use needs::of_copy;
+pub(crate) use needs::{COMMANDS, of_copy};
+
+/// Whether this process is.
+static CONFINED: AtomicBool = AtomicBool::new(false);
+
+/// What there is to add to an error of a confined process that may be of the sandbox's making.
+pub(crate) fn hint(error: &str) -> Option<&'static str> {
+    let is_denied = |errno| error.contains(&io::Error::from_raw_os_error(errno).to_string());
+    let is_ours = CONFINED.load(Relaxed) && (is_denied(libc::EACCES) || is_denied(libc::EPERM));
+    is_ours.then_some(
+        "this process has only the files and ports that its command line names (docs/sandbox.md); if that is why, \
+         --sandbox none goes on without",
+    )
+}
 
 /// `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -32,16 +47,11 @@ pub(crate) enum Setting {
     None,
 }
 
-/// Whether a device is confined if nothing is said of it.
-const DEVICES: Setting = Setting::None;
-/// And a copy.
-const COPIES: Setting = Setting::None;
-
 /// The option that every confined command has.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct SandboxArgs {
     /// Whether files, connections, programs and system calls that are not needed are given up once all is open
-    /// (docs/sandbox.md) [default: none]
+    /// (docs/sandbox.md) [default: on]
     #[arg(long, value_name = "ON|NONE")]
     sandbox: Option<Setting>,
 }
@@ -54,9 +64,17 @@ impl SandboxArgs {
 
     /// Confines this process, if that is wished. To be called before any thread is started.
     pub(crate) fn confine(&self, policy: &Policy) {
-        let default = if policy.opens { COPIES } else { DEVICES };
-        if self.sandbox.unwrap_or(default) == Setting::On {
-            policy.confine();
+        if self.sandbox != Some(Setting::None) {
+            policy.confine(self.is_wanted());
+        }
+    }
+
+    /// Tells why this process goes on unconfined, unless that was asked for.
+    pub(crate) fn cannot_confine(&self, why: &str) {
+        match self.sandbox {
+            Some(Setting::On) => tracing::warn!("no sandbox: {why}"),
+            Some(Setting::None) => {}
+            None => tracing::info!("no sandbox: {why}"),
         }
     }
 }
@@ -137,15 +155,15 @@ impl Policy {
         self.connect.add(port);
     }
 
-    /// What this kernel lacks is told, and the rest holds.
-    fn confine(&self) {
-        if !self.looks_into_others
-            && let Err(lack) = files::confine(self)
-        {
-            tracing::warn!("the sandbox is not whole: {lack}");
-        }
-        if let Err(lack) = calls::confine(self) {
-            tracing::warn!("the sandbox is not whole: {lack}");
+    /// What this kernel lacks is told, as a warning if the sandbox `is_wanted` by name, and the rest holds.
+    fn confine(&self, is_wanted: bool) {
+        CONFINED.store(true, Relaxed);
+        let files = if self.looks_into_others { Ok(()) } else { files::confine(self) };
+        for lack in [files, calls::confine(self)].into_iter().filter_map(Result::err) {
+            match is_wanted {
+                true => tracing::warn!("the sandbox is not whole: {lack}"),
+                false => tracing::info!("the sandbox is not whole: {lack}"),
+            }
         }
     }
 }

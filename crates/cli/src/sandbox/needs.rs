@@ -30,6 +30,9 @@ const OF_USER: [&str; 3] = [".aws", ".config/gcloud", ".azure"];
 #[cfg(feature = "store")]
 const SPOOL: &str = "/var/tmp";
 
+/// Why a copy to or from `exec:` is not confined.
+pub(crate) const COMMANDS: &str = "exec: runs commands, which would be confined with this process";
+
 /// What a copy needs whose ends these are, with all that its options name; `None`: it cannot be confined, as it runs commands
 /// (`exec:`), of which nobody knows what they need.
 pub(crate) fn of_copy(
@@ -59,7 +62,9 @@ pub(crate) fn of_copy(
     if let Some(base) = &options.base {
         policy.reads_image(base);
     }
-    policy.read.extend(options.tls.as_ref().map(|tls| tls.credentials.clone()));
+    if let Some(tls) = &options.tls {
+        policy.reads_all_in(&tls.credentials);
+    }
     policy.write.extend(control.map(directory));
     Some(policy)
 }
@@ -93,6 +98,13 @@ impl Policy {
             self.read.extend(path.canonicalize().ok().as_deref().map(directory));
             self.read.push(directory(&path));
         }
+    }
+
+    /// The files of a directory, wherever their names lead: whoever renews certificates keeps links to the newest.
+    fn reads_all_in(&mut self, path: &Path) {
+        self.read.push(path.to_owned());
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        self.read.extend(entries.filter_map(|entry| entry.path().canonicalize().ok()));
     }
 
     fn stream(&mut self, address: &Address, listens: bool) -> Option<()> {

@@ -65,7 +65,7 @@ fn a_device_opens_connects_and_executes_nothing() {
     let unix = UnixListener::bind(&socket).unwrap();
     let mut policy = Policy::default();
     policy.removes(&socket);
-    policy.confine();
+    policy.confine(true);
 
     refused("read a file", libc::EACCES, std::fs::read(&secret));
     refused("make a file", libc::EACCES, std::fs::write(directory.join("new"), "n"));
@@ -102,7 +102,7 @@ fn a_copy_has_its_ends_and_nothing_else() {
     // The test's directory is below it.
     policy.write.retain(|path| *path != std::env::temp_dir());
     let has_landlock = has_landlock();
-    policy.confine();
+    policy.confine(true);
 
     if has_landlock {
         refused("read a file", libc::EACCES, std::fs::read(directory.join("secret")));
@@ -111,6 +111,9 @@ fn a_copy_has_its_ends_and_nothing_else() {
         refused("connect", libc::EACCES, TcpStream::connect(address));
     }
     refused("execute", libc::EPERM, Command::new("/bin/true").spawn());
+    let denied = io::Error::from_raw_os_error(libc::EACCES);
+    assert!(hint(&format!("a.img: {denied}")).unwrap().contains("--sandbox none"));
+    assert_eq!(hint("a.img: no space is left"), None);
     std::fs::write(images.join("guest.img.partial"), "n").unwrap();
     std::fs::rename(images.join("guest.img.partial"), images.join("guest.img")).unwrap();
     assert_eq!(std::fs::read_to_string(images.join("guest.img")).unwrap(), "n");

@@ -11,7 +11,7 @@ use towline_migration::{Session, Snapshot, Statistics, outgoing, synthetic};
 #[cfg(feature = "store")]
 use super::store;
 use super::{
-    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression,
+    Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression, fit,
     memory, postcopy, receive, restore, tls, zero_copy,
 };
 
@@ -34,6 +34,7 @@ pub fn copy(
     let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
     let run = Run::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
+    fit::devices(&options.devices, observer).map_err(Failure::untouched)?;
     match source {
         Source::Image(path) => restore::restore(path, destination, &run),
         #[cfg(feature = "store")]

@@ -21,6 +21,8 @@ pub enum Error {
     Qemu(#[from] qemu::Error),
     #[error(transparent)]
     Settings(#[from] qemu::ApplyError),
+    #[error(transparent)]
+    Check(#[from] crate::check::Error),
     #[error("{0}")]
     Usage(String),
     #[error(

@@ -1,14 +1,17 @@
-//! Whether a guest fits a QEMU that waits: what QEMU itself would find out only while it loads, and say badly.
+//! Whether a guest fits a QEMU that waits, and the devices that serve it there: what QEMU itself would find out only while it
+//! loads, and say badly, or never.
 //!
 //! The rules are [`towline_compat`]'s.
 
+use std::path::PathBuf;
+
 use towline_compat::facts::Subject;
-use towline_compat::{Facts, Pair, Severity, Way, judge};
+use towline_compat::{Facts, Pair, Report, Severity, Way, judge};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
 use super::{Error, Observer, vsock};
-use crate::check;
+use crate::check::{self, End};
 use crate::qemu::Qemu;
 
 /// What is known of a guest that is to be sent.
@@ -62,16 +65,31 @@ impl Guest {
         let destination = Subject::Qemu(Box::new(known)).into();
         let lanes = Some(lanes);
         let report = judge(&Pair { source, destination: &destination, lanes, is_live, is_one_host: true });
-        let reasons = report.reasons(Way::Towline);
-        if !reasons.is_empty() {
-            return Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons });
-        }
-        for finding in report.of(Way::Towline) {
-            let head = if finding.severity == Severity::Unknown { "it may not run there: " } else { "" };
-            observer.notice(&format!("check: {head}{finding}"));
-        }
-        Ok(())
+        judged(&report, || format!("QEMU on {}", waiting.socket()), observer)
     }
+}
+
+/// Refuses if a device at the destination would not go on where the one at the source stops. QEMU asks neither: what differs between two
+/// backends shows only when the guest uses it.
+pub(super) fn devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
+    for (here, there) in pairs {
+        let report = check::check(&End::Control(here.clone()), &End::Control(there.clone()), None)?;
+        judged(&report, || format!("the device on {}", there.display()), observer)?;
+    }
+    Ok(())
+}
+
+/// Refuses what the report is against, and tells of the rest.
+fn judged(report: &Report, destination: impl Fn() -> String, observer: &dyn Observer) -> Result<(), Error> {
+    let reasons = report.reasons(Way::Towline);
+    if !reasons.is_empty() {
+        return Err(Error::DoesNotFit { destination: destination(), reasons });
+    }
+    for finding in report.of(Way::Towline) {
+        let head = if finding.severity == Severity::Unknown { "it may not run there: " } else { "" };
+        observer.notice(&format!("check: {head}{finding}"));
+    }
+    Ok(())
 }
 
 /// The bytes of a uuid as QMP prints it.
