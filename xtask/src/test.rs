@@ -81,7 +81,10 @@ fn build() -> Result<()> {
 
 /// Compiles, in the time that tests leave, what is wanted behind them.
 fn compile_beside() -> Result<()> {
-    run_command(&mut at_leisure(&lint::documentation()))
+    let documented = run_command(&mut at_leisure(&lint::documentation()));
+    // If it fails, it fails again where it is used, and is said there.
+    let _ = run_command(&mut at_leisure(&fuzz::build(&fuzz::targets()?)));
+    documented
 }
 
 /// As all of this is built: once, so that nothing is kept for a next time.
