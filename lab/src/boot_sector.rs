@@ -156,7 +156,9 @@ impl Qemu {
                 firsts.push(page[0]);
             }
             let skipped = usize::from(swept);
-            if let Some(at) = (skipped..page.len()).find(|at| page[*at] != wanted[*at]) {
+            if page[skipped..] != wanted[skipped..]
+                && let Some(at) = (skipped..page.len()).find(|at| page[*at] != wanted[*at])
+            {
                 let (found, wanted) = (page[at], wanted[at]);
                 bail!("page {index} has {found:#04x} at byte {at}, expected {wanted:#04x}: torn or stale");
             }

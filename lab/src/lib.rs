@@ -16,6 +16,7 @@
 
 mod accelerator;
 mod boot_sector;
+#[cfg(feature = "certificates")]
 pub mod certificates;
 pub mod cpio;
 pub mod demo;

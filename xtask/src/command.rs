@@ -18,6 +18,15 @@ pub(crate) fn cargo<const N: usize>(arguments: [&str; N]) -> Command {
     command
 }
 
+/// `command` in the time that nothing else wants.
+pub(crate) fn at_leisure(command: &Command) -> Command {
+    let mut nice = Command::new("nice");
+    nice.args(["-n", "19"]).arg(command.get_program()).args(command.get_args()).stdin(Stdio::null());
+    nice.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    nice.current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
+    nice
+}
+
 /// Runs `command` with its output shown; fails unless it exits with 0.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("{} cannot be started", shown(command)))?;

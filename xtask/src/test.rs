@@ -1,7 +1,7 @@
 //! `cargo xtask test`: all that CI runs, and one line of counts at its end.
 //!
 //! Tests and the towline that they drive are built with the dev profile: optimised enough, with overflow checks, and one build
-//! instead of two. A step that fails does not keep the next ones from running.
+//! instead of two, which clippy watches. A step that fails does not keep the next ones from running.
 //!
 //! The lab's guests are emulated, and what such a guest does depends on what else the machine does. A few tests that fail are
 //! run again, alone, at most twice; those that pass then are told as FLAKY, by name, and do not fail the whole. They are bugs all the
@@ -12,13 +12,15 @@ pub(crate) mod fuzz;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt as _;
+use std::panic::resume_unwind;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{JoinHandle, spawn};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::command::{cargo, run as run_command, shown, target_directory};
+use crate::command::{at_leisure, cargo, run as run_command, shown, target_directory};
 use crate::{lint, setup};
 use counts::Counts;
 
@@ -33,9 +35,14 @@ const AGAIN_TIMES_MAX: usize = 2;
 pub(crate) fn run() -> ExitCode {
     let mut counts = Counts::default();
     if step("set-up", &mut counts, |_| setup::run(false)) {
-        step("lint", &mut counts, |_| lint::run());
-        step("build", &mut counts, |_| run_command(&mut cargo(["build", "--package", "towline-cli"])));
-        step("tests", &mut counts, tests);
+        step("lint", &mut counts, |_| lint::quick());
+        step("build", &mut counts, |_| build());
+        let mut beside = None;
+        step("tests", &mut counts, |counts| tests(counts, &mut beside));
+        step("documentation", &mut counts, |_| match beside {
+            Some(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
+            None => compile_beside(),
+        });
         step("fuzz", &mut counts, fuzz::run);
     }
     counts.failures.iter().for_each(|name| println!("FAILED {name}"));
@@ -67,9 +74,32 @@ fn step(name: &str, counts: &mut Counts, work: impl FnOnce(&mut Counts) -> Resul
     outcome.is_ok()
 }
 
-fn tests(counts: &mut Counts) -> Result<()> {
+/// Builds towline, examples and all tests: what `cargo clippy --all-targets` looks at.
+fn build() -> Result<()> {
+    run_command(built(&mut cargo(["test", "--workspace", "--no-run"]))?)
+}
+
+/// Compiles, in the time that tests leave, what is wanted behind them.
+fn compile_beside() -> Result<()> {
+    let documented = run_command(&mut at_leisure(&lint::documentation()));
+    // If it fails, it fails again where it is used, and is said there.
+    let _ = run_command(&mut at_leisure(&fuzz::build(&fuzz::targets()?)));
+    documented
+}
+
+/// As all of this is built: once, so that nothing is kept for a next time.
+fn built(command: &mut Command) -> Result<&mut Command> {
+    lint::with_clippy(command.env("CARGO_INCREMENTAL", "0"))
+}
+
+/// Runs all tests, and `beside` them what is compiled at leisure: the lab waits for its guests every now and then.
+fn tests(counts: &mut Counts, beside: &mut Option<JoinHandle<Result<()>>>) -> Result<()> {
     let mut found = Counts::default();
-    let outcome = watched(&mut tests_command(&[])?, TESTS_WITHIN, |line| found.read(line));
+    let outcome = watched(&mut tests_command(&[])?, TESTS_WITHIN, |line| {
+        // With the first of them running cargo lets others compile.
+        beside.get_or_insert_with(|| spawn(compile_beside));
+        found.read(line);
+    });
     // Not if a build failed or time ran out: then there are failures that no name stands for.
     let all_named = found.failed == found.failures.len() && !found.failures.is_empty();
     let outcome = match outcome {
@@ -105,7 +135,7 @@ fn tests_command(names: &[String]) -> Result<Command> {
     if !names.is_empty() {
         command.args(["--", "--exact"]).args(names);
     }
-    command.env("TOWLINE_BIN", target_directory()?.join("debug/towline"));
+    built(command.env("TOWLINE_BIN", target_directory()?.join("debug/towline")))?;
     Ok(command)
 }
 
@@ -117,7 +147,7 @@ fn watched(command: &mut Command, within: Duration, mut look: impl FnMut(&str)) 
     let mut child = command.spawn().with_context(|| format!("{} cannot be started", shown(command)))?;
     let output = child.stdout.take().context("the output was asked for")?;
     let (sender, lines) = channel();
-    let reader = std::thread::spawn(move || {
+    let reader = spawn(move || {
         // Ends with the output; a line that is no UTF-8 is shown as well as can be.
         for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
             if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {

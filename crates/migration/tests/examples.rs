@@ -12,10 +12,15 @@ fn the_example_vmm_moves_itself() {
         let _ = writeln!(std::io::stderr(), "SKIPPED the_example_vmm_moves_itself: {error}");
         return;
     }
-    let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["run", "--quiet", "--offline", "--manifest-path", manifest, "--example", "vmm"]);
-    let output = cargo.output().unwrap();
+    // Cargo builds it beside the tests.
+    let test = std::env::current_exe().unwrap();
+    let program = test.ancestors().nth(2).unwrap().join("examples/vmm");
+    assert!(
+        program.is_file(),
+        "{} is missing; `cargo build -p towline-migration --examples` makes it",
+        program.display()
+    );
+    let output = Command::new(program).output().unwrap();
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{said}{errors}");
     let after = |text: &str| {

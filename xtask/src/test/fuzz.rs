@@ -1,26 +1,21 @@
 //! Runs of the fuzz targets of `fuzz/` on the stable compiler: a short one of all, long ones of some.
 //!
-//! libFuzzer needs coverage counters in the code, which stable rustc puts there when told so by its code generator's
-//! flags. Sanitizers need a nightly compiler; they are left to long runs by hand (`cargo fuzz`).
+//! `fuzz/rustc.sh` puts libFuzzer's counters into towline's own crates; other people's are those that the tests were built with.
+//! Sanitizers need a nightly compiler; they are left to long runs by hand (`cargo fuzz`).
 
-use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
 
 use super::counts::Counts;
-use crate::command::{cargo, last_lines, output, root, run as run_command, shown};
+use crate::command::{cargo, last_lines, metadata, root, run as run_command, shown, target_directory};
 
 /// What each target gets.
 const RUN_SECONDS: u64 = 5;
 /// What a target may take beyond that: its last input may be a slow one.
 const GRACE: Duration = Duration::from_secs(60);
-const TARGET: &str = "x86_64-unknown-linux-gnu";
-const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
-     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
-     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 -Cdebug-assertions=on";
 
 /// How long a target runs.
 #[derive(Clone, Copy)]
@@ -32,48 +27,57 @@ enum Limit {
 
 /// So many inputs for each of these targets.
 pub(crate) fn long(wanted: &[(&str, u64)], within: Duration) -> Result<()> {
-    let (_, built) = build()?;
+    build_all()?;
     for (name, runs) in wanted {
-        let program = Path::new(&built).join(TARGET).join("release").join(name);
-        fuzz(&root().join("fuzz"), name, &program, Limit::Runs(*runs, within.as_secs()))?;
+        fuzz(name, Limit::Runs(*runs, within.as_secs()))?;
     }
     Ok(())
 }
 
-fn build() -> Result<(Vec<String>, String)> {
-    let manifest = root().join("fuzz").join("Cargo.toml").display().to_string();
-    let mut build =
-        cargo(["build", "--quiet", "--release", "--manifest-path", &manifest, "--target", TARGET]);
-    run_command(build.env("RUSTFLAGS", FLAGS)).context("the fuzz targets do not build")?;
-    targets(&manifest)
+/// Builds them and returns their names.
+fn build_all() -> Result<Vec<String>> {
+    let names = targets()?;
+    run_command(&mut build(&names)).context("the fuzz targets do not build")?;
+    Ok(names)
 }
 
-/// Builds and runs them; each is counted as a test.
+/// What builds these targets: with the whole workspace's features, which the tests' build has too.
+pub(crate) fn build(names: &[String]) -> Command {
+    let mut build = cargo(["build", "--quiet", "--workspace"]);
+    build.args(names.iter().flat_map(|name| ["--bin", name])).env("CARGO_INCREMENTAL", "0");
+    build.env("RUSTC_WORKSPACE_WRAPPER", root().join("fuzz/rustc.sh"));
+    build
+}
+
+/// Builds and runs them, as many at once as there are processors; each is counted as a test.
 pub(crate) fn run(counts: &mut Counts) -> Result<()> {
-    let directory = root().join("fuzz");
-    if !directory.join("Cargo.toml").is_file() {
-        return Ok(());
-    }
-    let (names, built) = build()?;
-    let mut failed = Vec::new();
-    for name in names {
-        let program = Path::new(&built).join(TARGET).join("release").join(&name);
-        match fuzz(&directory, &name, &program, Limit::Seconds(RUN_SECONDS)) {
-            Ok(()) => counts.passed += 1,
-            Err(error) => {
-                eprintln!("fuzz {name}: {error:#}");
-                counts.failed += 1;
-                failed.push(name);
-            }
+    let names = build_all()?;
+    let failed = Mutex::new(Vec::new());
+    let next = Mutex::new(names.iter());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while let Some(name) = next.lock().ok().and_then(|mut next| next.next()) {
+                    if let Err(error) = fuzz(name, Limit::Seconds(RUN_SECONDS)) {
+                        eprintln!("fuzz {name}: {error:#}");
+                        failed.lock().expect("nobody panics with it").push(name.as_str());
+                    }
+                }
+            });
         }
-    }
+    });
+    let failed = failed.into_inner().expect("nobody panics with it");
+    counts.passed += names.len() - failed.len();
+    counts.failed += failed.len();
     if failed.is_empty() {
         return Ok(());
     }
     bail!("failed: {}; what failed lies in fuzz/artifacts", failed.join(", "));
 }
 
-fn fuzz(directory: &Path, name: &str, program: &Path, limit: Limit) -> Result<()> {
+fn fuzz(name: &str, limit: Limit) -> Result<()> {
+    let directory = root().join("fuzz");
+    let program = target_directory()?.join("debug").join(name);
     let artifacts = directory.join("artifacts").join(name);
     std::fs::create_dir_all(&artifacts)?;
     // New finds go where they are forgotten; what is kept is read only.
@@ -104,15 +108,13 @@ fn fuzz(directory: &Path, name: &str, program: &Path, limit: Limit) -> Result<()
     Ok(())
 }
 
-/// The names of the targets, and where they are built.
-fn targets(manifest: &str) -> Result<(Vec<String>, String)> {
-    let text =
-        output(&mut cargo(["metadata", "--no-deps", "--format-version", "1", "--manifest-path", manifest]))?;
-    let metadata: Value = serde_json::from_str(&text)?;
+/// The names of the targets.
+pub(crate) fn targets() -> Result<Vec<String>> {
+    let metadata = metadata()?;
     let packages = metadata["packages"].as_array().into_iter().flatten();
-    let targets = packages.flat_map(|package| package["targets"].as_array().into_iter().flatten());
+    let targets = packages
+        .filter(|package| package["name"] == "towline-fuzz")
+        .flat_map(|package| package["targets"].as_array().into_iter().flatten());
     let binaries = targets.filter(|target| target["kind"][0] == "bin");
-    let names = binaries.filter_map(|target| target["name"].as_str()).map(str::to_owned).collect();
-    let built = metadata["target_directory"].as_str().context("cargo metadata without target_directory")?;
-    Ok((names, built.to_owned()))
+    Ok(binaries.filter_map(|target| target["name"].as_str()).map(str::to_owned).collect())
 }
