@@ -29,7 +29,7 @@ const SINCE: [(&str, (u32, u32), &str); 9] = [
     ("SHUT_RD", (6, 7), "SIGPIPE for vsock"),
     ("credit update + SO_RCVLOWAT", (6, 8), "the credit that SO_RCVLOWAT tells"),
     ("MSG_ZEROCOPY", (6, 7), "sends of vsock without a copy"),
-    ("SIOCOUTQ", (6, 11), "the count of bytes that are not sent"),
+    ("SIOCOUTQ", (6, 12), "the count of bytes that are not sent"),
 ];
 
 /// Cases that cannot be through sockets of the host, which two guests have between them too.
