@@ -49,6 +49,11 @@ pub fn qmp_python(lab: &Path) -> PathBuf {
     lab.join("python-qmp/bin/python")
 }
 
+/// The kernel's own tests of vsock, if their soak has brought them.
+pub fn vsock_tests(lab: &Path) -> PathBuf {
+    lab.join("vsock-tests")
+}
+
 /// The emulator from the backports, installed.
 pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 

@@ -9,6 +9,7 @@
 //!               python/     Python's websockets, if they can be had        never installed
 //!               python-s3/  Python's moto, an S3 server, likewise          never installed
 //!               python-qmp/ QEMU's own qmp-shell, likewise                 never installed
+//!               vsock-tests/ the kernel's own, only for their soak           never installed
 //! ```
 //! Each part is made where nobody looks and moved into its place at the end, so a part that is there is whole. With
 //! everything there the task looks at the parts and returns; nothing is fetched.
@@ -20,6 +21,7 @@ pub(crate) mod peers;
 mod python;
 mod sources;
 mod unpack;
+pub(crate) mod vsock_tests;
 
 use std::process::Command;
 use std::time::Instant;

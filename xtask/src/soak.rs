@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 
 use crate::command::{cargo, run as run_command, target_directory};
+use crate::setup::vsock_tests;
 use crate::test::fuzz;
 
 struct Soak {
@@ -42,6 +43,19 @@ const SOAKS: &[Soak] = &[
         name: "vsock-bytes",
         about: "100 MiB each way through a Linux guest's vsock (TOWLINE_SOAK_VSOCK_MIB)",
         run: || lab_test("vsock", "a_guest_of_qemu_10_0", &[("TOWLINE_SOAK_VSOCK_MIB", "100")]),
+    },
+    Soak {
+        name: "vsock-kernel",
+        about: "the kernel's own tests of vsock between two guests, and vsock_perf with 100 MiB (TOWLINE_SOAK_VSOCK_KERNEL_MIB); \
+            builds them first",
+        run: || {
+            vsock_tests::run()?;
+            lab_test(
+                "vsock",
+                "kernel::the_kernels_own_tests_pass_between_two_guests",
+                &[("TOWLINE_SOAK_VSOCK_KERNEL_MIB", "100")],
+            )
+        },
     },
     Soak {
         name: "kills",

@@ -6,8 +6,9 @@
 
 /// The smallest window that a connection is given.
 pub const WINDOW_MIN: u32 = 16 << 10;
-/// The largest window that a connection begins with; it grows while its host side keeps up.
-pub const WINDOW_FIRST_MAX: u32 = 128 << 10;
+/// The largest window that a connection begins with; it grows while its host side keeps up. As Linux has it: a guest's
+/// message may be as long, and what is longer than a window is copied where it would be sent without a copy.
+pub const WINDOW_FIRST_MAX: u32 = 256 << 10;
 /// The largest window that one grows to whose host side does not keep up.
 pub const WINDOW_BEHIND_MAX: u32 = 256 << 10;
 /// The largest window at all: differences of counts stay far below half of 2^32.

@@ -5,7 +5,7 @@ use std::io;
 use towline_channel::{IoBuf, IoBufMut};
 
 use crate::connection::{Id, Key};
-use crate::packet::{Kind, Shut};
+use crate::packet::{Ends, Kind, Shut};
 
 /// The host's side of connections. Who implements it tells the engine what became ready: with
 /// [`Engine::readable`](crate::Engine::readable) once each time that there is something new, with
@@ -39,11 +39,12 @@ pub trait Sockets {
     /// As [`Sockets::receive`].
     fn next_message(&mut self, socket: &Self::Socket) -> io::Result<usize>;
 
-    /// Sends these bytes, or some of them; all of them as one message where messages are kept.
+    /// Sends these bytes, or some of them; all of them as one message where messages are kept, and then `ends` is what ends
+    /// with it.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if there is no room, all others for good.
-    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<usize>;
+    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize>;
 
     /// Ends one way or both.
     fn shutdown(&mut self, socket: &Self::Socket, what: Shut);
@@ -76,4 +77,13 @@ pub struct Received {
     pub bytes: usize,
     /// Whether the socket may have more, though there was room in the buffers.
     pub more: bool,
+    /// Of a message: whether a record ends with it.
+    pub record: bool,
+}
+
+impl Received {
+    /// What ends with it, if it is a message.
+    pub fn ends(&self) -> Ends {
+        if self.record { Ends::all() } else { Ends::MESSAGE }
+    }
 }

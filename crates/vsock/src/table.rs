@@ -17,8 +17,10 @@ use crate::packet::{Ends, Header, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
 
 /// The most resets for unknown connections that wait for room in the guest's ring.
 pub const STRAYS_MAX: usize = 1024;
-/// Connections that are given the full first window before windows get smaller, by this share of what is left.
+/// Each connection is given this share of the memory that is left, so that windows get smaller.
 const SHARE: u64 = 4096;
+/// As long as less than a quarter is promised, a larger one: of the usual memory, a full first window.
+const SHARE_FIRST: u64 = SHARE / 8;
 /// Ports of the host side: above those that programs are given by name.
 const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
 
@@ -264,7 +266,8 @@ impl Table {
         if self.names.len() >= self.limits.connections || left < u64::from(least) {
             return None;
         }
-        let fair = u32::try_from(left / SHARE).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
+        let share = if self.promised < self.limits.memory / 4 { SHARE_FIRST } else { SHARE };
+        let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
         let window = fair.min(self.limits.buf_alloc);
         self.promised += u64::from(window);
         let index = self.free.pop().unwrap_or_else(|| {

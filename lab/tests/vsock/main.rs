@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod guests;
+mod kernel;
 mod messages;
 mod peers_defects;
 mod streams;

@@ -72,8 +72,13 @@ pub(crate) fn device_arguments(socket: &Path) -> [String; 4] {
 }
 
 pub(crate) fn linux(version: Version) -> towline_lab::Builder {
+    linux_with(version, &["/usr/bin/socat", "/usr/bin/perl"])
+}
+
+/// A Linux whose memory a device can have, with these programs of this machine.
+pub(crate) fn linux_with(version: Version, programs: &[impl AsRef<Path>]) -> towline_lab::Builder {
     let builder = Qemu::builder(version).memory_backend(MemoryBackend::Memfd { prealloc: false });
-    builder.linux().guest_programs(["/usr/bin/socat", "/usr/bin/perl"])
+    builder.linux().guest_programs(programs.iter().map(AsRef::as_ref))
 }
 
 /// Starts `towline vsock` and waits until it listens.

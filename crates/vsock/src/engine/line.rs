@@ -7,7 +7,7 @@ use towline_vhost_user::{Batch, Head};
 
 use super::SKIP;
 use crate::connection::Id;
-use crate::packet::Kind;
+use crate::packet::{Ends, Kind};
 
 /// Packets shorter than this are copied when the host side is behind: a chain of the ring is worth more.
 pub(super) const HOLD_BYTES_MIN: u32 = 4096;
@@ -53,8 +53,8 @@ pub(super) struct Line<S> {
     pub(super) read_shut: bool,
     /// Buffers of the guest's that the next read may fill.
     pub(super) appetite: usize,
-    /// A message that did not fit into the guest's buffers at once, and how much of it has left.
-    pub(super) message: Option<(Vec<u8>, usize)>,
+    /// A message that did not fit into the guest's buffers at once, how much of it has left, and what it ends.
+    pub(super) message: Option<(Vec<u8>, usize, Ends)>,
     pub(super) statistics: LineStatistics,
 }
 
@@ -76,9 +76,9 @@ pub struct LineStatistics {
 /// Something on the way to the socket.
 pub(super) enum Out {
     /// In the guest's memory.
-    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: bool },
-    /// Copied. `ends`: where messages end, as offsets.
-    Kept { bytes: Vec<u8>, offset: usize, ends: VecDeque<usize> },
+    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: Ends },
+    /// Copied. `ends`: where messages end, as offsets, and what ends with each.
+    Kept { bytes: Vec<u8>, offset: usize, ends: VecDeque<(usize, Ends)> },
 }
 
 impl<S> Line<S> {
@@ -110,13 +110,13 @@ impl<S> Line<S> {
     }
 
     /// The buffers of the next call and their bytes: as many as a call takes, or, `whole`, those of one message;
-    /// nothing as long as it is not complete. `None` if a message has more pieces than a call takes.
+    /// nothing as long as it is not complete; and what ends with them. `None` if a message has more pieces than a call takes.
     pub(super) fn gather<'s>(
         &'s self,
         shelf: &'s Shelf,
         whole: bool,
         bufs: &mut Vec<IoBuf<'s>>,
-    ) -> Option<usize> {
+    ) -> Option<(usize, Ends)> {
         let mut bytes = 0;
         for out in &self.out {
             let end = match out {
@@ -136,10 +136,11 @@ impl<S> Line<S> {
                 }
                 Out::Kept { bytes: kept, offset, ends } => {
                     let until = if whole { ends.front().copied() } else { None };
-                    let part = &kept[*offset..until.unwrap_or(kept.len())];
+                    let (until, end) = until.unwrap_or((kept.len(), Ends::empty()));
+                    let part = &kept[*offset..until];
                     bytes += part.len();
                     bufs.push(IoBuf::from(part));
-                    until.is_some()
+                    end
                 }
             };
             if bufs.len() > towline_channel::IOV_MAX {
@@ -148,11 +149,11 @@ impl<S> Line<S> {
                 }
                 break;
             }
-            if whole && end {
-                return Some(bytes);
+            if whole && !end.is_empty() {
+                return Some((bytes, end));
             }
         }
-        Some(if whole { 0 } else { bytes })
+        Some((if whole { 0 } else { bytes }, Ends::empty()))
     }
 
     /// So many bytes of what waits have left.
@@ -172,7 +173,7 @@ impl<S> Line<S> {
                     *offset += here;
                     left -= here;
                     self.kept -= here;
-                    while ends.front().is_some_and(|end| *end <= *offset) {
+                    while ends.front().is_some_and(|(end, _)| *end <= *offset) {
                         ends.pop_front();
                     }
                     (*offset == bytes.len()).then_some(None)
@@ -237,7 +238,7 @@ impl<S> Line<S> {
         (slot, chain): (usize, usize),
         offset: u32,
         len: u32,
-        end: bool,
+        end: Ends,
     ) -> usize {
         let len = len as usize;
         let room = match self.out.back() {
@@ -251,8 +252,8 @@ impl<S> Line<S> {
         let start = bytes.len();
         bytes.resize(start + len, 0);
         shelf.batch(slot).chain(chain).read_at(SKIP + offset as usize, &mut bytes[start..]);
-        if end {
-            ends.push_back(bytes.len());
+        if !end.is_empty() {
+            ends.push_back((bytes.len(), end));
         }
         self.kept += len;
         len

@@ -139,7 +139,7 @@ impl<S: Sockets> Engine<S> {
                 self.ended(id);
                 0
             }
-            Ok(Received { bytes, more }) => {
+            Ok(Received { bytes, more, .. }) => {
                 line.readable = more || bytes == offered || line.ending;
                 let used = self.write_headers(id, ring, first, bytes, Ends::empty());
                 if let Some(line) = self.line(id) {
@@ -261,9 +261,9 @@ impl<S: Sockets> Engine<S> {
             return self.receive_long(id, ring, (first, room), len);
         }
         match self.sockets.receive(socket, &mut bufs) {
-            Ok(Received { bytes, .. }) => {
+            Ok(received) => {
                 drop(bufs);
-                self.write_headers(id, ring, first, bytes, Ends::MESSAGE)
+                self.write_headers(id, ring, first, received.bytes, received.ends())
             }
             Err(error) => {
                 drop(bufs);
@@ -277,20 +277,21 @@ impl<S: Sockets> Engine<S> {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let Some(socket) = &line.socket else { return 0 };
         let mut message = vec![0; len];
-        match self.sockets.receive(socket, &mut [IoBufMut::from(&mut message[..])]) {
-            Ok(received) => message.truncate(received.bytes),
+        let received = match self.sockets.receive(socket, &mut [IoBufMut::from(&mut message[..])]) {
+            Ok(received) => received,
             Err(error) => return self.failed(id, &error),
-        }
+        };
+        message.truncate(received.bytes);
         line.appetite = (2 * line.appetite).min(BATCH);
         line.statistics.bytes_copied += message.len() as u64;
         self.statistics.lines.bytes_copied += message.len() as u64;
-        line.message = Some((message, 0));
+        line.message = Some((message, 0, received.ends()));
         self.fill_rest(id, ring, first, room)
     }
 
     fn fill_rest(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
-        let Some((message, mut offset)) = line.message.take() else { return 0 };
+        let Some((message, mut offset, end)) = line.message.take() else { return 0 };
         let (mut index, mut room) = (first, room);
         while index < self.buffers.len() && offset < message.len() && room > 0 {
             let chain = self.buffers.chain(index);
@@ -303,7 +304,7 @@ impl<S: Sockets> Engine<S> {
             chain.write_at(SKIP, &message[offset..offset + here]);
             offset += here;
             room -= here;
-            let ends = if offset == message.len() { Ends::MESSAGE } else { Ends::empty() };
+            let ends = if offset == message.len() { end } else { Ends::empty() };
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
             let header = self.table.data(id, len, ends);
             chain.write_at(0, header.as_bytes());
@@ -319,7 +320,7 @@ impl<S: Sockets> Engine<S> {
         if offset < message.len()
             && let Some(line) = self.line(id)
         {
-            line.message = Some((message, offset));
+            line.message = Some((message, offset, end));
         }
         if stalls {
             self.stall(id);

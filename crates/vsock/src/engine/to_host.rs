@@ -92,9 +92,10 @@ impl<S: Sockets> Engine<S> {
         let taken = match Self::line_of(&mut self.lines, id) {
             Some(line) if !line.deaf => {
                 line.statistics.packets_from_guest += 1;
-                let end = line.kind == Kind::Seqpacket && ends.contains(Ends::MESSAGE);
+                let is_end = line.kind == Kind::Seqpacket && ends.contains(Ends::MESSAGE);
+                let end = if is_end { ends } else { Ends::empty() };
                 if len == 0 {
-                    end && line.end_message()
+                    is_end && line.end_message(end)
                 } else {
                     line.out.push_back(Out::Chain { slot, chain, offset: 0, len, end });
                     self.shelf.take(slot);
@@ -166,7 +167,7 @@ impl<S: Sockets> Engine<S> {
                 break;
             };
             let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(line.out.len());
-            let Some(bytes) = line.gather(&self.shelf, whole, &mut bufs) else {
+            let Some((bytes, ends)) = line.gather(&self.shelf, whole, &mut bufs) else {
                 drop(bufs);
                 line.settle(&mut self.shelf, 0);
                 continue;
@@ -175,7 +176,7 @@ impl<S: Sockets> Engine<S> {
                 break;
             }
             self.statistics.sends += 1;
-            let sent = self.sockets.send(socket, &bufs);
+            let sent = self.sockets.send(socket, &bufs, ends);
             drop(bufs);
             match sent {
                 Ok(sent) => self.sent(id, sent, sent < bytes),
@@ -237,11 +238,14 @@ impl<S: Sockets> Engine<S> {
 impl<S> Line<S> {
     /// The message that began ends, without another byte. False if none began: nobody could tell an empty message from
     /// the end.
-    fn end_message(&mut self) -> bool {
+    fn end_message(&mut self, ends_with: Ends) -> bool {
         match self.out.back_mut() {
-            Some(Out::Chain { end, .. }) => !std::mem::replace(end, true),
-            Some(Out::Kept { bytes, ends, .. }) if ends.back() != Some(&bytes.len()) => {
-                ends.push_back(bytes.len());
+            Some(Out::Chain { end, .. }) if end.is_empty() => {
+                *end = ends_with;
+                true
+            }
+            Some(Out::Kept { bytes, ends, .. }) if ends.back().map(|(end, _)| *end) != Some(bytes.len()) => {
+                ends.push_back((bytes.len(), ends_with));
                 true
             }
             _ => false,

@@ -18,17 +18,16 @@ use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use towline_channel::{IoBuf, IoBufMut};
 
-use self::convention::{LINE_BYTES_MAX, Line};
+use self::convention::Line;
 use self::socket::Begun;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;
 use crate::connection::{Id, Key};
 use crate::engine::News;
-use crate::packet::{HOST_CID, Kind, Shut};
+use crate::packet::{Ends, HOST_CID, Kind, Shut};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Incoming, Mailbox, Siblings};
 use crate::sockets::{Connect, Received, Sockets};
-use crate::sys;
 
 /// The most that have connected and not yet said where to.
 pub(crate) const GREETINGS_MAX: usize = 1024;
@@ -102,6 +101,9 @@ pub(crate) struct Host {
     ticking: bool,
     ears: Arc<Ears>,
     deaf: bool,
+    /// How often it was looked, and when a listener last had somebody.
+    looks: u64,
+    accepted_at: u64,
     greetings: Vec<Option<Greeting>>,
     greeting_count: usize,
     pending: HashMap<Id, Pending>,
@@ -138,6 +140,8 @@ impl Host {
             ticking: false,
             ears,
             deaf: false,
+            looks: 0,
+            accepted_at: 0,
             greetings: Vec::new(),
             greeting_count: 0,
             pending: HashMap::new(),
@@ -158,6 +162,7 @@ impl Host {
                 return;
             }
         };
+        self.looks += 1;
         for event in found {
             let (data, flags) = (event.data.u64(), event.flags);
             let index = (data & INDEX) as usize;
@@ -248,7 +253,9 @@ impl Host {
 
     fn accept(&mut self, index: usize) {
         let since_ms = self.now_ms;
-        for _ in 0..ACCEPTS {
+        // To find that nobody else is there costs the kernel as much as to find somebody. It tells again if there is.
+        let crowded = self.looks - std::mem::replace(&mut self.accepted_at, self.looks) <= 1;
+        for _ in 0..if crowded { ACCEPTS } else { 1 } {
             if self.greeting_count >= GREETINGS_MAX {
                 self.listen(false);
                 return;
@@ -284,14 +291,11 @@ impl Host {
         let Some(greeting) = self.greetings.get_mut(index).and_then(Option::take) else { return };
         self.greeting_count -= 1;
         let socket = &greeting.socket;
-        match said(socket, convention::connect) {
-            Ok(Line::Whole(port, length)) => {
-                // Only the line is taken; what is behind it is the guest's.
+        match socket.hear(convention::connect) {
+            Ok(Line::Whole(port, _)) => {
                 let Greeting { socket, .. } = greeting;
-                if socket.take(length).is_ok() {
-                    let kind = socket.kind();
-                    self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
-                }
+                let kind = socket.kind();
+                self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
             }
             Ok(Line::More) => {
                 let data = epoll::EventData::new_u64(GREETING | index as u64);
@@ -343,8 +347,8 @@ impl Host {
                 .outcome()
                 .and_then(|()| socket.say(&format!("CONNECT {port}\n")))
                 .map(|()| Step::Goes(Pending::Ok(socket))),
-            Some(Pending::Ok(socket)) => match said(&socket, convention::ok) {
-                Ok(Line::Whole(_, length)) => socket.take(length).map(|()| Step::Done(socket)),
+            Some(Pending::Ok(socket)) => match socket.hear(convention::ok) {
+                Ok(Line::Whole(..)) => Ok(Step::Done(socket)),
                 Ok(Line::More) => Ok(Step::Goes(Pending::Ok(socket))),
                 Ok(Line::Wrong) => Err(io::ErrorKind::InvalidData.into()),
                 Err(error) => Err(error),
@@ -354,7 +358,13 @@ impl Host {
         };
         match outcome {
             Ok(Step::Done(socket)) => match self.watch(id, &socket, false, true) {
-                Ok(()) => self.events.push_back(Event::Connected(id, Some(socket))),
+                Ok(()) => {
+                    let early = socket.has_early();
+                    self.events.push_back(Event::Connected(id, Some(socket)));
+                    if early {
+                        self.events.push_back(Event::Readable(id, News::Data));
+                    }
+                }
                 Err(_) => self.events.push_back(Event::Connected(id, None)),
             },
             Ok(Step::Goes(pending)) => {
@@ -460,36 +470,10 @@ enum Step {
     Goes(Pending),
 }
 
-/// What somebody has said so far; an error if it has gone.
-fn said(socket: &HostSocket, line: fn(&[u8], bool) -> Line<u32>) -> io::Result<Line<u32>> {
-    let mut bytes = [0; LINE_BYTES_MAX];
-    match socket.peek(&mut bytes) {
-        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
-        Ok(count) => Ok(line(&bytes[..count], socket.kind() == Kind::Seqpacket)),
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Line::More),
-        Err(error) => Err(error),
-    }
-}
-
 impl AsFd for Host {
     /// Readable when [`Host::look`] has something to find.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
-    }
-}
-
-impl Host {
-    /// A socket that was opened with this connection is watched from now on. What it has already is told at once.
-    pub(crate) fn opened(&mut self, id: Id, socket_fd: BorrowedFd<'_>) {
-        let data = epoll::EventData::new_u64(data_of(id));
-        let added = match epoll::add(&self.epoll, socket_fd, data, READ) {
-            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket_fd, data, READ),
-            other => other,
-        };
-        if let Err(errno) = added {
-            tracing::error!(%errno, "epoll_ctl");
-            self.events.push_back(Event::Connected(id, None));
-        }
     }
 }
 
@@ -501,7 +485,17 @@ impl Sockets for Host {
     }
 
     fn opened(&mut self, id: Id, socket: &HostSocket) {
-        Host::opened(self, id, socket.as_fd());
+        let data = epoll::EventData::new_u64(data_of(id));
+        let added = match epoll::add(&self.epoll, socket, data, READ) {
+            Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, data, READ),
+            other => other,
+        };
+        if let Err(errno) = added {
+            tracing::error!(%errno, "epoll_ctl");
+            self.events.push_back(Event::Connected(id, None));
+        } else if socket.has_early() {
+            self.events.push_back(Event::Readable(id, News::Data));
+        }
     }
 
     fn accepted(&mut self, _: Id, socket: &HostSocket, port: u32) -> io::Result<()> {
@@ -509,15 +503,15 @@ impl Sockets for Host {
     }
 
     fn receive(&mut self, socket: &HostSocket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
-        sys::receive(socket.as_fd(), bufs)
+        socket.receive(bufs)
     }
 
     fn next_message(&mut self, socket: &HostSocket) -> io::Result<usize> {
         socket.next_message()
     }
 
-    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
-        sys::send(socket.as_fd(), bufs)
+    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
+        socket.send(bufs, ends)
     }
 
     fn shutdown(&mut self, socket: &HostSocket, what: Shut) {

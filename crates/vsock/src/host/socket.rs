@@ -1,5 +1,6 @@
 //! The calls that make sockets, none of which waits.
 
+use std::cell::RefCell;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,9 +14,14 @@ use rustix::net::{
     listen, recv, send, shutdown, socket_with, socketpair, sockopt,
 };
 
-use crate::packet::{Kind, Shut};
+use towline_channel::{IOV_MAX, IoBuf, IoBufMut, gather, scatter, total_len};
+
+use super::convention::{LINE_BYTES_MAX, Line};
+use crate::credit::WINDOW_FIRST_MAX;
+use crate::packet::{Ends, Kind, Shut};
 use crate::rules::Place;
-use crate::sys::VsockAddress;
+use crate::sockets::Received;
+use crate::sys::{self, VsockAddress};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
@@ -29,6 +35,10 @@ pub(crate) struct HostSocket {
     is_tcp: bool,
     /// Whoever connected waits for `OK`.
     pub(super) convention: bool,
+    /// Read already: the beginning of a line, or what stood right behind one and is the guest's.
+    early: RefCell<Vec<u8>>,
+    /// Of messages between two guests: a byte before each says what ends with it, which Unix sockets do not carry.
+    marked: bool,
 }
 
 /// How a connection that was begun stands.
@@ -60,7 +70,12 @@ impl HostSocket {
             // Packets of the guest's go out as they come; whoever wants them joined has done so.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
-        Self { fd, kind, is_tcp, convention }
+        if kind == Kind::Seqpacket {
+            // It takes a message at once or never, and the guest's may be as long as a window. The kernel doubles what it is
+            // asked for, as far as its limit goes, whose default is enough.
+            let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
+        }
+        Self { fd, kind, is_tcp, convention, early: RefCell::default(), marked: false }
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -102,7 +117,10 @@ impl HostSocket {
     /// Two that are connected with each other.
     pub(super) fn pair(kind: Kind) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
-        Ok((Self::new(one, kind, false, false), Self::new(other, kind, false, true)))
+        let marked = kind == Kind::Seqpacket;
+        let ends = [(one, false), (other, true)];
+        let [ours, theirs] = ends.map(|(fd, asks)| Self { marked, ..Self::new(fd, kind, false, asks) });
+        Ok((ours, theirs))
     }
 
     /// What became of a connection that waited.
@@ -111,14 +129,79 @@ impl HostSocket {
         Ok(())
     }
 
-    /// Looks at what is there without taking it.
-    pub(super) fn peek(&self, bytes: &mut [u8]) -> io::Result<usize> {
-        Ok(recv(&self.fd, bytes, RecvFlags::PEEK | RecvFlags::DONTWAIT)?.0)
+    /// Reads what somebody has said so far, in one call that may take more than the line: what is behind it is the first
+    /// that [`HostSocket::receive`] gives. An error if they have gone.
+    pub(super) fn hear<T>(&self, parse: fn(&[u8], bool) -> Line<T>) -> io::Result<Line<T>> {
+        let mut early = self.early.borrow_mut();
+        let mut bytes = [0; LINE_BYTES_MAX];
+        let before = early.len();
+        bytes[..before].copy_from_slice(&early);
+        let count = match recv(&self.fd, &mut bytes[before..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((count, _)) => before + count,
+            Err(Errno::AGAIN) => return Ok(Line::More),
+            Err(errno) => return Err(errno.into()),
+        };
+        let line = parse(&bytes[..count], self.kind == Kind::Seqpacket);
+        let gone = match &line {
+            // The rest of a message goes with its line.
+            Line::Whole(..) if self.kind == Kind::Seqpacket => count,
+            Line::Whole(_, length) => *length,
+            Line::More | Line::Wrong => 0,
+        };
+        // Of most sockets nothing stays, and then no memory either.
+        *early = bytes[gone..count].to_vec();
+        Ok(line)
     }
 
-    /// Takes so many bytes that were looked at; of messages, one.
-    pub(super) fn take(&self, count: usize) -> io::Result<()> {
-        recv(&self.fd, &mut vec![0u8; count][..], RecvFlags::DONTWAIT)?;
+    /// Whether something of the guest's was read with a line.
+    pub(super) fn has_early(&self) -> bool {
+        !self.early.borrow().is_empty()
+    }
+
+    /// Receives into these buffers.
+    pub(super) fn receive(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+        let mut early = self.early.borrow_mut();
+        if early.is_empty() {
+            return if self.marked { self.receive_marked(bufs) } else { sys::receive(self.fd.as_fd(), bufs) };
+        }
+        let bytes = scatter(&early, bufs);
+        early.drain(..bytes);
+        Ok(Received { bytes, more: true, record: false })
+    }
+
+    fn receive_marked(&self, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
+        let mut mark = [0];
+        let mut all = Vec::with_capacity(bufs.len() + 1);
+        all.push(IoBufMut::from(&mut mark));
+        all.extend(bufs.iter_mut().map(|buf| buf.prefix(buf.len())));
+        let received = sys::receive(self.fd.as_fd(), &mut all)?;
+        let record = Ends::from_bits_truncate(mark[0].into()).contains(Ends::RECORD);
+        Ok(Received { bytes: received.bytes.saturating_sub(mark.len()), record, ..received })
+    }
+
+    /// Sends these, or some of them; a message whole.
+    pub(super) fn send(&self, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
+        if !self.marked {
+            return sys::send(self.fd.as_fd(), bufs);
+        }
+        let mark = [ends.bits() as u8];
+        let mut copied = Vec::new();
+        let mut all = vec![IoBuf::from(&mark[..])];
+        if bufs.len() < IOV_MAX {
+            all.extend_from_slice(bufs);
+        } else {
+            // One piece too many with the mark.
+            copied.resize(total_len(bufs), 0);
+            gather(bufs, &mut copied);
+            all.push(IoBuf::from(&copied[..]));
+        }
+        Ok(sys::send(self.fd.as_fd(), &all)?.saturating_sub(mark.len()))
+    }
+
+    /// Takes a message of which it is known that it is empty.
+    fn pass_over(&self) -> io::Result<()> {
+        recv(&self.fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT)?;
         Ok(())
     }
 
@@ -130,13 +213,17 @@ impl HostSocket {
 
     /// The length of the next message, 0 at the end. Empty ones, which vsock does not carry, are passed over.
     pub(super) fn next_message(&self) -> io::Result<usize> {
+        let early = self.early.borrow().len();
+        if early > 0 {
+            return Ok(early);
+        }
         loop {
             let (_, len) =
                 recv(&self.fd, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT)?;
             if len > 0 || self.kind == Kind::Stream || self.is_at_end()? {
-                return Ok(len);
+                return Ok(len.saturating_sub(usize::from(self.marked)));
             }
-            self.take(1)?;
+            self.pass_over()?;
         }
     }
 
@@ -240,5 +327,62 @@ impl Drop for Listening {
         if let Some(path) = &self.path {
             let _ = unlinkat(CWD, path, rustix::fs::AtFlags::empty());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::convention;
+    use super::*;
+
+    fn received(socket: &HostSocket) -> (Vec<u8>, Ends) {
+        let mut bytes = vec![0; 100];
+        let received = socket.receive(&mut [IoBufMut::from(&mut bytes[..])]).unwrap();
+        bytes.truncate(received.bytes);
+        (bytes, received.ends())
+    }
+
+    #[test]
+    fn between_guests_a_message_keeps_what_ends_with_it() {
+        let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
+        other.say("OK 7\n").unwrap();
+        assert_eq!(one.hear(convention::ok).unwrap(), Line::Whole(7, 5));
+        let many = vec![IoBuf::from(&b"x"[..]); IOV_MAX];
+        for (bufs, ends) in [
+            (&[IoBuf::from(&b"one"[..]), IoBuf::from(&b"message"[..])][..], Ends::MESSAGE),
+            (&[IoBuf::from(&b"and a record"[..])], Ends::all()),
+            (&many[..50], Ends::all()),
+        ] {
+            let len = total_len(bufs);
+            assert_eq!(one.send(bufs, ends).unwrap(), len);
+            assert_eq!(other.next_message().unwrap(), len);
+            let (bytes, found) = received(&other);
+            assert_eq!((bytes.len(), found), (len, ends));
+        }
+        assert_eq!(one.send(&many, Ends::MESSAGE).unwrap(), IOV_MAX);
+        assert_eq!(other.next_message().unwrap(), IOV_MAX);
+        drop(one);
+        assert_eq!(received(&other).0.len(), 100);
+        assert_eq!((other.next_message().unwrap(), received(&other).0.len()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_read_with_a_line_comes_first() {
+        let (one, other) = HostSocket::pair(Kind::Stream).unwrap();
+        one.say("CONN").unwrap();
+        assert_eq!(other.hear(convention::connect).unwrap(), Line::More);
+        assert_eq!(other.hear(convention::connect).unwrap(), Line::More);
+        one.say("ECT 52\nand data").unwrap();
+        assert_eq!(other.hear(convention::connect).unwrap(), Line::Whole(52, 11));
+        one.say(" and more").unwrap();
+        assert!(other.has_early());
+        assert_eq!(other.next_message().unwrap(), 8);
+        let mut bytes = [0; 5];
+        let first = other.receive(&mut [IoBufMut::from(&mut bytes)]).unwrap();
+        assert_eq!((first, &bytes), (Received { bytes: 5, more: true, record: false }, b"and d"));
+        assert_eq!((received(&other).0, received(&other).0), (b"ata".to_vec(), b" and more".to_vec()));
+        drop(one);
+        assert!(!other.has_early());
+        assert_eq!(other.hear(convention::connect).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -23,7 +23,7 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
         if let Ok(bytes) = usize::try_from(done) {
             // A socket stops where somebody has sent descriptors, which are dropped here.
             let stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
-            return Ok(Received { bytes, more: stopped || bytes == room });
+            return Ok(Received { bytes, more: stopped || bytes == room, record: false });
         }
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {

@@ -7,7 +7,7 @@ use std::io;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
-use towline_vsock::packet::{Kind, Shut};
+use towline_vsock::packet::{Ends, Kind, Shut};
 use towline_vsock::{Connect, Id, Key, News, Received, Sockets};
 
 use crate::plan::{Plan, byte};
@@ -177,7 +177,7 @@ impl Sockets for World {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
             return if socket.ended || socket.closed {
-                Ok(Received { bytes: 0, more: false })
+                Ok(Received { bytes: 0, more: false, record: false })
             } else {
                 Err(io::ErrorKind::WouldBlock.into())
             };
@@ -194,7 +194,7 @@ impl Sockets for World {
         let bytes: Vec<u8> = (0..here).map(|at| byte(seed, socket.taken + at)).collect();
         assert_eq!(scatter(&bytes, bufs), bytes.len());
         socket.taken += here;
-        Ok(Received { bytes: here as usize, more: socket.taken < socket.written })
+        Ok(Received { bytes: here as usize, more: socket.taken < socket.written, record: false })
     }
 
     fn next_message(&mut self, socket: &Shared) -> io::Result<usize> {
@@ -205,7 +205,7 @@ impl Sockets for World {
         if socket.ended || socket.closed { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
+    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
         let mut socket = socket.borrow_mut();
         assert!(!socket.device_closed && !socket.end_seen, "bytes behind the end");
         if socket.closed {
