@@ -2,9 +2,11 @@
 //! so a worker stays awake for a moment while they do; where bytes flow one way it sleeps, and finds more when it wakes.
 //!
 //! What it is not: polling. A wait in vain makes the next one rarer, so that a queue whose rhythm is slower than the limit
-//! costs little, and on one processor nobody waits awake.
+//! costs little, others that want the processor have it first, and where there is but one nobody waits awake.
 
 use std::time::{Duration, Instant};
+
+use rustix::thread::sched_yield;
 
 /// Changes of direction in a row before anything is waited for awake.
 const BEATS_MIN: u32 = 2;
@@ -81,6 +83,8 @@ impl Pulse {
     fn waits_on(&mut self, now: impl FnOnce() -> Instant) -> bool {
         let Some(since) = self.since else { return false };
         if now().duration_since(since) < self.limit {
+            // Who is waited for may be waiting for this very processor.
+            sched_yield();
             return true;
         }
         self.since = None;
