@@ -70,8 +70,7 @@ impl Pulse {
         }
         match (way, self.last) {
             (Some(way), Some(last)) if way != last => self.beats = self.beats.saturating_add(1),
-            // One of many is a request of two packets.
-            (Some(_), Some(_)) => self.beats /= 2,
+            (Some(_), Some(_)) => self.beats = 0,
             _ => {}
         }
         self.last = way.or(self.last);
