@@ -216,7 +216,14 @@ fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Sign
             (None, Some(address)) => {
                 let stream = match TcpStream::connect(address) {
                     // The port was used a moment ago, and the other side still answered to that: as good as not tried.
-                    Err(error) if error.kind() == ErrorKind::ConnectionReset => continue,
+                    Err(error)
+                        if matches!(
+                            error.kind(),
+                            ErrorKind::ConnectionReset | ErrorKind::ConnectionRefused
+                        ) =>
+                    {
+                        continue;
+                    }
                     stream => stream.context("no further connection comes about")?,
                 };
                 stream.set_nodelay(true)?;
