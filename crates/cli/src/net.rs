@@ -42,8 +42,7 @@ Examples:
       <source type='unix' path='/run/vm/net0.sock' mode='client'><reconnect enabled='yes' timeout='1'/></source>
       <model type='virtio'/><driver queues='4'/>
     </interface>
-  Taps that a manager opened (descriptors 5 and 6), threads on processors 2 and 3, looking for more for 50 µs before
-  they sleep:
+  Taps that a manager opened (descriptors 5 and 6), threads on processors 2 and 3:
     towline net --fd 4 --tap-fds 5:6 --cpus 2,3
   A guest that sends without a copy: its memory is pinned, and queue 0 of a network card's function reads it. What the guest
   receives comes by a macvtap of the same function (see docs/af-xdp.md for which drivers, and what else they want):

@@ -22,7 +22,7 @@ const KIND: &str = "towline-net-1";
 pub struct Options {
     /// On which processors the threads run, one after the other and round again; wherever the kernel likes if empty.
     pub cpus: Vec<usize>,
-    /// How long a thread looks for more before it sleeps.
+    /// How long a thread waits awake where requests and answers alternate; 0: never.
     pub poll: Duration,
     /// The frontend is told that its guest cannot be migrated with it.
     pub unmigratable: bool,

@@ -32,7 +32,7 @@ pub(super) fn drives(answer: &Value) -> Vec<Drive> {
 
 /// All of this host's locks; empty if they cannot be had.
 ///
-/// Each read waits until every processor has let go of the list (10 ms and more), so there is one, and none for no drive.
+/// A read may wait until every processor has let go of the list (10 ms and more), so they are few, and none for no drive.
 fn locks() -> String {
     let mut text = String::with_capacity(LOCKS_BYTES);
     let read = fs::File::open("/proc/locks").and_then(|mut file| file.read_to_string(&mut text));
