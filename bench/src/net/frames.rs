@@ -15,9 +15,10 @@ const NEEDS_CSUM: u8 = 1;
 const GSO_TCPV4: u8 = 1;
 /// Bytes of TCP in each segment of a super-frame.
 const SEGMENT_BYTES: u16 = 1448;
+const SEGMENTS: usize = 45;
 /// The longest super-frame of whole segments that is shorter than what an interface takes in one piece (64 KiB, all headers
 /// included); a longer one would be cut by the kernel.
-pub(super) const SUPER_BYTES: usize = HEADERS_BYTES + 45 * SEGMENT_BYTES as usize;
+pub(super) const SUPER_BYTES: usize = HEADERS_BYTES + SEGMENTS * SEGMENT_BYTES as usize;
 
 /// What is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +35,11 @@ impl Kind {
             Self::Plain(len) => len,
             Self::Super => SUPER_BYTES,
         }
+    }
+
+    /// How many packets it is on a wire.
+    pub(super) fn segments(self) -> usize {
+        if self == Self::Super { SEGMENTS } else { 1 }
     }
 
     pub(super) fn name(self) -> String {

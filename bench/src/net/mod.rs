@@ -3,6 +3,7 @@
 //! ```text
 //!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and a packet socket's frames back
 //!            write/read on the tap in a loop                                        the limit of who goes through a tap
+//!            driver ── rings ── towline ── xdp0 ── veth ── xdp1 ── kernel, which drops them (AF_XDP's copy mode)
 //!   TCP      applications ── kernel ── tap1 ── driver ── rings ── backend ── tap0 ── kernel ── applications
 //!            applications ── kernel ── veth ── kernel ── applications               the limit
 //! ```
@@ -47,6 +48,9 @@ use tcp::{Applications, Traffic};
 pub const TESTPMD: &str = "dpdk-testpmd";
 /// Cloud Hypervisor's backend.
 pub const VHOST_USER_NET: &str = "vhost_user_net";
+/// What leaves by AF_XDP, and where it comes out.
+const XDP: &str = "xdp0";
+const XDP_PEER: &str = "xdp1";
 /// How long a backend may take for its tap.
 const TAP_WITHIN: Duration = Duration::from_secs(30);
 /// Frames that go into the tap with one call.
@@ -139,6 +143,8 @@ enum Carrier {
     Towline,
     /// It, always asleep where nothing comes.
     Sleeping,
+    /// It, which sends by AF_XDP over a veth pair, whose driver copies.
+    Xdp,
     VhostUserNet,
     Testpmd,
     /// The tap, or for TCP a veth pair.
@@ -195,13 +201,20 @@ pub(crate) fn sent_frames(parameters: &Parameters) -> Result<Window> {
 fn entries(parameters: &Parameters) -> Vec<Entry> {
     let mut entries = Vec::new();
     let mut add = |work, queues| {
-        let carriers =
-            [Carrier::Towline, Carrier::Sleeping, Carrier::VhostUserNet, Carrier::Testpmd, Carrier::Limit];
+        let carriers = [
+            Carrier::Towline,
+            Carrier::Sleeping,
+            Carrier::Xdp,
+            Carrier::VhostUserNet,
+            Carrier::Testpmd,
+            Carrier::Limit,
+        ];
         let entry = |carrier| Entry { work, queues, carrier };
         // The limit has no queues, and is measured once; how one waits is for those who wait for answers.
         let wanted = |it: &Entry| match it.carrier {
             Carrier::Limit => it.queues == 1,
             Carrier::Sleeping => matches!(it.work, Work::Tcp(Traffic::Ask { .. })),
+            Carrier::Xdp => matches!(it.work, Work::Transmit(_)),
             _ => true,
         };
         entries.extend(carriers.map(entry).into_iter().filter(wanted));
@@ -260,6 +273,12 @@ impl Bench<'_> {
     fn frames(&self) -> Result<Figure> {
         let directory = TempDir::with_prefix("towline-bench-")?;
         let socket = directory.path().join("net.sock");
+        let is_xdp = self.entry.carrier == Carrier::Xdp;
+        if is_xdp {
+            self.outside.run(&["ip", "link", "add", XDP, "type", "veth", "peer", "name", XDP_PEER])?;
+            self.outside.run(&["ip", "link", "set", XDP_PEER, "up"])?;
+            self.outside.run(&["ip", "link", "set", XDP, "up"])?;
+        }
         let mut backend = self.backend(&socket, directory.path())?;
         let started = (|| match self.entry.work {
             Work::Receive(kind) => {
@@ -284,7 +303,7 @@ impl Bench<'_> {
         let measured = self.window(Some(&mut backend));
         // Now: a backend may end with its driver, and its tap with it.
         let total = self.signals.units.load(Ordering::Relaxed) as f64;
-        let taken = self.outside.within(|| hosts::frames(TAP));
+        let taken = self.outside.within(|| hosts::frames(if is_xdp { XDP_PEER } else { TAP }));
         self.signals.stop.store(true, Ordering::Relaxed);
         let ended = card.join().expect("it does not panic");
         if let Some(injector) = injector {
@@ -293,8 +312,11 @@ impl Bench<'_> {
         let mut window = measured?;
         ended?;
         match self.entry.work {
-            // What the driver got back counts only as far as the tap has it.
-            Work::Transmit(_) => window.units *= (taken?.0 as f64 / total).min(1.0),
+            // What the driver got back counts only as far as the other end has it.
+            Work::Transmit(kind) => {
+                let packets = if is_xdp { kind.segments() } else { 1 };
+                window.units *= (taken?.0 as f64 / packets as f64 / total).min(1.0);
+            }
             _ if kind == Kind::Super => window.units /= kind.len() as f64,
             _ => {}
         }
@@ -422,7 +444,7 @@ impl Bench<'_> {
     fn backend(&self, socket: &Path, directory: &Path) -> Result<Backend> {
         let (socket, queues) = (socket.display().to_string(), self.entry.queues.to_string());
         let (program, missing) = match self.entry.carrier {
-            Carrier::Towline | Carrier::Sleeping => (Some(&self.parameters.towline), ""),
+            Carrier::Towline | Carrier::Sleeping | Carrier::Xdp => (Some(&self.parameters.towline), ""),
             Carrier::VhostUserNet => {
                 (self.parameters.vhost_user_net.as_ref(), "name it: --peer vhost_user_net=PATH")
             }
@@ -443,9 +465,13 @@ impl Bench<'_> {
             Carrier::Testpmd => testpmd(&socket, &queues),
             carrier => {
                 let line = ["net", "--socket", &socket, "--tap", TAP, "--queues", &queues];
-                let never: &[&str] = if carrier == Carrier::Sleeping { &["--poll-us", "0"] } else { &[] };
+                let own: &[&str] = match carrier {
+                    Carrier::Sleeping => &["--poll-us", "0"],
+                    Carrier::Xdp => &["--af-xdp", XDP],
+                    _ => &[],
+                };
                 let sandbox = self.parameters.sandbox.map(|setting| ["--sandbox", setting]);
-                let options = never.iter().copied().chain(sandbox.into_iter().flatten());
+                let options = own.iter().copied().chain(sandbox.into_iter().flatten());
                 line.into_iter().chain(options).map(str::to_owned).collect()
             }
         };
@@ -514,6 +540,7 @@ impl Carrier {
         match self {
             Self::Towline => "towline",
             Self::Sleeping => "towline --poll-us 0",
+            Self::Xdp => "towline --af-xdp, copying",
             Self::VhostUserNet => VHOST_USER_NET,
             Self::Testpmd => TESTPMD,
             Self::Limit => "limit",

@@ -17,6 +17,8 @@ use crate::vhost::latency::Latencies;
 const PORT: u16 = 5000;
 const READ_BYTES: usize = 256 << 10;
 const WITHIN: Duration = Duration::from_secs(15);
+/// How long a server waits before it looks whether all is over.
+const LOST_AFTER: Duration = Duration::from_secs(1);
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(2);
 const CONNECT_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -253,9 +255,18 @@ fn ask(first: TcpStream, size: usize, anew: Option<SocketAddrV4>, signals: &Sign
 /// What a server does with a connection, until it ends.
 fn served(mut stream: TcpStream, traffic: Traffic, signals: &Signals) {
     let mut bytes = vec![0; READ_BYTES];
-    while let Ok(len) = stream.read(&mut bytes)
-        && len > 0
-    {
+    // That a client has gone is told once, and a backend that is flooded may lose it.
+    if stream.set_read_timeout(Some(LOST_AFTER)).is_err() {
+        return;
+    }
+    let once = matches!(traffic, Traffic::Ask { anew: true, .. });
+    loop {
+        let len = match stream.read(&mut bytes) {
+            Ok(0) => return,
+            Ok(len) => len,
+            Err(error) if error.kind() == ErrorKind::WouldBlock && !once && !signals.is_over() => continue,
+            Err(_) => return,
+        };
         match traffic {
             Traffic::Stream { .. } => signals.add(len as u64),
             Traffic::Ask { .. } if stream.write_all(&bytes[..len]).is_err() => return,

@@ -17,6 +17,7 @@ use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
 use self::guest::Guest;
 use crate::Exit;
+use crate::args::ZeroCopy;
 use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
@@ -93,6 +94,10 @@ pub(crate) struct VsockArgs {
     /// The most connections that a guest may have
     #[arg(long, value_name = "N", default_value_t = Limits::default().connections)]
     connections_limit: usize,
+    /// Send packets of 16 KiB and more to TCP without a copy (MSG_ZEROCOPY). auto: not to addresses to which the kernel
+    /// copies them all the same
+    #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
+    zero_copy_send: ZeroCopy,
     /// Wait awake for so long where requests and answers alternate, instead of being woken; 0: never
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 50)]
     poll_us: u64,
@@ -141,6 +146,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             rules: guest.forward,
             groups: guest.group,
             limits,
+            zero_copy_send: args.zero_copy_send.into(),
             poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
         };

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags};
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
 
 use crate::connection::Limits;
-use crate::engine::Engine;
+use crate::engine::{Engine, News};
 use crate::gate::Gate;
-use crate::host::{Ears, Event, Host, HostSocket, Listening};
+use crate::host::{Ears, Event, Host, HostSocket, Listening, ZeroCopySend, wait_for_freed};
 use crate::packet::Kind;
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
@@ -30,6 +30,9 @@ const F_SEQPACKET: u64 = 1 << 1;
 const QUEUES: usize = 3;
 /// Before the context in [`Device::migration_version`]: what a state of this form is called.
 const VERSION: &str = "vsock 1 seqpacket cid ";
+/// How long what is lent may take when the device ends, and, when its connections have been reset, until nothing is read.
+const LOANS_WITHIN: Duration = Duration::from_secs(1);
+const RESET_WITHIN: Duration = Duration::from_millis(100);
 /// Connections of the host's that wait until the guest knows that it has none.
 const WAITING_MAX: usize = 1024;
 
@@ -48,6 +51,8 @@ pub struct Settings {
     pub groups: Vec<String>,
     /// What it may take.
     pub limits: Limits,
+    /// Whether large packets to TCP are sent without a copy.
+    pub zero_copy_send: ZeroCopySend,
     /// How long its thread waits awake where requests and answers alternate; 0: never.
     pub poll: Duration,
     /// Its guest cannot be migrated with it, and its frontend is told so.
@@ -102,7 +107,8 @@ impl Vsock {
     /// # Errors
     /// [`DeviceError`].
     pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, poll, unmigratable } = settings;
+        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, zero_copy_send, poll, unmigratable } =
+            settings;
         let mut listening = Vec::new();
         let mut add = |name: String, made: io::Result<Listening>, port| match made {
             Ok(made) => {
@@ -133,7 +139,7 @@ impl Vsock {
         // The guest's messages go where its bytes go, unless only messages have a place.
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
-        let ears = Arc::new(Ears { listening, uds, rules, cid, siblings, mailbox });
+        let ears = Arc::new(Ears { listening, uds, rules, zero_copy_send, cid, siblings, mailbox });
         Ok(Self { cid, limits, poll, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
@@ -253,6 +259,7 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        self.await_loans(Instant::now() + LOANS_WITHIN);
         self.write_down();
         self.desk.close();
     }
@@ -301,6 +308,11 @@ impl Server {
                 Event::Readable(id, news) => self.engine.readable(id, news),
                 Event::Writable(id) => self.engine.writable(id),
                 Event::Connected(id, socket) => self.engine.connected(id, socket),
+                Event::Error(id) => {
+                    if !self.engine.freed(id) {
+                        self.engine.readable(id, News::HungUp);
+                    }
+                }
                 Event::Open { port, kind, cid, socket } => {
                     if self.gate == Gate::Open {
                         self.open(port, kind, cid, socket);
@@ -310,6 +322,37 @@ impl Server {
                 }
                 // The time is looked at with every turn.
                 Event::Tick => {}
+            }
+        }
+    }
+}
+
+impl Server {
+    /// Waits until the kernel reads nothing of the guest's memory any more. Who has not acknowledged by the deadline what
+    /// the kernel may have to send again is reset.
+    fn await_loans(&mut self, deadline: Instant) {
+        if self.all_free(deadline) {
+            return;
+        }
+        let connections = self.engine.take_back();
+        tracing::warn!(connections, "reset: what was sent on them was not acknowledged, and the ring stops");
+        if !self.all_free(deadline + RESET_WITHIN) {
+            let packets = self.engine.give_up();
+            tracing::error!(packets, "the kernel still reads them, and the guest may write there again");
+        }
+    }
+
+    fn all_free(&mut self, deadline: Instant) -> bool {
+        loop {
+            let lenders: Vec<_> = self.engine.lenders().map(|(id, _)| id).collect();
+            for id in &lenders {
+                self.engine.freed(*id);
+            }
+            if self.engine.lent() == 0 {
+                return true;
+            }
+            if !wait_for_freed(self.engine.lenders().map(|(_, socket)| socket), deadline) {
+                return false;
             }
         }
     }
@@ -366,8 +409,10 @@ impl Worker for Server {
         self.news = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, _: Instant) {
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
         if queue == TRANSMIT {
+            self.engine.let_go(None);
+            self.await_loans(deadline);
             self.engine.let_go(queues.ring(TRANSMIT));
         }
     }

@@ -31,6 +31,7 @@ mod table;
 pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
 pub use device::{DeviceError, Settings, Vsock, allow_descriptors};
 pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
+pub use host::ZeroCopySend;
 pub use report::{ConnectionReport, Report};
 pub use rules::{Place, Rule, RuleError, guest_cid};
 pub use siblings::Siblings;

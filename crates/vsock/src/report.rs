@@ -39,11 +39,14 @@ impl fmt::Display for Report {
             starved,
             connections,
             connections_peak,
+            lent,
+            taken_back,
         } = self.statistics;
         write!(
             f,
             "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
-             bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} kept={} \
+             bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} \
+             bytes_lent={} lent={lent} taken_back={taken_back} kept={} \
              sends={sends} receives={receives} blocked={blocked} stalled={stalled} starved={starved} resets_sent={} \
              resets_received={} violations={} dropped={} credit_updates_sent={} credit_updates_received={}",
             table.requests_from_guest,
@@ -54,6 +57,7 @@ impl fmt::Display for Report {
             lines.packets_from_guest,
             lines.packets_to_guest,
             lines.bytes_copied,
+            lines.bytes_lent,
             self.kept,
             table.resets_sent,
             table.resets_received,
@@ -66,14 +70,15 @@ impl fmt::Display for Report {
             let kind = name(*kind);
             write!(
                 f,
-                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={}",
+                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={} bytes_lent={}",
                 key.guest_port,
                 key.peer_cid,
                 key.peer_port,
                 format!("{phase:?}").to_lowercase(),
                 line.bytes_to_host,
                 line.bytes_to_guest,
-                line.bytes_copied
+                line.bytes_copied,
+                line.bytes_lent
             )?;
         }
         Ok(())

@@ -46,6 +46,36 @@ pub trait Sockets {
     /// [`io::ErrorKind::WouldBlock`] if there is no room, all others for good.
     fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize>;
 
+    /// Whether a stream's large packets are better sent by [`Sockets::lend`] now.
+    fn lends(&mut self, socket: &Self::Socket) -> bool {
+        let _ = socket;
+        false
+    }
+
+    /// Sends these bytes of a stream, or some of them, which are read also after the call: until [`Sockets::freed`] tells
+    /// at least the number that is returned with how many they are. No number: they were copied after all. Numbers rise,
+    /// from 1.
+    ///
+    /// # Errors
+    /// As [`Sockets::send`].
+    fn lend(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
+        Ok((self.send(socket, bufs, Ends::empty())?, None))
+    }
+
+    /// Up to which number loans are over. Who implements it calls [`Engine::freed`](crate::Engine::freed) when that has
+    /// changed.
+    fn freed(&mut self, socket: &Self::Socket) -> u64 {
+        let _ = socket;
+        u64::MAX
+    }
+
+    /// Its connection has ended while something is lent: nothing more is sent or received, but what was sent is delivered,
+    /// or, `reset`, dropped. It is closed when all is free.
+    fn part(&mut self, socket: &Self::Socket, reset: bool) {
+        let _ = reset;
+        self.shutdown(socket, Shut::all());
+    }
+
     /// Ends one way or both.
     fn shutdown(&mut self, socket: &Self::Socket, what: Shut);
 

@@ -12,7 +12,7 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{Code, feature, halves};
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
-use towline_vsock::{Limits, Settings, Siblings, Vsock};
+use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
 
 use common::{CID, DEVICE_STATE, Served, WITHIN, bytes, reach, until};
 
@@ -205,6 +205,7 @@ fn a_context_is_one_guest_s() {
         rules: Vec::new(),
         groups: Vec::new(),
         limits: Limits::default(),
+        zero_copy_send: ZeroCopySend::Off,
         poll: Duration::ZERO,
         unmigratable: false,
     };

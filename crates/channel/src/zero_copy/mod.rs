@@ -16,6 +16,9 @@
 //! sees `POLLERR` while completions wait; it is not an error of the stream.
 
 mod ledger;
+mod sends;
+
+pub use sends::ZeroCopySends;
 
 use crate::socket::Socket;
 use crate::sys::error_queue;

@@ -84,6 +84,12 @@ fn numbers(report: &Report) -> Vec<Number> {
         Number::level("connections-peak", "the most that there were at a time", all.connections_peak),
         Number::level("kept-bytes", "bytes kept for sockets that do not take them", report.kept as u64)
             .in_bytes(),
+        Number::level("lent", "packets that the kernel reads in the guest's memory", all.lent),
+        Number::events(
+            "taken-back",
+            "connections reset because it still did when the ring stopped",
+            all.taken_back,
+        ),
         Number::events(
             "requests-from-guest",
             "connections that the guest asked for",
@@ -112,11 +118,12 @@ fn numbers(report: &Report) -> Vec<Number> {
 }
 
 /// What went over connections.
-fn line(line: &LineStatistics) -> [Number; 5] {
+fn line(line: &LineStatistics) -> [Number; 6] {
     [
         Number::bytes("to-host-bytes", "to the host side", line.bytes_to_host),
         Number::bytes("to-guest-bytes", "to the guest", line.bytes_to_guest),
         Number::bytes("copied-bytes", "copied because a side was behind", line.bytes_copied),
+        Number::bytes("lent-bytes", "to the host side, read in the guest's memory", line.bytes_lent),
         Number::events("from-guest-packets", "packets from the guest", line.packets_from_guest),
         Number::events("to-guest-packets", "packets to the guest", line.packets_to_guest),
     ]

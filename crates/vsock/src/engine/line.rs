@@ -6,6 +6,7 @@ use towline_channel::IoBuf;
 use towline_vhost_user::{Batch, Head};
 
 use super::SKIP;
+use super::loans::Loans;
 use crate::connection::Id;
 use crate::packet::{Ends, Kind};
 
@@ -13,6 +14,10 @@ use crate::packet::{Ends, Kind};
 pub(super) const HOLD_BYTES_MIN: u32 = 4096;
 /// Chains that one connection may hold while its host side is behind.
 pub(super) const HELD_PER_LINE_MAX: usize = 8;
+/// Packets shorter than this are not lent: to pin their pages and to be told of it costs more than to copy them.
+pub(super) const LEND_BYTES_MIN: u32 = 16 << 10;
+/// Chains of one connection that may be lent at a time; what comes beyond is copied by the kernel.
+pub(super) const LENT_PER_LINE_MAX: usize = 16;
 /// What is copied is gathered in pieces of about this size.
 const CHUNK_BYTES: usize = 64 << 10;
 
@@ -29,6 +34,8 @@ pub(super) struct Line<S> {
     pub(super) held: usize,
     /// Bytes that it keeps.
     pub(super) kept: usize,
+    /// Chains that have left, and that the kernel still reads.
+    pub(super) loans: Loans,
     /// The socket took less than there was; it says when it takes more.
     pub(super) blocked: bool,
     /// Something of the guest's came since it was last flushed.
@@ -71,14 +78,26 @@ pub struct LineStatistics {
     pub packets_to_guest: u64,
     /// Bytes that were copied because a side was behind.
     pub bytes_copied: u64,
+    /// Bytes of those to the host side that were lent to the kernel.
+    pub bytes_lent: u64,
 }
 
 /// Something on the way to the socket.
 pub(super) enum Out {
-    /// In the guest's memory.
-    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: Ends },
+    /// In the guest's memory. `loan`: until when the kernel reads what has left of it.
+    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: Ends, loan: Option<u64> },
     /// Copied. `ends`: where messages end, as offsets, and what ends with each.
     Kept { bytes: Vec<u8>, offset: usize, ends: VecDeque<(usize, Ends)> },
+}
+
+impl Out {
+    /// Whether it is worth being lent, or was begun to be.
+    fn is_large(&self) -> bool {
+        match self {
+            Self::Chain { len, loan, .. } => loan.is_some() || *len >= LEND_BYTES_MIN,
+            Self::Kept { .. } => false,
+        }
+    }
 }
 
 impl<S> Line<S> {
@@ -91,6 +110,7 @@ impl<S> Line<S> {
             settled: 0,
             held: 0,
             kept: 0,
+            loans: Loans::default(),
             blocked: false,
             touched: false,
             readable: false,
@@ -109,18 +129,20 @@ impl<S> Line<S> {
         }
     }
 
-    /// The buffers of the next call and their bytes: as many as a call takes, or, `whole`, those of one message;
-    /// nothing as long as it is not complete; and what ends with them. `None` if a message has more pieces than a call takes.
+    /// The buffers of the next call and their bytes: as many as a call takes of these entries, or, `whole`, those of one
+    /// message; nothing as long as it is not complete; and what ends with them. `None` if a message has more pieces than a
+    /// call takes.
     pub(super) fn gather<'s>(
         &'s self,
         shelf: &'s Shelf,
         whole: bool,
+        entries: usize,
         bufs: &mut Vec<IoBuf<'s>>,
     ) -> Option<(usize, Ends)> {
         let mut bytes = 0;
-        for out in &self.out {
+        for out in self.out.iter().take(entries) {
             let end = match out {
-                Out::Chain { slot, chain, offset, len, end } => {
+                Out::Chain { slot, chain, offset, len, end, .. } => {
                     let (mut skip, mut left) = (SKIP + *offset as usize, *len as usize);
                     for buf in shelf.batch(*slot).chain(*chain).readable() {
                         let here = skip.min(buf.len());
@@ -156,17 +178,20 @@ impl<S> Line<S> {
         Some((if whole { 0 } else { bytes }, Ends::empty()))
     }
 
-    /// So many bytes of what waits have left.
-    pub(super) fn advance(&mut self, bytes: usize, shelf: &mut Shelf) {
+    /// So many bytes of what waits have left; `loan`: until when the kernel reads them.
+    pub(super) fn advance(&mut self, bytes: usize, loan: Option<u64>, shelf: &mut Shelf) {
         let mut left = bytes;
         while let Some(out) = self.out.front_mut() {
             let gone = match out {
-                Out::Chain { slot, chain, offset, len, .. } => {
+                Out::Chain { slot, chain, offset, len, loan: before, .. } => {
                     let here = left.min(*len as usize);
                     let step = u32::try_from(here).expect("at most `len`");
                     (*offset, *len) = (*offset + step, *len - step);
                     left -= here;
-                    (*len == 0).then_some(Some((*slot, *chain)))
+                    if here > 0 {
+                        *before = loan.or(*before);
+                    }
+                    (*len == 0).then_some(Some(((*slot, *chain), *before)))
                 }
                 Out::Kept { bytes, offset, ends } => {
                     let here = left.min(bytes.len() - *offset);
@@ -183,13 +208,40 @@ impl<S> Line<S> {
             self.out.pop_front();
             let held = self.settled > 0;
             self.settled = self.settled.saturating_sub(1);
-            if let Some((slot, chain)) = gone {
+            if let Some((place, loan)) = gone {
                 self.held -= usize::from(held);
-                shelf.finish(slot, chain, held);
+                self.part(place, held, loan, shelf);
             }
             if left == 0 {
                 return;
             }
+        }
+    }
+
+    /// This line needs a chain no more; somebody else may.
+    fn part(&mut self, place: (usize, usize), held: bool, loan: Option<u64>, shelf: &mut Shelf) {
+        match loan {
+            Some(until) => self.loans.enter(until, place, held, shelf),
+            None => shelf.finish(place.0, place.1, held),
+        }
+    }
+
+    /// Whether something is worth being lent.
+    pub(super) fn has_large(&self) -> bool {
+        self.out.iter().any(Out::is_large)
+    }
+
+    /// How many entries the next call takes, and whether they are lent: those that are worth it, as many as may be, or all
+    /// before the first of them.
+    pub(super) fn lendable(&self, shelf: &Shelf) -> (usize, bool) {
+        let room = shelf.held_max.saturating_sub(shelf.held);
+        let room = room.min(LENT_PER_LINE_MAX.saturating_sub(self.loans.len()));
+        if room == 0 {
+            return (usize::MAX, false);
+        }
+        match self.out.iter().take_while(|out| out.is_large()).count() {
+            0 => (self.out.iter().take_while(|out| !out.is_large()).count(), false),
+            large => (large.min(room), true),
         }
     }
 
@@ -198,7 +250,7 @@ impl<S> Line<S> {
     pub(super) fn settle(&mut self, shelf: &mut Shelf, held_max: usize) -> usize {
         let mut copied = 0;
         for out in self.out.split_off(self.settled) {
-            let Out::Chain { slot, chain, offset, len, end } = out else {
+            let Out::Chain { slot, chain, offset, len, end, loan } = out else {
                 self.out.push_back(out);
                 continue;
             };
@@ -209,7 +261,7 @@ impl<S> Line<S> {
                 continue;
             }
             copied += self.keep(shelf, (slot, chain), offset, len, end);
-            shelf.finish(slot, chain, false);
+            self.part((slot, chain), false, loan, shelf);
         }
         self.settled = self.out.len();
         copied
@@ -220,10 +272,10 @@ impl<S> Line<S> {
         let mut copied = 0;
         let (settled, all) = (self.settled, std::mem::take(&mut self.out));
         for (index, out) in all.into_iter().enumerate() {
-            if let Out::Chain { slot, chain, offset, len, end } = out {
+            if let Out::Chain { slot, chain, offset, len, end, loan } = out {
                 copied += self.keep(shelf, (slot, chain), offset, len, end);
                 self.held -= usize::from(index < settled);
-                shelf.finish(slot, chain, index < settled);
+                self.part((slot, chain), index < settled, loan, shelf);
             } else {
                 self.out.push_back(out);
             }
@@ -262,8 +314,8 @@ impl<S> Line<S> {
     /// All that waits is dropped.
     pub(super) fn discard(&mut self, shelf: &mut Shelf) {
         for (index, out) in std::mem::take(&mut self.out).into_iter().enumerate() {
-            if let Out::Chain { slot, chain, .. } = out {
-                shelf.finish(slot, chain, index < self.settled);
+            if let Out::Chain { slot, chain, loan, .. } = out {
+                self.part((slot, chain), index < self.settled, loan, shelf);
             }
         }
         (self.settled, self.held, self.kept) = (0, 0, 0);
@@ -274,8 +326,10 @@ impl<S> Line<S> {
 #[derive(Default)]
 pub(super) struct Shelf {
     places: Vec<Place>,
-    /// Chains that lines hold beyond their batch.
+    /// Chains that lines hold beyond their batch, or have lent.
     pub(super) held: usize,
+    /// How many those may be.
+    pub(super) held_max: usize,
     /// Chains that nobody needs any more.
     pub(super) done: Vec<Head>,
 }

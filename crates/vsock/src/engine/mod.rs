@@ -6,12 +6,14 @@
 //! ```
 //! No payload is copied, but for what must be kept: a packet that the host side does not take is held in the guest's ring
 //! as long as that has room for it, and copied otherwise; small packets that are copied are merged. How much a guest can
-//! have us keep is what it was promised in credit.
+//! have us keep is what it was promised in credit. Large packets may be lent to the kernel, which then reads them in the
+//! guest's memory when it needs them (`loans`).
 //!
 //! It waits for nothing, and knows the time only by what [`Engine::tick`] is told, so that it can be run in virtual time
 //! with sockets of a model.
 
 mod line;
+mod loans;
 mod to_guest;
 mod to_host;
 
@@ -19,6 +21,7 @@ use std::collections::VecDeque;
 
 pub use line::LineStatistics;
 use line::{Line, Shelf};
+use loans::Parting;
 use towline_vhost_user::{Batch, Ring, Traffic};
 
 use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
@@ -54,6 +57,10 @@ pub struct Statistics {
     pub connections: u64,
     /// The most connections at a time.
     pub connections_peak: u64,
+    /// Packets that the kernel still reads in the guest's memory, now.
+    pub lent: u64,
+    /// Connections that were reset because it did not stop to in time.
+    pub taken_back: u64,
 }
 
 /// What is new of a socket.
@@ -77,6 +84,8 @@ pub struct Engine<S: Sockets> {
     /// Who got something of the guest's with this batch.
     touched: Vec<Id>,
     shelf: Shelf,
+    /// Sockets that have lent something when their connections ended.
+    parting: Vec<Parting<S::Socket>>,
     buffers: Batch,
     now_ms: u64,
     deadlines: VecDeque<(u64, Id)>,
@@ -98,6 +107,7 @@ impl<S: Sockets> Engine<S> {
             ready: VecDeque::new(),
             touched: Vec::new(),
             shelf: Shelf::default(),
+            parting: Vec::new(),
             buffers: Batch::new(),
             now_ms: 0,
             deadlines: VecDeque::new(),
@@ -131,8 +141,8 @@ impl<S: Sockets> Engine<S> {
 
     /// What was counted so far.
     pub fn statistics(&self) -> Statistics {
-        let connections = self.table.len() as u64;
-        Statistics { table: self.table.statistics(), connections, ..self.statistics }
+        let (connections, lent) = (self.table.len() as u64, self.lent() as u64);
+        Statistics { table: self.table.statistics(), connections, lent, ..self.statistics }
     }
 
     /// Each connection and what it has moved.
@@ -247,7 +257,8 @@ impl<S: Sockets> Engine<S> {
         !self.deadlines.is_empty() || !self.stalls.is_empty() || !self.table.takes()
     }
 
-    /// The transmit ring stops: nothing of it is held any more.
+    /// The transmit ring stops: nothing of it is held any more. What is lent comes back by [`Engine::freed`], or is taken
+    /// back.
     pub fn let_go(&mut self, ring: Option<&mut Ring>) {
         for line in self.lines.iter_mut().flatten() {
             let copied = line.let_go(&mut self.shelf) as u64;
@@ -286,14 +297,6 @@ impl<S: Sockets> Engine<S> {
         debug_assert!(self.lines[index].is_none(), "a line whose connection is gone");
         self.lines[index] = Some(line);
         self.statistics.connections_peak = self.statistics.connections_peak.max(self.table.len() as u64);
-    }
-
-    fn drop_line(&mut self, mut line: Line<S::Socket>, reset: bool) {
-        line.discard(&mut self.shelf);
-        match line.socket {
-            Some(socket) => self.sockets.close(socket, reset),
-            None => self.sockets.forget(line.id),
-        }
     }
 
     /// The host side goes, and nothing is said of it.

@@ -15,7 +15,7 @@ use crate::sockets::Sockets;
 const BATCH: usize = 128;
 /// Batches before others have a turn.
 const ROUNDS: usize = 8;
-/// The share of the ring that may be held for sockets which do not take their bytes.
+/// The share of the ring that may be held for sockets which do not take their bytes, or lent to the kernel.
 const HELD_SHARE: u16 = 4;
 
 impl<S: Sockets> Engine<S> {
@@ -34,14 +34,14 @@ impl<S: Sockets> Engine<S> {
             for chain in 0..count {
                 self.packet(slot, chain, ring);
             }
-            let held_max = usize::from(ring.size() / HELD_SHARE);
+            self.shelf.held_max = usize::from(ring.size() / HELD_SHARE);
             let mut touched = std::mem::take(&mut self.touched);
             for id in touched.drain(..) {
                 if let Some(line) = self.line(id) {
                     line.touched = false;
                 }
                 self.flush(id);
-                self.hold(id, held_max);
+                self.hold(id);
             }
             self.touched = touched;
             self.give_back(ring);
@@ -97,7 +97,7 @@ impl<S: Sockets> Engine<S> {
                 if len == 0 {
                     is_end && line.end_message(end)
                 } else {
-                    line.out.push_back(Out::Chain { slot, chain, offset: 0, len, end });
+                    line.out.push_back(Out::Chain { slot, chain, offset: 0, len, end, loan: None });
                     self.shelf.take(slot);
                     true
                 }
@@ -166,8 +166,13 @@ impl<S: Sockets> Engine<S> {
             let Some(socket) = line.socket.as_ref().filter(|_| !line.blocked && !line.out.is_empty()) else {
                 break;
             };
+            let (entries, lends) = if !whole && line.has_large() && self.sockets.lends(socket) {
+                line.lendable(&self.shelf)
+            } else {
+                (usize::MAX, false)
+            };
             let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(line.out.len());
-            let Some((bytes, ends)) = line.gather(&self.shelf, whole, &mut bufs) else {
+            let Some((bytes, ends)) = line.gather(&self.shelf, whole, entries, &mut bufs) else {
                 drop(bufs);
                 line.settle(&mut self.shelf, 0);
                 continue;
@@ -176,11 +181,14 @@ impl<S: Sockets> Engine<S> {
                 break;
             }
             self.statistics.sends += 1;
-            let sent = self.sockets.send(socket, &bufs, ends);
+            let sent = match lends {
+                true => self.sockets.lend(socket, &bufs),
+                false => self.sockets.send(socket, &bufs, ends).map(|sent| (sent, None)),
+            };
             drop(bufs);
             match sent {
-                Ok(sent) => self.sent(id, sent, sent < bytes),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.sent(id, 0, true),
+                Ok((sent, loan)) => self.sent(id, (sent, loan), sent < bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.sent(id, (0, None), true),
                 Err(error) => {
                     self.refused(id, &error);
                     return;
@@ -190,11 +198,16 @@ impl<S: Sockets> Engine<S> {
         self.settle(id);
     }
 
-    fn sent(&mut self, id: Id, bytes: usize, blocked: bool) {
+    fn sent(&mut self, id: Id, (bytes, loan): (usize, Option<u64>), blocked: bool) {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
-        line.advance(bytes, &mut self.shelf);
-        line.statistics.bytes_to_host += bytes as u64;
-        self.statistics.lines.bytes_to_host += bytes as u64;
+        if let Some(number) = loan {
+            line.loans.begin(number);
+        }
+        line.advance(bytes, loan, &mut self.shelf);
+        for statistics in [&mut line.statistics, &mut self.statistics.lines] {
+            statistics.bytes_to_host += bytes as u64;
+            statistics.bytes_lent += if loan.is_some() { bytes as u64 } else { 0 };
+        }
         if blocked {
             line.blocked = true;
             self.statistics.blocked += 1;
@@ -224,10 +237,11 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// What did not leave with this batch is held or copied.
-    fn hold(&mut self, id: Id, held_max: usize) {
+    fn hold(&mut self, id: Id) {
         if let Some(line) = Self::line_of(&mut self.lines, id)
             && line.settled < line.out.len()
         {
+            let held_max = self.shelf.held_max;
             let copied = line.settle(&mut self.shelf, held_max) as u64;
             line.statistics.bytes_copied += copied;
             self.statistics.lines.bytes_copied += copied;

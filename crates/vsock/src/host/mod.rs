@@ -5,6 +5,7 @@
 //! on. A socket is watched for room only while it had none.
 
 mod convention;
+mod lending;
 mod socket;
 
 use std::collections::{HashMap, VecDeque};
@@ -19,6 +20,9 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use towline_channel::{IoBuf, IoBufMut};
 
 use self::convention::Line;
+use self::lending::Lenders;
+pub use self::lending::ZeroCopySend;
+pub(crate) use self::lending::wait_for_freed;
 use self::socket::Begun;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;
@@ -56,6 +60,7 @@ pub(crate) struct Ears {
     /// Where the guest's own connections go: this path and `_PORT`.
     pub(crate) uds: Option<PathBuf>,
     pub(crate) rules: Vec<Rule>,
+    pub(crate) zero_copy_send: ZeroCopySend,
     pub(crate) cid: u64,
     pub(crate) siblings: Arc<Siblings>,
     pub(crate) mailbox: Arc<Mailbox>,
@@ -65,6 +70,8 @@ pub(crate) struct Ears {
 pub(crate) enum Event {
     Readable(Id, News),
     Writable(Id),
+    /// Either something that was lent is free, or the socket has failed.
+    Error(Id),
     Connected(Id, Option<HostSocket>),
     /// Somebody wants a port of the guest's.
     Open {
@@ -107,6 +114,7 @@ pub(crate) struct Host {
     greetings: Vec<Option<Greeting>>,
     greeting_count: usize,
     pending: HashMap<Id, Pending>,
+    lenders: Lenders,
     events: VecDeque<Event>,
     now_ms: u64,
 }
@@ -134,11 +142,13 @@ impl Host {
         for (index, (listening, _)) in ears.listening.iter().enumerate() {
             epoll::add(&epoll, listening, data(LISTENER | index as u64), epoll::EventFlags::IN)?;
         }
+        let lenders = Lenders::new(ears.zero_copy_send);
         Ok(Self {
             epoll,
             timer,
             ticking: false,
             ears,
+            lenders,
             deaf: false,
             looks: 0,
             accepted_at: 0,
@@ -327,7 +337,10 @@ impl Host {
         if flags.contains(epoll::EventFlags::OUT) {
             self.events.push_back(Event::Writable(id));
         }
-        let news = if flags.intersects(epoll::EventFlags::HUP | epoll::EventFlags::ERR) {
+        if flags.contains(epoll::EventFlags::ERR) {
+            self.events.push_back(Event::Error(id));
+        }
+        let news = if flags.contains(epoll::EventFlags::HUP) {
             News::HungUp
         } else if flags.contains(epoll::EventFlags::RDHUP) {
             News::Ending
@@ -512,6 +525,25 @@ impl Sockets for Host {
 
     fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
         socket.send(bufs, ends)
+    }
+
+    fn lends(&mut self, socket: &HostSocket) -> bool {
+        self.lenders.lends(socket, self.now_ms)
+    }
+
+    fn lend(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
+        socket.lend(bufs)
+    }
+
+    fn freed(&mut self, socket: &HostSocket) -> u64 {
+        self.lenders.freed(socket, self.now_ms)
+    }
+
+    fn part(&mut self, socket: &HostSocket, reset: bool) {
+        match reset {
+            true => socket.disconnect(),
+            false => socket.shutdown(Shut::all()),
+        }
     }
 
     fn shutdown(&mut self, socket: &HostSocket, what: Shut) {

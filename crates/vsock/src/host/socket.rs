@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -10,13 +10,14 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, FileType, lstat, unlinkat};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, connect,
-    listen, recv, send, shutdown, socket_with, socketpair, sockopt,
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind,
+    connect, connect_unspec, listen, recv, send, shutdown, socket_with, socketpair, sockopt,
 };
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, gather, scatter, total_len};
 
 use super::convention::{LINE_BYTES_MAX, Line};
+use super::lending::Lending;
 use crate::credit::WINDOW_FIRST_MAX;
 use crate::packet::{Ends, Kind, Shut};
 use crate::rules::Place;
@@ -32,7 +33,9 @@ const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 pub(crate) struct HostSocket {
     fd: OwnedFd,
     kind: Kind,
-    is_tcp: bool,
+    /// Of TCP: whose.
+    pub(super) peer: Option<IpAddr>,
+    pub(super) lending: RefCell<Lending>,
     /// Whoever connected waits for `OK`.
     pub(super) convention: bool,
     /// Read already: the beginning of a line, or what stood right behind one and is the guest's.
@@ -65,8 +68,8 @@ fn socket_type(kind: Kind) -> SocketType {
 }
 
 impl HostSocket {
-    pub(super) fn new(fd: OwnedFd, kind: Kind, is_tcp: bool, convention: bool) -> Self {
-        if is_tcp {
+    pub(super) fn new(fd: OwnedFd, kind: Kind, peer: Option<IpAddr>, convention: bool) -> Self {
+        if peer.is_some() {
             // Packets of the guest's go out as they come; whoever wants them joined has done so.
             let _ = sockopt::set_tcp_nodelay(&fd, true);
         }
@@ -75,7 +78,8 @@ impl HostSocket {
             // asked for, as far as its limit goes, whose default is enough.
             let _ = sockopt::set_socket_send_buffer_size(&fd, WINDOW_FIRST_MAX as usize);
         }
-        Self { fd, kind, is_tcp, convention, early: RefCell::default(), marked: false }
+        let (lending, early) = (RefCell::default(), RefCell::default());
+        Self { fd, kind, peer, lending, convention, early, marked: false }
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -105,7 +109,8 @@ impl HostSocket {
                 (fd, connected)
             }
         };
-        let socket = Self::new(fd, kind, matches!(place, Place::Tcp(_)), false);
+        let peer = if let Place::Tcp(address) = place { Some(address.ip()) } else { None };
+        let socket = Self::new(fd, kind, peer, false);
         match connected {
             Ok(()) => Ok(Begun::Connected(socket)),
             Err(Errno::INPROGRESS | Errno::INTR) => Ok(Begun::Waits(socket)),
@@ -119,7 +124,7 @@ impl HostSocket {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
         let marked = kind == Kind::Seqpacket;
         let ends = [(one, false), (other, true)];
-        let [ours, theirs] = ends.map(|(fd, asks)| Self { marked, ..Self::new(fd, kind, false, asks) });
+        let [ours, theirs] = ends.map(|(fd, asks)| Self { marked, ..Self::new(fd, kind, None, asks) });
         Ok((ours, theirs))
     }
 
@@ -246,9 +251,19 @@ impl HostSocket {
         let _ = shutdown(&self.fd, how);
     }
 
+    /// Resets a connection of TCP, and drops what was not delivered, but keeps the socket, which then tells when nothing
+    /// is read any more.
+    pub(super) fn disconnect(&self) {
+        if let Err(errno) = connect_unspec(&self.fd) {
+            // A sandbox without leave to connect: it is reset when it is closed.
+            tracing::debug!(%errno, "a connection is not reset at once");
+            self.shutdown(Shut::all());
+        }
+    }
+
     /// Lets its other end see that this is no orderly end.
     pub(super) fn make_reset(&self) {
-        if self.is_tcp {
+        if self.peer.is_some() {
             let _ = sockopt::set_socket_linger(&self.fd, Some(std::time::Duration::ZERO));
         }
     }
@@ -259,7 +274,6 @@ impl HostSocket {
 pub(crate) struct Listening {
     fd: OwnedFd,
     kind: Kind,
-    is_tcp: bool,
     path: Option<std::path::PathBuf>,
 }
 
@@ -286,7 +300,7 @@ impl Listening {
             bind(&fd, &address)?;
         }
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind, is_tcp: false, path: Some(path.to_owned()) })
+        Ok(Self { fd, kind, path: Some(path.to_owned()) })
     }
 
     /// Listens at an address.
@@ -296,7 +310,7 @@ impl Listening {
         sockopt::set_socket_reuseaddr(&fd, true)?;
         bind(&fd, address)?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, is_tcp: true, path: None })
+        Ok(Self { fd, kind: Kind::Stream, path: None })
     }
 
     /// Listens at a port of the host's own AF_VSOCK.
@@ -304,7 +318,7 @@ impl Listening {
         let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
         bind(&fd, &VsockAddress::new(cid, port))?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, is_tcp: false, path: None })
+        Ok(Self { fd, kind: Kind::Stream, path: None })
     }
 
     pub(crate) fn place(place: &Place) -> io::Result<Self> {
@@ -317,8 +331,10 @@ impl Listening {
 
     /// Who comes next; `convention`: who will say where to.
     pub(super) fn accept(&self, convention: bool) -> io::Result<HostSocket> {
-        let fd = accept_with(&self.fd, FLAGS)?;
-        Ok(HostSocket::new(fd, self.kind, self.is_tcp, convention))
+        let (fd, from) = acceptfrom_with(&self.fd, FLAGS)?;
+        // Of a Unix socket's nameless ends there is none.
+        let peer = from.and_then(|from| SocketAddr::try_from(from).ok()).map(|from| from.ip());
+        Ok(HostSocket::new(fd, self.kind, peer, convention))
     }
 }
 

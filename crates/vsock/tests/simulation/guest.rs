@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
@@ -25,7 +26,9 @@ const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
 const BUFFERS: u64 = 0x4000;
 const ENTRIES: u16 = 16;
-const BUFFER_BYTES: u64 = 0x4000;
+const BUFFER_BYTES: u64 = 0x6000;
+/// Enough that some packets are worth being lent.
+const PAYLOAD_MAX: u32 = 20_000;
 
 /// One ring, seen from the driver.
 pub(crate) struct Side {
@@ -184,9 +187,18 @@ pub(crate) struct Guest {
     pub(crate) lines: BTreeMap<Name, Line>,
     /// Plans of connections that the host will ask for, by the guest's port.
     pub(crate) expected: BTreeMap<u32, Plan>,
-    queue: VecDeque<(Header, Vec<u8>)>,
+    queue: VecDeque<Packet>,
+    /// What is in the transmit ring, by the first descriptor.
+    in_ring: BTreeMap<u16, (Name, Range<u32>)>,
     rx_bytes: u32,
     alloc: u32,
+}
+
+/// A packet, and which of its connection's bytes it has.
+struct Packet {
+    header: Header,
+    payload: Vec<u8>,
+    bytes: (Name, Range<u32>),
 }
 
 impl Guest {
@@ -202,6 +214,7 @@ impl Guest {
             lines: BTreeMap::new(),
             expected: BTreeMap::new(),
             queue: VecDeque::new(),
+            in_ring: BTreeMap::new(),
             rx_bytes,
             alloc,
         };
@@ -258,7 +271,8 @@ impl Guest {
             buf_alloc: line.alloc.into(),
             fwd_cnt: line.read.into(),
         };
-        self.queue.push_back((header, payload.to_vec()));
+        let start = line.sent - u32::try_from(payload.len()).unwrap();
+        self.queue.push_back(Packet { header, payload: payload.to_vec(), bytes: (name, start..line.sent) });
     }
 
     /// The program writes up to `most` bytes, as credit allows; at its end it shuts down.
@@ -274,7 +288,7 @@ impl Guest {
             return;
         }
         let (left, ends) = line.plan.guest_message_at(line.sent);
-        let len = most.min(line.room()).min(left).min(8000);
+        let len = most.min(line.room()).min(left).min(PAYLOAD_MAX);
         if len == 0 || line.host_shut.contains(Shut::RECEIVE) {
             return;
         }
@@ -320,10 +334,27 @@ impl Guest {
         }
     }
 
+    /// The driver takes back what was sent: which bytes of which connections. It may write there again at once.
+    pub(crate) fn take_back(&mut self) -> Vec<(Name, Range<u32>)> {
+        let mut back = Vec::new();
+        while let Some((chain, _)) = self.transmit.take(&self.machine) {
+            for index in &chain {
+                self.machine.put(self.transmit.buffer(*index), &[0xee; 64]);
+            }
+            back.push(self.in_ring.remove(&chain[0]).unwrap());
+        }
+        back
+    }
+
+    /// Whether nothing of the driver's is with the device.
+    pub(crate) fn has_all_back(&self) -> bool {
+        self.in_ring.is_empty()
+    }
+
     /// The driver puts packets into its ring, in one piece or several.
     pub(crate) fn transmit(&mut self, rng: &mut fastrand::Rng) {
-        while self.transmit.take(&self.machine).is_some() {}
-        while let Some((header, payload)) = self.queue.front() {
+        while let Some(Packet { header, payload, bytes: of }) = self.queue.front() {
+            let of = of.clone();
             let bytes = [header.as_bytes(), payload].concat();
             let parts = rng.usize(1..=3).min(self.transmit.free.len());
             let step = bytes.len().div_ceil(parts.max(1)).max(1);
@@ -339,7 +370,8 @@ impl Guest {
             for (piece, at) in pieces.iter().zip(buffers) {
                 self.machine.put(at, piece);
             }
-            self.transmit.add(&self.machine, &lens, false).unwrap();
+            let chain = self.transmit.add(&self.machine, &lens, false).unwrap();
+            self.in_ring.insert(chain[0], of);
             self.queue.pop_front();
         }
     }

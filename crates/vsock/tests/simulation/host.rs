@@ -2,8 +2,9 @@
 //! like.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
@@ -38,6 +39,15 @@ pub(crate) struct Socket {
     edge: bool,
     watched: bool,
     room_edge: bool,
+    /// Whether the kernel reads large packets in the guest's memory, the sends of which it does so, as where they begin and
+    /// end, how many are over, and whether that is new.
+    lends: bool,
+    loans: VecDeque<(u64, Range<u32>)>,
+    issued: u64,
+    over: u64,
+    loan_edge: bool,
+    /// The device has dropped what was not delivered.
+    dropped: bool,
 }
 
 pub(crate) type Shared = Rc<RefCell<Socket>>;
@@ -73,6 +83,12 @@ pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
         edge: false,
         watched: false,
         room_edge: false,
+        lends: rng.bool() && plan.kind == Kind::Stream,
+        loans: VecDeque::new(),
+        issued: 0,
+        over: 0,
+        loan_edge: false,
+        dropped: false,
     }))
 }
 
@@ -133,6 +149,25 @@ impl Socket {
         };
         let room = self.watched && std::mem::take(&mut self.room_edge);
         (std::mem::take(&mut self.edge).then_some(news), room)
+    }
+
+    /// The kernel is through with some of what it was lent: at most with what the program has read, or all if nobody will.
+    pub(crate) fn free_some(&mut self, rng: &mut fastrand::Rng) -> bool {
+        let gone = self.closed || self.dropped;
+        while let Some((number, bytes)) = self.loans.front()
+            && (gone || bytes.end <= self.read)
+            && rng.u32(..3) > 0
+        {
+            (self.over, self.loan_edge) = (*number, true);
+            self.loans.pop_front();
+        }
+        std::mem::take(&mut self.loan_edge)
+    }
+
+    /// Whether the kernel reads some of these bytes of the stream yet.
+    pub(crate) fn reads(&self, bytes: &Range<u32>) -> bool {
+        !bytes.is_empty()
+            && self.loans.iter().any(|(_, lent)| lent.start < bytes.end && bytes.start < lent.end)
     }
 
     /// Whether the program has all that the guest sent, and knows that it is all.
@@ -229,6 +264,36 @@ impl Sockets for World {
             socket.messages.push(here);
         }
         Ok(here as usize)
+    }
+
+    fn lends(&mut self, socket: &Shared) -> bool {
+        // It may be worth while now and then.
+        socket.borrow().lends && self.rng.u32(..4) > 0
+    }
+
+    fn lend(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
+        let start = socket.borrow().given;
+        let sent = self.send(socket, bufs, Ends::empty())?;
+        if self.rng.u32(..8) == 0 {
+            return Ok((sent, None));
+        }
+        let mut socket = socket.borrow_mut();
+        assert!(socket.lends);
+        socket.issued += 1;
+        let (number, bytes) = (socket.issued, start..socket.given);
+        socket.loans.push_back((number, bytes));
+        Ok((sent, Some(number)))
+    }
+
+    fn freed(&mut self, socket: &Shared) -> u64 {
+        socket.borrow().over
+    }
+
+    fn part(&mut self, socket: &Shared, reset: bool) {
+        let mut socket = socket.borrow_mut();
+        assert!(!socket.loans.is_empty() || socket.loan_edge || socket.over > 0);
+        socket.end_seen = true;
+        socket.dropped |= reset;
     }
 
     fn shutdown(&mut self, socket: &Shared, what: Shut) {

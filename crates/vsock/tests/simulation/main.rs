@@ -91,6 +91,15 @@ impl Run {
         self.tx.publish();
     }
 
+    /// No packet comes back while the kernel reads it, whatever became of its connection.
+    fn transmit(&mut self) {
+        for (name, bytes) in self.guest.take_back() {
+            let socket = self.sockets[&name.0].borrow();
+            assert!(!socket.reads(&bytes), "{name:?}: {bytes:?} came back too early: {socket:?}");
+        }
+        self.guest.transmit(&mut self.rng.fork());
+    }
+
     fn events(&mut self) {
         let later = std::mem::take(&mut self.engine.sockets_mut().later);
         for (id, socket) in later {
@@ -98,11 +107,14 @@ impl Run {
         }
         let sockets: Vec<Shared> = self.sockets.values().cloned().collect();
         for socket in sockets {
-            let (id, (news, room)) = {
+            let (id, (news, room), freed) = {
                 let mut socket = socket.borrow_mut();
                 let Some(id) = socket.id.filter(|_| !socket.device_closed) else { continue };
-                (id, socket.news())
+                (id, socket.news(), socket.free_some(&mut self.rng))
             };
+            if freed {
+                assert!(self.engine.freed(id), "it has lent nothing");
+            }
             if let Some(news) = news {
                 self.engine.readable(id, news);
             }
@@ -129,7 +141,7 @@ impl Run {
             (2 | 3, Some(name), _) => self.guest.read(name, amount),
             (4 | 5, _, Some(socket)) => socket.borrow_mut().write(amount),
             (6 | 7, _, Some(socket)) => socket.borrow_mut().read(amount),
-            (8, ..) => self.guest.transmit(&mut self.rng.fork()),
+            (8, ..) => self.transmit(),
             (9, ..) => {
                 let most = self.rng.usize(..16);
                 self.guest.post(most);
@@ -165,7 +177,7 @@ impl Run {
             socket.borrow_mut().write(amount);
             socket.borrow_mut().read(amount);
         }
-        self.guest.transmit(&mut self.rng.fork());
+        self.transmit();
         self.guest.post(16);
         self.guest.receive();
         self.learn_names();
@@ -173,7 +185,10 @@ impl Run {
         self.device();
         self.now_ms += 1;
         self.engine.tick(self.now_ms);
-        self.engine.table().is_empty() && !self.guest.has_queued() && self.is_over()
+        self.engine.table().is_empty()
+            && !self.guest.has_queued()
+            && self.guest.has_all_back()
+            && self.is_over()
     }
 
     fn is_over(&self) -> bool {
@@ -192,7 +207,7 @@ impl Run {
     }
 
     fn judge(&self) {
-        assert_eq!(self.engine.kept(), 0);
+        assert_eq!((self.engine.kept(), self.engine.lent()), (0, 0));
         for (tag, plan) in &self.plans {
             let socket = self.sockets[tag].borrow();
             let line = self.names.get(tag).map(|name| &self.guest.lines[name]);

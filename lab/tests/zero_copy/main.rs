@@ -9,6 +9,8 @@
 //! Nothing is asserted of time; the table of CPU time is printed.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+mod vsock;
+
 use std::path::Path;
 use std::time::Duration;
 
@@ -26,9 +28,16 @@ const PAGES: u64 = 160 << 8;
 /// Packets that it makes.
 const PACKETS: u64 = PAGES / 128;
 
-/// A Linux with a network card towards a network of this host, and towline in it.
-fn guest(network: &Network) -> (Qemu, LinuxGuest) {
-    let disk = ProgramDisk::pack(&[&towline_binary().unwrap()]).unwrap();
+/// A network with a tap for a guest's card.
+fn network() -> anyhow::Result<Network> {
+    let network = Network::new()?;
+    network.add_tap("tap0", "10.0.2.2/24")?;
+    Ok(network)
+}
+
+/// A Linux with a network card towards a network of this host, and these programs in it.
+fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
+    let disk = ProgramDisk::pack(programs).unwrap();
     let card =
         ["-netdev", "tap,id=net,ifname=tap0,script=no,downscript=no", "-device", "virtio-net-pci,netdev=net"];
     let builder = Qemu::builder(Version::V10_0).linux().memory_mib(1024).processors(2).within(network);
@@ -100,12 +109,11 @@ fn over_a_virtio_card_nothing_is_copied_and_on_loopback_all() {
     if !require_lab(name) {
         return;
     }
-    let network =
-        match Network::new().and_then(|network| network.add_tap("tap0", "10.0.2.2/24").map(|()| network)) {
-            Ok(network) => network,
-            Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
-        };
-    let (_qemu, mut guest) = guest(&network);
+    let network = match network() {
+        Ok(network) => network,
+        Err(error) => return skip(name, &format!("no network of its own: {error:#}")),
+    };
+    let (_qemu, mut guest) = guest(&network, &[&towline_binary().unwrap()]);
     // Plain sends first: what the others are compared with.
     let off = over_the_card(&network, &mut guest, "off");
     let on = over_the_card(&network, &mut guest, "on");
