@@ -45,6 +45,12 @@ const SOAKS: &[Soak] = &[
         run: || lab_test("vsock", "a_guest_of_qemu_10_0", &[("TOWLINE_SOAK_VSOCK_MIB", "100")]),
     },
     Soak {
+        name: "vsock-stalls",
+        about: "an hour of connections with a Linux guest whose ends stall at random, and the device's memory \
+            (TOWLINE_SOAK_VSOCK_STALLS_S)",
+        run: || lab_test("vsock", "a_guest_of_qemu_10_0", &[("TOWLINE_SOAK_VSOCK_STALLS_S", "3600")]),
+    },
+    Soak {
         name: "vsock-kernel",
         about: "the kernel's own tests of vsock between two guests, and vsock_perf with 100 MiB (TOWLINE_SOAK_VSOCK_KERNEL_MIB); \
             builds them first",
