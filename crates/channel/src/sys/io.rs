@@ -36,6 +36,21 @@ pub(crate) fn recvmsg(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>], peek: bool)
     retry(|| unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, flags) })
 }
 
+/// A call of three arguments, without the C library, whose own may be points at which a thread is cancelled: to allow that
+/// and to forbid it again is a part of what a short call costs.
+///
+/// # Safety
+/// As the call's own.
+unsafe fn direct(
+    number: libc::c_long,
+    fd: BorrowedFd<'_>,
+    pointer: *const libc::c_void,
+    count: usize,
+) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(number, fd.as_raw_fd(), pointer, count) as isize }
+}
+
 /// `writev(2)`, retried when a signal interrupts it.
 ///
 /// # Errors
@@ -45,8 +60,13 @@ pub fn writev(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> {
     if bufs.is_empty() {
         return Ok(0);
     }
-    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`.
-    retry(|| unsafe { libc::writev(fd.as_raw_fd(), bufs.as_ptr().cast(), bufs.len() as libc::c_int) })
+    // SAFETY: as in `sendmsg`; `window` keeps the count within `IOV_MAX`. One buffer needs no array to be copied.
+    retry(|| unsafe {
+        match bufs {
+            [one] => direct(libc::SYS_write, fd, one.iov().iov_base, one.len()),
+            many => direct(libc::SYS_writev, fd, many.as_ptr().cast(), many.len()),
+        }
+    })
 }
 
 /// `readv(2)`, retried when a signal interrupts it.
@@ -58,8 +78,13 @@ pub fn readv(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<usize>
     if bufs.is_empty() {
         return Ok(0);
     }
-    // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`.
-    retry(|| unsafe { libc::readv(fd.as_raw_fd(), bufs.as_mut_ptr().cast(), bufs.len() as libc::c_int) })
+    // SAFETY: as in `recvmsg`; `window_mut` keeps the count within `IOV_MAX`. As in `writev`.
+    retry(|| unsafe {
+        match &mut *bufs {
+            [one] => direct(libc::SYS_read, fd, one.iov().iov_base, one.len()),
+            many => direct(libc::SYS_readv, fd, many.as_mut_ptr().cast(), many.len()),
+        }
+    })
 }
 
 /// `pwritev(2)`.

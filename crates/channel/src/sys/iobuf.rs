@@ -62,6 +62,10 @@ impl<'a> IoBuf<'a> {
     pub fn skip(self, len: usize) -> Self {
         Self { iov: skip(self.iov, len), ..self }
     }
+
+    pub(super) fn iov(&self) -> libc::iovec {
+        self.iov
+    }
 }
 
 impl<'a> IoBufMut<'a> {

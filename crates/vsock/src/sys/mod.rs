@@ -8,6 +8,11 @@ use towline_channel::{IOV_MAX, IoBuf, IoBufMut};
 
 use crate::sockets::Received;
 
+const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+
+// The calls are made without the C library's own functions, which are points at which a thread can be cancelled: to allow
+// that and to forbid it again is a part of what a short call costs.
+
 /// `recvmsg(2)` that does not wait.
 pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
     let room: usize = bufs.iter().map(IoBufMut::len).sum();
@@ -19,7 +24,8 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
     loop {
         // SAFETY: `message` points to an array of `iovec` (the layout of `IoBufMut`) that lives across the call, each over
         // memory that is writable by its maker's promise. There is no room for ancillary data.
-        let done = unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message, libc::MSG_DONTWAIT) };
+        let done =
+            unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         if let Ok(bytes) = usize::try_from(done) {
             // A socket stops where somebody has sent descriptors, which are dropped here.
             let stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
@@ -41,8 +47,7 @@ pub(crate) fn send(fd: BorrowedFd<'_>, bufs: &[IoBuf<'_>]) -> io::Result<usize> 
     loop {
         // SAFETY: `message` points to an array of `iovec` (the layout of `IoBuf`) that lives across the call, each over
         // memory that is readable by its maker's promise; the kernel only reads both.
-        let done =
-            unsafe { libc::sendmsg(fd.as_raw_fd(), &message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) };
+        let done = unsafe { libc::syscall(libc::SYS_sendmsg, fd.as_raw_fd(), &raw const message, FLAGS) };
         if let Ok(bytes) = usize::try_from(done) {
             return Ok(bytes);
         }
