@@ -331,6 +331,8 @@ impl Server {
     /// Waits until the kernel reads nothing of the guest's memory any more. Who has not acknowledged by the deadline what
     /// the kernel may have to send again is reset.
     fn await_loans(&mut self, deadline: Instant) {
+        // Of what is held, a part may have been lent.
+        self.engine.let_go(None);
         if self.all_free(deadline) {
             return;
         }
@@ -411,7 +413,6 @@ impl Worker for Server {
 
     fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
         if queue == TRANSMIT {
-            self.engine.let_go(None);
             self.await_loans(deadline);
             self.engine.let_go(queues.ring(TRANSMIT));
         }

@@ -4,6 +4,7 @@
 //! Sockets are watched by edges: each tells once that there is something new, and the engine remembers that it may read
 //! on. A socket is watched for room only while it had none.
 
+mod begin;
 mod convention;
 mod lending;
 mod socket;
@@ -19,17 +20,17 @@ use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
 use towline_channel::{IoBuf, IoBufMut};
 
+use self::begin::Pending;
 use self::convention::Line;
 use self::lending::Lenders;
 pub use self::lending::ZeroCopySend;
 pub(crate) use self::lending::wait_for_freed;
-use self::socket::Begun;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;
 use crate::connection::{Id, Key};
 use crate::engine::News;
 use crate::packet::{Ends, HOST_CID, Kind, Shut};
-use crate::rules::{Place, Rule};
+use crate::rules::Rule;
 use crate::siblings::{Incoming, Mailbox, Siblings};
 use crate::sockets::{Connect, Received, Sockets};
 
@@ -87,18 +88,6 @@ pub(crate) enum Event {
 struct Greeting {
     socket: HostSocket,
     since_ms: u64,
-}
-
-/// A connection that the guest has asked for, under way.
-enum Pending {
-    /// To a place.
-    Begun(HostSocket),
-    /// A place had no room; it is tried again.
-    Again(Place, Kind),
-    /// To another guest: to its device, which will want to hear where to.
-    Device(HostSocket, u32),
-    /// And which will say that the other guest has accepted.
-    Ok(HostSocket),
 }
 
 /// The sockets of one guest.
@@ -352,47 +341,6 @@ impl Host {
         self.events.push_back(Event::Readable(id, news));
     }
 
-    /// Takes a connection that is under way a step further.
-    fn advance(&mut self, id: Id) {
-        let outcome = match self.pending.remove(&id) {
-            Some(Pending::Begun(socket)) => socket.outcome().map(|()| Step::Done(socket)),
-            Some(Pending::Device(socket, port)) => socket
-                .outcome()
-                .and_then(|()| socket.say(&format!("CONNECT {port}\n")))
-                .map(|()| Step::Goes(Pending::Ok(socket))),
-            Some(Pending::Ok(socket)) => match socket.hear(convention::ok) {
-                Ok(Line::Whole(..)) => Ok(Step::Done(socket)),
-                Ok(Line::More) => Ok(Step::Goes(Pending::Ok(socket))),
-                Ok(Line::Wrong) => Err(io::ErrorKind::InvalidData.into()),
-                Err(error) => Err(error),
-            },
-            Some(pending) => Ok(Step::Goes(pending)),
-            None => return,
-        };
-        match outcome {
-            Ok(Step::Done(socket)) => match self.watch(id, &socket, false, true) {
-                Ok(()) => {
-                    let early = socket.has_early();
-                    self.events.push_back(Event::Connected(id, Some(socket)));
-                    if early {
-                        self.events.push_back(Event::Readable(id, News::Data));
-                    }
-                }
-                Err(_) => self.events.push_back(Event::Connected(id, None)),
-            },
-            Ok(Step::Goes(pending)) => {
-                if let Pending::Ok(socket) = &pending {
-                    let _ = self.watch(id, socket, false, true);
-                }
-                self.pending.insert(id, pending);
-            }
-            Err(error) => {
-                tracing::debug!(%error, "what the guest wanted to be connected with is not there");
-                self.events.push_back(Event::Connected(id, None));
-            }
-        }
-    }
-
     fn watch(&self, id: Id, socket: &HostSocket, write: bool, known: bool) -> io::Result<()> {
         let flags = if write { READ | WRITE } else { READ };
         let data = epoll::EventData::new_u64(data_of(id));
@@ -403,84 +351,6 @@ impl Host {
         done.inspect_err(|errno| tracing::error!(%errno, "epoll_ctl"))?;
         Ok(())
     }
-
-    /// Where the guest wants to go, if it may.
-    fn begin_for(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
-        if key.peer_cid != HOST_CID {
-            return self.begin_sibling(id, key, kind);
-        }
-        let ears = Arc::clone(&self.ears);
-        let out = ears.rules.iter().find_map(|rule| match rule {
-            Rule::Out { port, to } if *port == key.peer_port => Some(to),
-            _ => None,
-        });
-        match (out, &ears.uds) {
-            (Some(place), _) => self.begin(id, place, kind),
-            (None, Some(uds)) => {
-                let mut path = uds.clone().into_os_string();
-                path.push(format!("_{}", key.peer_port));
-                self.begin(id, &Place::Unix(path.into()), kind)
-            }
-            (None, None) => Connect::Refused,
-        }
-    }
-
-    fn begin(&mut self, id: Id, place: &Place, kind: Kind) -> Connect<HostSocket> {
-        match HostSocket::begin(place, kind) {
-            Ok(Begun::Connected(socket)) => match self.watch(id, &socket, false, false) {
-                Ok(()) => Connect::Now(socket),
-                Err(_) => Connect::Refused,
-            },
-            Ok(Begun::Waits(socket)) => self.wait_for(id, socket, Pending::Begun, true),
-            Ok(Begun::Full) => {
-                self.pending.insert(id, Pending::Again(place.clone(), kind));
-                Connect::Later
-            }
-            Err(error) => {
-                tracing::debug!(%error, ?place, "the guest wants to be connected with this");
-                Connect::Refused
-            }
-        }
-    }
-
-    fn wait_for(
-        &mut self,
-        id: Id,
-        socket: HostSocket,
-        pending: impl FnOnce(HostSocket) -> Pending,
-        write: bool,
-    ) -> Connect<HostSocket> {
-        if self.watch(id, &socket, write, false).is_err() {
-            return Connect::Refused;
-        }
-        self.pending.insert(id, pending(socket));
-        Connect::Later
-    }
-
-    fn begin_sibling(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
-        let ears = Arc::clone(&self.ears);
-        if let Some(mailbox) = ears.siblings.find(ears.cid, key.peer_cid) {
-            let Ok((ours, theirs)) = HostSocket::pair(kind) else { return Connect::Refused };
-            mailbox.put(Incoming { port: key.peer_port, kind, cid: ears.cid, socket: theirs });
-            return self.wait_for(id, ours, Pending::Ok, false);
-        }
-        let uds = ears.rules.iter().find_map(|rule| match rule {
-            Rule::Sibling { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
-            _ => None,
-        });
-        let Some(uds) = uds else { return Connect::Refused };
-        match HostSocket::begin(&Place::Unix(uds), kind) {
-            Ok(Begun::Connected(socket) | Begun::Waits(socket)) => {
-                self.wait_for(id, socket, |socket| Pending::Device(socket, key.peer_port), true)
-            }
-            Ok(Begun::Full) | Err(_) => Connect::Refused,
-        }
-    }
-}
-
-enum Step {
-    Done(HostSocket),
-    Goes(Pending),
 }
 
 impl AsFd for Host {
