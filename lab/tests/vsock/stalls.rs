@@ -2,7 +2,7 @@
 //! as it is.
 
 use std::fs::File;
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -111,7 +111,11 @@ fn talk(uds: &Path, tcp_port: u16, content: &Arc<Vec<u8>>, rng: &mut fastrand::R
             break false;
         }
         let room = rng.usize(1..=buffer.len());
-        let len = reader.read(&mut buffer[..room]).unwrap();
+        let len = match reader.read(&mut buffer[..room]) {
+            // A process that was stopped for a while hears so.
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            len => len.unwrap(),
+        };
         if len == 0 {
             break true;
         }

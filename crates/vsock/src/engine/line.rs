@@ -12,8 +12,9 @@ use crate::packet::{Ends, Kind};
 
 /// Packets shorter than this are copied when the host side is behind: a chain of the ring is worth more.
 pub(super) const HOLD_BYTES_MIN: u32 = 4096;
-/// Chains that one connection may hold while its host side is behind.
-pub(super) const HELD_PER_LINE_MAX: usize = 8;
+/// Chains that one connection may hold while its host side is behind: a window's worth of the largest packets, which
+/// are then not copied at all.
+pub(super) const HELD_PER_LINE_MAX: usize = 16;
 /// Packets shorter than this are not lent: to pin their pages and to be told of it costs more than to copy them.
 pub(super) const LEND_BYTES_MIN: u32 = 16 << 10;
 /// Chains of one connection that may be lent at a time; what comes beyond is copied by the kernel.
