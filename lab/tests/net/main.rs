@@ -12,6 +12,7 @@ mod moves;
 mod pairs;
 mod queues;
 mod restarts;
+mod service_manager;
 mod support;
 mod testpmd;
 mod traffic;
