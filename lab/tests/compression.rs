@@ -119,7 +119,7 @@ fn relayed(from: Version, to: Version, machine: Version, method: &str) {
     let source = boot(from, machine);
     let destination = builder(to, machine).incoming_defer().start().unwrap();
     copy(method, &["--paused", &qmp(&source), &qmp(&destination)]);
-    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     prove_equal(&source, &destination);
 }
 

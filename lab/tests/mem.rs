@@ -122,7 +122,7 @@ fn a_real_guests_memory_is_told_by_its_hash() {
     assert_eq!(first["memory"]["verified-pages"], Value::Null);
     let first = hash(&first);
     assert_eq!(first["length"], 64 << 20);
-    assert_eq!(qemu.qmp().status().unwrap(), "postmigrate");
+    qemu.qmp().wait_status("postmigrate", WITHIN).unwrap();
     qemu.qmp().execute("cont", json!({})).unwrap();
     qemu.wait_counting(WITHIN).unwrap();
     qemu.qmp().execute("stop", Value::Null).unwrap();

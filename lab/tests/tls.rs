@@ -147,7 +147,7 @@ fn through_towline(version: Version, machine: Version, lanes: u64) {
     let done = towline.wait(WITHIN).unwrap();
     assert_eq!(done.status.code(), Some(0), "{}", done.stderr);
     source.qmp().wait_migration("completed", WITHIN).unwrap();
-    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
 
     let destination = place.qemu(version, machine, "server").incoming_defer().start().unwrap();
     set(&destination, lanes, &json!({ "tls-creds": "tls" }));

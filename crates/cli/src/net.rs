@@ -13,6 +13,7 @@ use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
 
+use crate::args::Switch;
 use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
@@ -97,6 +98,10 @@ pub(crate) struct NetArgs {
     /// QEMU shall not migrate the guest while it has this card, which then keeps no log of what it writes
     #[arg(long)]
     unmigratable: bool,
+    /// Whether the card's link and what it has counted travel with its guest (vhost-user's DEVICE_STATE, which stock QEMU
+    /// does not ask a network card for); the other host's card has to have the same setting
+    #[arg(long, value_name = "ON|OFF", default_value = "off")]
+    device_state: Switch,
     #[command(flatten)]
     watch: WatchArgs,
     /// What the queues did as one JSON object, on standard output
@@ -148,6 +153,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         cpus: args.cpus.clone(),
         poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
+        device_state: args.device_state == Switch::On,
     };
     let net = Arc::new(Net::with_xdp(taps, xdp(args)?, options));
     let device: Arc<dyn Device> = net.clone();

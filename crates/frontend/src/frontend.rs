@@ -1,6 +1,6 @@
 //! A conversation with a backend: what QEMU says, in QEMU's order.
 
-use std::io::{IoSlice, Read as _};
+use std::io::{IoSlice, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -190,6 +190,41 @@ impl Frontend {
             found: format!("{reply:?}"),
             expected: "a ring and a number of 16 bits".into(),
         })
+    }
+
+    /// The device's own state, when no ring runs (DEVICE_STATE was agreed upon).
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`]; that it cannot be saved.
+    pub fn save(&mut self) -> Result<Vec<u8>> {
+        let failed = |source| Error::System { what: "a pipe for the state", source };
+        let (mut reader, writer) = std::io::pipe().map_err(failed)?;
+        let reply = self.ask(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()])?;
+        // Otherwise it never ends.
+        drop(writer);
+        let mut state = Vec::new();
+        reader.read_to_end(&mut state).map_err(failed)?;
+        match (reply.first(), self.number(Code::CHECK_DEVICE_STATE)?) {
+            (Some(0), 0) => Ok(state),
+            (_, found) => Err(Error::Answer {
+                request: Code::CHECK_DEVICE_STATE.0,
+                found: format!("{reply:?} and {found}"),
+                expected: "a state".into(),
+            }),
+        }
+    }
+
+    /// Has the device take over a state. Whether it did.
+    ///
+    /// # Errors
+    /// Those of [`Frontend::ask`].
+    pub fn load(&mut self, state: &[u8]) -> Result<bool> {
+        let failed = |source| Error::System { what: "a pipe for the state", source };
+        let (reader, mut writer) = std::io::pipe().map_err(failed)?;
+        let reply = self.ask(Code::SET_DEVICE_STATE_FD, &halves(1, 0), &[reader.as_fd()])?;
+        writer.write_all(state).map_err(failed)?;
+        drop((writer, reader));
+        Ok(reply.first() == Some(&0) && self.number(Code::CHECK_DEVICE_STATE)? == 0)
     }
 
     /// Has writes logged here: a bit for each page from guest address 0 on.

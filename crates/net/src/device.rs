@@ -10,6 +10,7 @@ use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
 use crate::features;
 use crate::pair::{Pair, RECEIVE, TRANSMIT};
 use crate::rarp;
+use crate::state::State;
 use crate::statistics::{Counters, DropReason, QueueStatistics};
 use crate::tap::Taps;
 use crate::xdp::{Mode, Xdp};
@@ -26,6 +27,8 @@ pub struct Options {
     pub poll: Duration,
     /// The frontend is told that its guest cannot be migrated with it.
     pub unmigratable: bool,
+    /// Its link and its counters travel with the guest; the card on the other host has to say so too.
+    pub device_state: bool,
 }
 
 /// A network card. One of it serves one guest, over as many connections as its frontend makes.
@@ -81,6 +84,11 @@ impl Net {
     /// Whether it was made to send by AF_XDP.
     pub fn uses_xdp(&self) -> bool {
         self.shared.xdp.is_some()
+    }
+
+    /// Whether a state of its own travels with its guest.
+    pub fn has_state(&self) -> bool {
+        self.shared.options.device_state
     }
 
     /// How each pair sends now.
@@ -165,7 +173,25 @@ impl Device for Net {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU
+        let state = match self.shared.options.device_state {
+            true => ProtocolFeatures::DEVICE_STATE,
+            false => ProtocolFeatures::empty(),
+        };
+        ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU | state
+    }
+
+    fn save(&self) -> Result<Vec<u8>, Refusal> {
+        Ok(State { linked: self.is_linked(), counters: self.statistics() }.encode())
+    }
+
+    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+        let state = State::decode(state)?;
+        self.set_link(state.linked);
+        // Of a guest that had more pairs, the first ones.
+        for (counters, before) in self.shared.counters.iter().zip(&state.counters) {
+            counters.iter().zip(before).for_each(|(counters, before)| counters.go_on(before));
+        }
+        Ok(())
     }
 
     fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
@@ -213,7 +239,8 @@ impl Device for Net {
         }
         let (features, pairs) = (self.features(), self.pairs());
         let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
-        Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}"))
+        let state = if self.shared.options.device_state { " state=1" } else { "" };
+        Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}{state}"))
     }
 
     fn accepts(&self, source: &str) -> Result<(), Refusal> {
@@ -230,6 +257,9 @@ impl Device for Net {
                 "features {missing:#x} of the source are not to be had on this host's tap"
             ));
         }
+        if theirs.state != here.state {
+            return refused("one of the two cards has --device-state on, and the other one has not".into());
+        }
         match (theirs.mtu, here.mtu) {
             (Some(there), Some(here)) if here < there => {
                 refused(format!("the MTU is {there} at the source and only {here} here"))
@@ -243,6 +273,8 @@ impl Device for Net {
 struct Version {
     features: u64,
     mtu: Option<u32>,
+    /// Whether a state travels.
+    state: bool,
 }
 
 impl Version {
@@ -254,6 +286,6 @@ impl Version {
         let pairs: Vec<(&str, &str)> = words.filter_map(|word| word.split_once('=')).collect();
         let value = |key: &str| pairs.iter().find(|(known, _)| *known == key).map(|(_, value)| *value);
         let features = u64::from_str_radix(value("features")?.strip_prefix("0x")?, 16).ok()?;
-        Some(Self { features, mtu: value("mtu")?.parse().ok() })
+        Some(Self { features, mtu: value("mtu")?.parse().ok(), state: value("state").is_some() })
     }
 }

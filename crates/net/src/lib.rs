@@ -20,6 +20,7 @@ mod pair;
 mod rarp;
 mod receive;
 pub mod segment;
+mod state;
 mod statistics;
 mod sys;
 mod tap;
@@ -28,6 +29,7 @@ mod xdp;
 
 pub use device::{Net, Options};
 pub use features::feature_names;
+pub use state::{STATE_VERSION, STATE_VERSION_MIN};
 pub use statistics::{DropReason, QueueStatistics};
 pub use tap::{Tap, TapError, Taps};
 pub use xdp::{Mode, Xdp, XdpError};

@@ -93,6 +93,13 @@ impl Counters {
         add(&self.drops[reason as usize], frames as u64);
     }
 
+    /// What the same queue did in another process.
+    pub(crate) fn go_on(&self, before: &QueueStatistics) {
+        add(&self.packets, before.packets);
+        add(&self.bytes, before.bytes);
+        self.drops.iter().zip(before.drops).for_each(|(drops, before)| add(drops, before));
+    }
+
     pub(crate) fn snapshot(&self) -> QueueStatistics {
         QueueStatistics {
             packets: self.packets.load(Relaxed),

@@ -27,6 +27,7 @@ const PORT: u16 = 9;
 /// Protocol features.
 const RARP: u64 = 1 << 2;
 const NET_MTU: u64 = 1 << 4;
+const DEVICE_STATE: u64 = 1 << 19;
 /// Ethernet, IPv4 and UDP headers.
 const HEADERS: usize = 14 + 20 + 8;
 
@@ -87,10 +88,10 @@ impl Bench {
         ] {
             run(line).unwrap();
         }
-        let net = Arc::new(Net::new(taps, Options::default()));
+        let net = Arc::new(Net::new(taps, Options { device_state: true, ..Options::default() }));
         let (served, mut frontend) = Served::start(&network, &net);
         assert_eq!(frontend.number(Code::GET_QUEUE_NUM).unwrap(), 1, "pairs");
-        let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU);
+        let taken = frontend.negotiate(features, EVENT_IDX | INDIRECT, RARP | NET_MTU | DEVICE_STATE);
         let features = taken.unwrap().features;
         let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
         let memory = Arc::new(Memory::new(Pair::memory_bytes(&options)).unwrap());
@@ -307,7 +308,7 @@ fn a_card_says_whose_guests_it_takes() {
     let version = bench.network.enter(|| bench.net.migration_version()).unwrap().unwrap();
     let accepts = |source: &str| bench.network.enter(|| bench.net.accepts(source)).unwrap();
     assert!(
-        version.starts_with("towline-net-1 features=0x") && version.ends_with(" pairs=1 mtu=65521"),
+        version.starts_with("towline-net-1 features=0x") && version.ends_with(" pairs=1 mtu=65521 state=1"),
         "{version}"
     );
     accepts(&version).unwrap();
@@ -342,4 +343,38 @@ fn nonsense_harms_nobody_else() {
     bench.send(&sent);
     bench.expect(&sent);
     bench.counts("frames of nonsense", |[_, transmit]| transmit.dropped(DropReason::Malformed) > 1000);
+}
+
+/// Its link stays down and its counters go on, on another host; a card that does not want that says so beforehand.
+#[test]
+fn a_cards_state_travels_with_its_guest() {
+    let name = "a_cards_state_travels_with_its_guest";
+    let Some(mut here) = Bench::new(name, 2048, 64, feature::MRG_RXBUF) else { return };
+    let Some(mut there) = Bench::new(name, 2048, 64, feature::MRG_RXBUF) else { return };
+    let datagrams: Vec<Vec<u8>> = (0..20).map(|index| vec![index; 100]).collect();
+    here.send(&datagrams);
+    here.expect(&datagrams);
+    let before = here.counts("twenty frames", |pair| pair[0].packets >= 20);
+    here.net.set_link(false);
+    let (frontend, _) = &mut here.driver;
+    for ring in 0..2 {
+        frontend.stop(ring).unwrap();
+    }
+    let state = frontend.save().unwrap();
+    let (frontend, _) = &mut there.driver;
+    for ring in 0..2 {
+        frontend.stop(ring).unwrap();
+    }
+    let own = there.net.statistics()[0];
+    assert!(!frontend.load(&state[..state.len() - 1]).unwrap(), "half a state is taken");
+    assert!(there.net.is_linked() && there.net.statistics()[0] == own);
+    assert!(frontend.load(&state).unwrap());
+    assert!(!there.net.is_linked());
+    let after = there.net.statistics()[0];
+    assert_eq!(after[0].packets, own[0].packets + before[0].packets);
+    assert_eq!(after[0].bytes, own[0].bytes + before[0].bytes);
+    let (ours, theirs) = (here.net.migration_version().unwrap(), there.net.migration_version().unwrap());
+    assert!(there.net.accepts(&ours).is_ok() && theirs.ends_with(" state=1"), "{ours}, {theirs}");
+    let refused = there.net.accepts(ours.strip_suffix(" state=1").unwrap()).unwrap_err().to_string();
+    assert!(refused.contains("one of the two cards has --device-state on"), "{refused}");
 }

@@ -3,13 +3,12 @@
 
 mod common;
 
-use std::io::{Read as _, Write as _};
-use std::os::fd::AsFd as _;
+use std::io::Read as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use towline_frontend::vsock::{Event, Guest, Options};
-use towline_frontend::wire::{Code, feature, halves};
+use towline_frontend::wire::feature;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
 use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
@@ -94,13 +93,13 @@ fn a_state_resets_what_the_guest_had_elsewhere() {
     });
     guest.poll(|_, _| ()).unwrap();
     let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
-    let state = save(&mut frontend);
+    let state = frontend.save().unwrap();
     // The guest goes on with another device: same memory, same rings, connections that are not there.
     let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
     other.negotiate(0, 1 << 29, DEVICE_STATE).unwrap();
     other.share(Some(&Arc::clone(guest.memory()))).unwrap();
-    assert_ne!(load(&mut other, &state[1..]), 0, "half a state is taken");
-    assert_eq!(load(&mut other, &state), 0);
+    assert!(!other.load(&state[1..]).unwrap(), "half a state is taken");
+    assert!(other.load(&state).unwrap());
     other.start(guest.rx(), bases[0]).unwrap();
     other.start(guest.tx(), bases[1]).unwrap();
     let mut left = vec![ports, asked];
@@ -128,12 +127,12 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     let (mut frontend, mut guest) = here.guest();
     let (ports, _stream) = reach(&here, &mut guest, 5000);
     let bases = [0, 1].map(|index| frontend.stop(index).unwrap());
-    let state = save(&mut frontend);
+    let state = frontend.save().unwrap();
     let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
     let features = other.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap().features;
     let memory = Arc::clone(guest.memory());
     other.share(Some(&memory)).unwrap();
-    assert_eq!(load(&mut other, &state), 0);
+    assert!(other.load(&state).unwrap());
     let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
     let buffers = [(); 4].map(|()| Buffer { guest: memory.alloc(8, 8), len: 8 });
     for (token, buffer) in (0..).zip(buffers) {
@@ -171,27 +170,6 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     events.publish();
     events.raise();
     until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
-}
-
-fn save(frontend: &mut Frontend) -> Vec<u8> {
-    let (mut reader, writer) = std::io::pipe().unwrap();
-    let reply = frontend.ask(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()]).unwrap();
-    assert_eq!(reply[0], 0);
-    drop(writer);
-    let mut state = Vec::new();
-    reader.read_to_end(&mut state).unwrap();
-    assert_eq!(frontend.number(Code::CHECK_DEVICE_STATE).unwrap(), 0);
-    state
-}
-
-/// What CHECK_DEVICE_STATE says.
-fn load(frontend: &mut Frontend, state: &[u8]) -> u64 {
-    let (reader, mut writer) = std::io::pipe().unwrap();
-    let reply = frontend.ask(Code::SET_DEVICE_STATE_FD, &halves(1, 0), &[reader.as_fd()]).unwrap();
-    assert_eq!(reply[0], 0);
-    writer.write_all(state).unwrap();
-    drop((writer, reader));
-    frontend.number(Code::CHECK_DEVICE_STATE).unwrap()
 }
 
 /// Siblings that nobody else has.

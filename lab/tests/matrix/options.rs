@@ -74,12 +74,12 @@ fn resume_runs_the_source_on_and_it_can_be_copied_again() {
         assert_eq!(source.qmp().status().unwrap(), "running");
         source.wait_counting(WITHIN).unwrap();
         copy(&[&qmp(&source), &scratch.text("second.img")]);
-        assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+        source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         let third = [&qmp(&source)[..], &scratch.text("third.img")];
         let said = refused(1, &third);
         assert!(said.contains("run it on first (`cont`), or pass --resume"), "{said}");
         assert!(!scratch.path("third.img").exists());
-        assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+        source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         copy(&[&["--resume"], &third[..]].concat());
         source.wait_counting(WITHIN).unwrap();
         stop(&source);

@@ -14,7 +14,7 @@ fn relay(row: Row, lanes: usize) {
     let source = row.boot();
     let destination = waiting(row.builder());
     copy_with(lanes, &["--paused", &qmp(&source), &qmp(&destination)]);
-    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     assert_eq!(destination.qmp().status().unwrap(), "paused");
     prove_equal(&source, &destination);
 }

@@ -70,6 +70,6 @@ fn two_qemus_that_lose_each_other_are_brought_together() {
     follow_at(0);
     let completed = completed(&towline.wait(WITHIN).unwrap());
     assert_eq!(completed["postcopy"]["recoveries"], 1);
-    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     prove_alive(&destination, tick);
 }

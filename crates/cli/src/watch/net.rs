@@ -5,7 +5,7 @@ use std::sync::Arc;
 use towline_compat::facts;
 use towline_control::device::Managed;
 use towline_control::statistics::{Number, Subject};
-use towline_net::{DropReason, Net, QueueStatistics, feature_names};
+use towline_net::{DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names};
 use towline_vhost_user::{Device, RING_SIZE_MAX, features};
 
 /// See the module.
@@ -40,6 +40,8 @@ impl Managed for Card {
             queues: u16::try_from(queues).unwrap_or(u16::MAX),
             ring_size_max: RING_SIZE_MAX,
             mtu: self.net.taps().mtu().and_then(|mtu| mtu.try_into().ok()).unwrap_or(0),
+            state_version: if self.net.has_state() { STATE_VERSION.into() } else { 0 },
+            state_version_min: if self.net.has_state() { STATE_VERSION_MIN.into() } else { 0 },
             migration_version: self.version.clone().ok(),
             unmigratable: self.version.clone().err(),
             ..facts::Device::default()
