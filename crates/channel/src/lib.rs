@@ -86,4 +86,4 @@ pub use tcp::{TcpChannel, check_zero_copy};
 pub use tls::{TlsChannel, TlsClient, TlsServer, describe_plain};
 pub use unix::UnixChannel;
 pub use websocket::WebSocketChannel;
-pub use zero_copy::{ZeroCopyLease, ZeroCopySends, ZeroCopyStatistics};
+pub use zero_copy::{ZeroCopyLease, ZeroCopySend, ZeroCopySends, ZeroCopyStatistics};

@@ -465,16 +465,6 @@ impl From<ZeroCopy> for ZeroCopySend {
     }
 }
 
-impl From<ZeroCopy> for towline_vsock::ZeroCopySend {
-    fn from(asked: ZeroCopy) -> Self {
-        match asked {
-            ZeroCopy::Auto => Self::Auto,
-            ZeroCopy::On => Self::On,
-            ZeroCopy::Off => Self::Off,
-        }
-    }
-}
-
 /// QEMU's `multifd-compression`, as far as it needs no hardware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Method {

@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use towline_channel::ZeroCopySend;
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
 
 use crate::connection::Limits;
 use crate::engine::{Engine, News};
 use crate::gate::Gate;
-use crate::host::{Ears, Event, Host, HostSocket, Listening, ZeroCopySend, wait_for_freed};
+use crate::host::{Ears, Event, Host, HostSocket, Listening, wait_for_freed};
 use crate::packet::Kind;
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
@@ -51,7 +52,7 @@ pub struct Settings {
     pub groups: Vec<String>,
     /// What it may take.
     pub limits: Limits,
-    /// Whether large packets to TCP are sent without a copy.
+    /// Whether packets of 16 KiB and more to TCP are sent without a copy.
     pub zero_copy_send: ZeroCopySend,
     /// How long its thread waits awake where requests and answers alternate; 0: never.
     pub poll: Duration,

@@ -41,6 +41,17 @@ impl Lender {
         Self { served, frontend, guest, peer }
     }
 
+    /// One with as much under way as the device takes for a peer that reads nothing; what was to be sent, and how much
+    /// of it was.
+    fn full() -> (Self, Vec<u8>, usize) {
+        let (mut lender, content) = (Self::new(), bytes(32 << 20));
+        let sent = lender.fill(&content);
+        let statistics = lender.statistics();
+        assert!(sent < content.len() && statistics.lines.bytes_lent > 0, "{sent}: {statistics:?}");
+        assert!(statistics.lent > 0, "{statistics:?}");
+        (lender, content, sent)
+    }
+
     fn statistics(&self) -> Statistics {
         self.served.device.report().statistics
     }
@@ -77,12 +88,8 @@ impl Lender {
 
 #[test]
 fn packets_come_back_when_the_peer_has_them() {
-    let mut lender = Lender::new();
-    let content = bytes(32 << 20);
-    let sent = lender.fill(&content);
-    assert!(sent < content.len(), "the peer reads nothing");
+    let (mut lender, content, sent) = Lender::full();
     let statistics = lender.statistics();
-    assert!(statistics.lent > 0 && statistics.lines.bytes_lent > 0, "{statistics:?}");
     assert!(u64::from(lender.guest.tx().in_flight()) >= statistics.lent);
     let mut peer = lender.peer.try_clone().unwrap();
     let reader = std::thread::spawn(move || {
@@ -103,10 +110,7 @@ fn packets_come_back_when_the_peer_has_them() {
 
 #[test]
 fn what_is_lent_when_a_connection_ends_is_delivered() {
-    let mut lender = Lender::new();
-    let content = bytes(32 << 20);
-    let sent = lender.fill(&content);
-    assert!(lender.statistics().lent > 0);
+    let (mut lender, content, sent) = Lender::full();
     lender.guest.shutdown(PORTS, 3);
     lender.guest.poll(|_, _| ()).unwrap();
     let mut heard = Vec::new();
@@ -118,9 +122,7 @@ fn what_is_lent_when_a_connection_ends_is_delivered() {
 
 #[test]
 fn a_guest_that_resets_a_connection_gets_everything_back_at_once() {
-    let mut lender = Lender::new();
-    lender.fill(&bytes(32 << 20));
-    assert!(lender.statistics().lent > 0);
+    let (mut lender, ..) = Lender::full();
     lender.guest.reset(PORTS);
     lender.wait_for_all();
     assert_eq!(lender.statistics().lent, 0);
@@ -133,10 +135,7 @@ fn a_guest_that_resets_a_connection_gets_everything_back_at_once() {
 /// must not get what comes instead.
 #[test]
 fn a_ring_that_stops_takes_everything_back() {
-    let mut lender = Lender::new();
-    let content = bytes(32 << 20);
-    let sent = lender.fill(&content);
-    assert!(lender.statistics().lent > 0);
+    let (mut lender, content, sent) = Lender::full();
     lender.frontend.stop(1).unwrap();
     lender.guest.poll(|_, _| ()).unwrap();
     assert_eq!(lender.guest.tx().in_flight(), 0);
@@ -150,10 +149,7 @@ fn a_ring_that_stops_takes_everything_back() {
 
 #[test]
 fn a_ring_that_stops_waits_for_a_peer_that_reads() {
-    let mut lender = Lender::new();
-    let content = bytes(32 << 20);
-    let sent = lender.fill(&content);
-    assert!(lender.statistics().lent > 0);
+    let (mut lender, content, sent) = Lender::full();
     let mut peer = lender.peer.try_clone().unwrap();
     let reader = std::thread::spawn(move || {
         let mut heard = Vec::new();

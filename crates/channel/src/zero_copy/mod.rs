@@ -16,8 +16,10 @@
 //! sees `POLLERR` while completions wait; it is not an error of the stream.
 
 mod ledger;
+mod mode;
 mod sends;
 
+pub use mode::ZeroCopySend;
 pub use sends::ZeroCopySends;
 
 use crate::socket::Socket;

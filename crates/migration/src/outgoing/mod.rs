@@ -32,8 +32,8 @@ pub use connect::{Connections, connect};
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
 pub(crate) use return_path::{Audience, ReturnPath};
-pub use sends::ZeroCopySend;
 pub(crate) use sends::check as check_zero_copy;
+pub use towline_channel::ZeroCopySend;
 
 use crate::convergence::{Decision, Limits, Observation, Patience, Policy};
 use crate::{Compression, Error, ExtentKind, Guest, Result, Session, Statistics};

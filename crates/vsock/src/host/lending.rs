@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use towline_channel::{IoBuf, ZeroCopySends};
+use towline_channel::{IoBuf, ZeroCopySend, ZeroCopySends};
 
 use super::HostSocket;
 
@@ -22,18 +22,6 @@ const COPIES_FOR_MS: u64 = 60_000;
 const ADDRESSES_MAX: usize = 1024;
 /// The pause where a socket is always ready because it has failed.
 const PAUSE: Duration = Duration::from_micros(100);
-
-/// Whether large packets to TCP are sent without a copy. QEMU has a capability of this name, for migration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ZeroCopySend {
-    /// Where the kernel can.
-    #[default]
-    Auto,
-    /// Always, also where the kernel copies in the end: to measure, and for tests.
-    On,
-    /// Never.
-    Off,
-}
 
 /// How a socket sends.
 #[derive(Debug, Default)]

@@ -18,12 +18,11 @@ use std::sync::Arc;
 
 use rustix::event::{Timespec, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags};
-use towline_channel::{IoBuf, IoBufMut};
+use towline_channel::{IoBuf, IoBufMut, ZeroCopySend};
 
 use self::begin::Pending;
 use self::convention::Line;
 use self::lending::Lenders;
-pub use self::lending::ZeroCopySend;
 pub(crate) use self::lending::wait_for_freed;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;

@@ -10,7 +10,6 @@
 
 mod policy;
 
-use std::fmt;
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -18,34 +17,12 @@ use std::time::Duration;
 use rustix::time::{ClockId, clock_gettime};
 use towline_channel::{
     Capabilities, Channel, ChannelExt, Error as ChannelError, Flushed, IoBuf, IoCursor, SendFlags, Splice,
-    total_len,
+    ZeroCopySend, total_len,
 };
 
 use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
 use crate::{Compression, Error, Result};
 use policy::Policy;
-
-/// QEMU's `zero-copy-send`, with a middle way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ZeroCopySend {
-    /// Each lane finds out whether the kernel copies all the same, and if not, which way costs less CPU time.
-    #[default]
-    Auto,
-    /// Every page on lanes. What cannot is refused before anything is sent, and what fails later ends the migration.
-    On,
-    /// None.
-    Off,
-}
-
-impl fmt::Display for ZeroCopySend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::On => "on",
-            Self::Off => "off",
-        })
-    }
-}
 
 /// Refuses zero-copy sends that were asked for where there are none.
 pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<dyn Channel>]) -> Result<()> {

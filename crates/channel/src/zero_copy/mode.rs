@@ -1,0 +1,23 @@
+use std::fmt;
+
+/// Whether large sends to TCP go without a copy. QEMU's `zero-copy-send`, with a middle way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ZeroCopySend {
+    /// Where it pays: whoever sends finds out whether the kernel copies all the same.
+    #[default]
+    Auto,
+    /// All that can, also where the kernel copies in the end.
+    On,
+    /// None.
+    Off,
+}
+
+impl fmt::Display for ZeroCopySend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        })
+    }
+}
