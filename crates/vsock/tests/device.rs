@@ -48,6 +48,19 @@ fn what_is_held_when_a_ring_stops_is_not_lost() {
     assert!(heard == content[..sent], "{} of {sent} bytes", heard.len());
 }
 
+/// First it sends no more, later it has gone: the guest hears of both, and need not send to find out.
+#[test]
+fn a_host_that_ends_in_two_steps_is_told_in_two() {
+    let served = Served::new(Limits::default());
+    let (_frontend, mut guest) = served.guest();
+    let (ports, stream) = reach(&served, &mut guest, 5000);
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    let shut = |event| if let Event::Shutdown(found, flags) = event { Some((found, flags)) } else { None };
+    assert_eq!(until(&mut guest, |_, event| shut(event)), (ports, 2));
+    drop(stream);
+    assert_eq!(until(&mut guest, |_, event| shut(event)), (ports, 3));
+}
+
 #[test]
 fn a_driver_that_begins_anew_has_no_connections() {
     let served = Served::new(Limits::default());

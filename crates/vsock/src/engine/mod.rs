@@ -212,6 +212,10 @@ impl<S: Sockets> Engine<S> {
         line.readable = true;
         line.ending |= news != News::Data;
         line.hung_up |= news == News::HungUp;
+        if news == News::HungUp && line.ended && !line.deaf && !line.write_shut {
+            // Its end was told already, when only that was known.
+            self.deafen(id);
+        }
         self.line_up(id);
     }
 
@@ -343,18 +347,21 @@ impl<S: Sockets> Engine<S> {
             }
             return;
         };
+        let through = guest.contains(Shut::SEND) && line.out.is_empty();
+        if through && guest.contains(Shut::RECEIVE) {
+            // At once: whoever sees the two ways end one after the other takes the first for all that there is.
+            self.end(id, false);
+            return;
+        }
         if guest.contains(Shut::RECEIVE) && !line.read_shut {
             line.read_shut = true;
             self.sockets.shutdown(socket, Shut::RECEIVE);
         }
-        let through = guest.contains(Shut::SEND) && line.out.is_empty();
         if through && !line.write_shut {
             line.write_shut = true;
             self.sockets.shutdown(socket, Shut::SEND);
         }
-        if through && guest.contains(Shut::RECEIVE) {
-            self.end(id, false);
-        } else if line.ended && (through || line.deaf) {
+        if line.ended && (through || line.deaf) {
             self.hang_up(id, false);
             self.table.over(id);
             self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));

@@ -226,6 +226,11 @@ impl<S: Sockets> Engine<S> {
             self.end(id, true);
             return;
         }
+        self.deafen(id);
+    }
+
+    /// Nobody is left to receive, which the guest is told.
+    pub(super) fn deafen(&mut self, id: Id) {
         let kept = self.table.kept(id);
         if let Some(line) = Self::line_of(&mut self.lines, id) {
             line.discard(&mut self.shelf);
