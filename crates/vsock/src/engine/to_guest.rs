@@ -182,14 +182,8 @@ impl<S: Sockets> Engine<S> {
         line.readable = false;
         // Nobody is left to receive either.
         let hung_up = line.hung_up && !line.write_shut;
-        if hung_up {
-            line.deaf = true;
-            line.discard(&mut self.shelf);
-            let kept = self.table.kept(id);
-            self.table.forwarded(id, kept);
-        }
-        self.table.shut(id, if hung_up { Shut::all() } else { Shut::SEND });
-        self.settle(id);
+        self.table.shut(id, Shut::SEND);
+        if hung_up { self.deafen(id) } else { self.settle(id) }
     }
 
     /// Puts headers in front of what was received. Returns how many buffers it took.

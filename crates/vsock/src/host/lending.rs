@@ -84,7 +84,7 @@ impl Lenders {
             u64::MAX
         });
         let copied = sends.statistics().copied > 0;
-        if copied && self.mode == ZeroCopySend::Auto {
+        if copied && self.mode == ZeroCopySend::Auto && matches!(*lending, Lending::Lends(_)) {
             if let Some(peer) = socket.peer {
                 if self.copies.len() >= ADDRESSES_MAX {
                     self.copies.clear();
