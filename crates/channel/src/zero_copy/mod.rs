@@ -31,7 +31,7 @@ use ledger::Ledger;
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::sockopt::Timeout;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -184,18 +184,8 @@ impl ZeroCopy {
     fn drain(&self) -> Result<(u64, bool)> {
         // Read and booked under one lock: who finds the queue empty must find the entries booked.
         let mut ledger = self.ledger();
-        let mut found = false;
-        for _ in 0..ENTRIES_MAX {
-            if ledger.finished() == ledger.open_end() {
-                break;
-            }
-            let entry = error_queue::take(self.socket.fd());
-            match entry.map_err(|source| Error::io("read completions", self.socket.peer(), source))? {
-                Some(report) => ledger.book(report),
-                None => break,
-            }
-            found = true;
-        }
+        let found = read(&mut ledger, self.socket.fd())
+            .map_err(|source| Error::io("read completions", self.socket.peer(), source))?;
         Ok((ledger.finished(), found))
     }
 
@@ -243,6 +233,22 @@ impl ZeroCopy {
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().expect("no panic while it is held")
     }
+}
+
+/// Books what is in a socket's error queue. Whether there was anything.
+fn read(ledger: &mut Ledger, socket: BorrowedFd<'_>) -> std::io::Result<bool> {
+    let mut found = false;
+    for _ in 0..ENTRIES_MAX {
+        if ledger.finished() == ledger.open_end() {
+            break;
+        }
+        match error_queue::take(socket)? {
+            Some(report) => ledger.book(report),
+            None => break,
+        }
+        found = true;
+    }
+    Ok(found)
 }
 
 fn no_memory(peer: &str, after: Duration, source: std::io::Error) -> Error {

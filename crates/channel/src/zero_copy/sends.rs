@@ -1,8 +1,7 @@
 //! Zero-copy sends of a socket that is its owner's, and that never waits.
 
+use super::ZeroCopyStatistics;
 use super::ledger::Ledger;
-use super::{ENTRIES_MAX, ZeroCopyStatistics};
-use crate::sys::error_queue;
 use crate::sys::{io as calls, zero_copy};
 use crate::{IoBuf, SendFlags};
 use std::io;
@@ -47,15 +46,7 @@ impl ZeroCopySends {
     /// # Errors
     /// `recvmsg(2)`'s own.
     pub fn finished(&mut self, socket: BorrowedFd<'_>) -> io::Result<u64> {
-        for _ in 0..ENTRIES_MAX {
-            if self.0.finished() == self.0.issued() {
-                break;
-            }
-            match error_queue::take(socket)? {
-                Some(report) => self.0.book(report),
-                None => break,
-            }
-        }
+        super::read(&mut self.0, socket)?;
         Ok(self.0.finished())
     }
 
