@@ -21,12 +21,14 @@ const TABLE: &[(&str, May)] = &[
     ("towline-image", May::Use(&["towline-migration", "towline-channel", "towline-protocol"])),
     ("towline-compat", May::Use(&["towline-protocol"])),
     ("towline-vhost-user", May::Use(&["towline-channel"])),
+    ("towline-qmp", May::Use(&["towline-channel"])),
     ("towline-frontend", May::Use(&[])),
     ("towline-net", May::Use(&["towline-vhost-user", "towline-channel"])),
     ("towline-vsock", May::Use(&["towline-vhost-user", "towline-channel"])),
     (
         "towline-control",
         May::Use(&[
+            "towline-qmp",
             "towline-compat",
             "towline-migration",
             "towline-image",

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use serde_json::{Map, Value};
-use towline_control::qmp::{Client, Options};
+use towline_qmp::{Client, Options};
 
 use crate::Exit;
 

@@ -7,13 +7,13 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use towline_control::plan::{self, Options, Source, Survey};
 use towline_control::qemu::Qemu;
-use towline_control::qmp;
 #[cfg(feature = "store")]
 use towline_image::StoredGuest as _;
 use towline_image::{Image, LayerInfo};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
 use towline_protocol::device_state::Device;
+use towline_qmp as qmp;
 
 use crate::Exit;
 use crate::args::{InspectArgs, Switch};

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
 use towline_control::device::{DeviceMonitor, Managed};
-use towline_control::qmp::{Commands, Server};
 use towline_control::statistics::Counting;
+use towline_qmp::{Commands, Server};
 
 use crate::metrics::Metrics;
 

@@ -17,9 +17,9 @@ use std::path::{Path, PathBuf};
 use towline_compat::facts::{Block, Image as ImageFacts, Section, Subject};
 use towline_compat::{Facts, Pair, Report, attribute as judged, judge};
 use towline_image::{Image, StoredGuest};
+use towline_qmp as qmp;
 
 use crate::qemu::{self, Qemu};
-use crate::qmp;
 
 pub use recorded::Error as RecordedError;
 

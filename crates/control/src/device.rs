@@ -8,13 +8,13 @@
 //! answers: it could migrate here, or an errno. That both are of one type is looked at first. Refusals begin with the errno's name, as
 //! `EINVAL: …`; why is in the log as well.
 //!
-//! What it is not: it opens no socket ([`Server`](crate::qmp::Server) does) and knows no device; whoever has some implements [`Managed`].
+//! What it is not: it opens no socket ([`Server`](towline_qmp::Server) does) and knows no device; whoever has some implements [`Managed`].
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::Device as DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
+use towline_qmp::{Commands, Refusal};
 
-use crate::qmp::{Commands, Refusal};
 use crate::statistics::{self, Counting, Subject, known, text};
 
 const NAMES: [&str; 8] = [

@@ -6,11 +6,9 @@
 //! check     would it run there? the facts of both ends
 //! plan      copy a guest from somewhere to somewhere, with undo
 //! qemu      what one QEMU is and waits for; settings that are put back afterwards
-//!  └ qmp    codec (bytes to messages) ─ client (one socket, deadlines, events) ─ commands (typed)
-//!           ─ server (our own control socket)
 //! ```
 //!
-//! This crate drives stock QEMU over its control socket. The stream and the memory are `towline_migration`'s, which the
+//! This crate drives stock QEMU over its control socket, with `towline_qmp`. The stream and the memory are `towline_migration`'s, which the
 //! plans set to work between two ends.
 
 #![deny(unsafe_code)]
@@ -20,5 +18,4 @@ pub mod device;
 pub mod monitor;
 pub mod plan;
 pub mod qemu;
-pub mod qmp;
 pub mod statistics;

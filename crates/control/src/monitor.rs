@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning, ZeroCopySend};
+use towline_qmp::{Commands, Emitter, Refusal, Server};
 
 use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
-use crate::qmp::{Commands, Emitter, Refusal, Server};
 use crate::statistics::{self, Counting, Number, Subject};
 
 const NAMES: [&str; 11] = [

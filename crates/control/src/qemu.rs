@@ -15,13 +15,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-
-use crate::qmp::commands::{
+use towline_qmp::commands::{
     Capability, Cont, HumanMonitorCommand, MigrationInfo, MigrationParameters, MigrationStatus, QomGet,
     QueryMigrate, QueryMigrateCapabilities, QueryMigrateParameters, QueryStatus, QueryUuid, QueryVersion,
     Quit, RunState, Status, Stop, Version,
 };
-use crate::qmp::{self, Client, Options, PeerCredentials};
+use towline_qmp::{self as qmp, Client, Options, PeerCredentials};
 
 pub use ram_block::{RamBlock, RamBlockError};
 pub use settings::{ApplyError, RestoreError, Settings, Wanted};

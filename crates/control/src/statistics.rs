@@ -6,8 +6,7 @@
 //! What it is not: kept anywhere. Whoever counts makes these when somebody asks.
 
 use serde_json::{Map, Value, json};
-
-use crate::qmp::Refusal;
+use towline_qmp::Refusal;
 
 /// All kinds of subjects that there are anywhere.
 const KINDS: [&str; 6] = ["migration", "migration-lane", "net", "net-queue", "vsock", "vsock-connection"];

@@ -2,15 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
+#[path = "../../qmp/tests/common/mod.rs"]
 mod common;
 
 use common::{TestQemu, binaries};
 use serde_json::{Map, json};
 use towline_control::qemu::{Error, Incoming, Qemu, Settings, Wanted};
-use towline_control::qmp;
-use towline_control::qmp::commands::{
-    Capability, MigrateIncoming, MigrationParameters, RunState, SocketAddress,
-};
+use towline_qmp as qmp;
+use towline_qmp::commands::{Capability, MigrateIncoming, MigrationParameters, RunState, SocketAddress};
 
 const UUID: &str = "6b5f1c1e-6a0d-4a6c-9a3f-0d2f4a8b7c11";
 

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 use towline_compat::Facts;
+use towline_qmp::{self as qmp, Client};
 
 use super::Error;
-use crate::qmp::{self, Client};
 
 /// What it is, and its version.
 pub(super) fn facts(path: &Path) -> Result<Facts, Error> {

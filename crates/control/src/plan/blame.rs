@@ -5,10 +5,11 @@ use std::path::Path;
 
 use towline_channel::Error as ChannelError;
 use towline_migration::Error as MigrationError;
+use towline_qmp as qmp;
 
 use super::Error;
 use super::copy::Run;
-use crate::{qemu, qmp};
+use crate::qemu;
 
 /// Whether `error` is of the monitor at `monitor`, or of the stream over the socket at `stream`.
 pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {

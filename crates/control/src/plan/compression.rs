@@ -1,9 +1,9 @@
 //! Compressed lanes: what is refused beforehand, and QEMU's parameters for the rest.
 
 use towline_migration::Compression;
+use towline_qmp::commands::MigrationParameters;
 
 use super::{Destination, Error, Options, Source};
-use crate::qmp::commands::MigrationParameters;
 
 /// Refuses compression where it would do nothing.
 pub(super) fn check(

@@ -7,10 +7,10 @@
 use std::time::{Duration, Instant};
 
 use towline_migration::convergence::{Decision, Limits, Patience, Policy, Sample, Sampler};
+use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::{Error, Options, Progress};
 use crate::qemu::Facts;
-use crate::qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 /// QEMU's own `max-cpu-throttle`, in percent.
 const THROTTLE_PERCENT_MAX: u8 = 99;

@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Cancel, ConnectOptions};
 use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
+use towline_qmp as qmp;
+use towline_qmp::commands::{
+    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
+};
 
 use super::fit::{Guest, uuid_bytes};
 use super::private_dir::PrivateDir;
 use super::vsock::Vsocks;
 use super::{Error, Observer, Options, blame, compression};
-use crate::qemu::{Facts, Incoming, Qemu, Settings, Wanted};
-use crate::qmp::commands::{
-    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
-};
-use crate::{qemu, qmp};
+use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
 
 pub(super) use postcopy::Fate;
 

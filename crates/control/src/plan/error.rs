@@ -4,7 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::{qemu, qmp};
+use towline_qmp as qmp;
+
+use crate::qemu;
 
 /// Why.
 #[derive(Debug, thiserror::Error)]

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use towline_qmp::PeerCredentials;
+
 use super::Error;
-use crate::qmp::PeerCredentials;
 
 /// Names tried at most.
 const NAMES_MAX: u32 = 10_000;

@@ -11,6 +11,10 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Cancel, Listener};
 use towline_migration::Tuning;
 use towline_migration::incoming::{Connections, gather};
+use towline_qmp::commands::{
+    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
+};
+use towline_qmp::{self as qmp, Event};
 
 use super::converge::{self, Convergence};
 use super::fit::Guest;
@@ -18,10 +22,6 @@ use super::private_dir::{PrivateDir, open_to_peer};
 use super::vsock::{self, Vsocks};
 use super::{Error, GuestState, Options, Progress, blame, compression};
 use crate::qemu::{Qemu, Settings, Wanted};
-use crate::qmp::commands::{
-    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
-};
-use crate::qmp::{self, Event};
 
 /// A rate that no host reaches: QEMU's way to say "as fast as it goes".
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;

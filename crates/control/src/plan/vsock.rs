@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use serde_json::{Map, Value, json};
 use towline_channel::Cancel;
 use towline_compat::facts;
+use towline_qmp as qmp;
 
 use super::Error;
 use crate::qemu::Qemu;
-use crate::qmp;
 
 /// Its types, of which one knows the old virtio too.
 const KIND: &str = "vhost-user-vsock";

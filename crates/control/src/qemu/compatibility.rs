@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::{self, Block, Cpu, FeatureWord, MemoryBackend, Netdev, QemuDevice, Virtio};
+use towline_qmp as qmp;
+use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
 use super::{Error, Incoming, Qemu, device_tree, drives, virtio};
-use crate::qmp;
-use crate::qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
 /// The machine's switches that a guest sees.
 const MACHINE_PROPERTIES: [&str; 13] = [

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use serde_json::{Map, Value};
-
-use super::{Error, Qemu};
-use crate::qmp;
-use crate::qmp::commands::{
+use towline_qmp as qmp;
+use towline_qmp::commands::{
     Capability, CapabilityState, MigrateSetCapabilities, MigrateSetParameters, MigrationParameters,
 };
+
+use super::{Error, Qemu};
 
 /// How a QEMU shall be set.
 #[derive(Clone, Debug, PartialEq, Default)]

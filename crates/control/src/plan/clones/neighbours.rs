@@ -11,10 +11,10 @@ use std::thread;
 use std::time::Duration;
 
 use serde_json::{Map, Value, json};
+use towline_qmp::commands::{BlockDevice, QomGet};
+use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::{Destination, Error};
-use crate::qmp::commands::{BlockDevice, QomGet};
-use crate::qmp::{self, Client, Options};
 
 /// How long a QEMU may take for each answer here.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
@@ -143,7 +143,7 @@ fn ask(index: usize, path: &Path) -> Result<Neighbour, qmp::Error> {
     let options = Options { deadline: ANSWER_WITHIN, greeting_deadline: ANSWER_WITHIN, ..Options::default() };
     let mut client = Client::connect(path, &options)?;
     let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
-    let drives = client.execute(&crate::qmp::commands::QueryBlock)?;
+    let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
     let generation_id = match client.execute_raw("query-vm-generation-id", None) {

@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use towline_channel::Address;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
+use towline_qmp as qmp;
+use towline_qmp::commands::{
+    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus,
+};
 
 use super::super::private_dir::PrivateDir;
 use super::super::{Error, blame};
 use super::QmpDestination;
-use crate::qemu::{Qemu, Settings, Wanted};
-use crate::qmp::commands::{
-    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus,
-};
-use crate::{qemu, qmp};
+use crate::qemu::{self, Qemu, Settings, Wanted};
 
 /// How long an answer of a QEMU is waited for whose machine may stand still for want of a page.
 const SILENCE_MAX: Duration = Duration::from_millis(500);

@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_migration::Snapshot;
+use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
 use super::super::copy::Run;
 use super::super::destination::{Fate, QmpDestination};
@@ -21,7 +22,6 @@ use super::super::hand_over::{look_at, release};
 use super::super::source::QmpSource;
 use super::super::{Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame};
 use super::{BREAK_AFTER, PostcopyOptions, PostcopyReport, RECOVER_TIMEOUT};
-use crate::qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
 /// How often the QEMUs are asked.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);

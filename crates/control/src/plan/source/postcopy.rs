@@ -1,11 +1,11 @@
 //! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
 
 use towline_channel::Address;
+use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrateStartPostcopy, MigrationInfo};
 
 use super::super::{Error, Options, converge};
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
 use crate::qemu::Settings;
-use crate::qmp::commands::{Capability, Migrate, MigrateCancel, MigrateStartPostcopy, MigrationInfo};
 
 impl QmpSource {
     /// Sets QEMU and has it migrate to `address`, pass after pass until it is told to switch.

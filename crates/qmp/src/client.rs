@@ -15,10 +15,10 @@ use serde::Serialize;
 use serde::de::{Deserialize, DeserializeOwned};
 use serde_json::{Map, Value, json};
 
-use super::codec::{Decoder, Event, Greeting, Message, excerpt};
-use super::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
-use super::error::{Error, GoneBy};
-use super::events::{EVENTS_MAX, Events};
+use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
+use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
+use crate::error::{Error, GoneBy};
+use crate::events::{EVENTS_MAX, Events};
 
 /// How long a command may take unless told otherwise.
 pub const DEADLINE: Duration = Duration::from_secs(10);
@@ -121,7 +121,7 @@ impl Client {
             Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
             Err(Error::Gone { by: GoneBy::Garbage(error), .. }) => {
                 let found = match error {
-                    super::codec::CodecError::NotJson { excerpt } => excerpt,
+                    crate::codec::CodecError::NotJson { excerpt } => excerpt,
                     other => other.to_string(),
                 };
                 Err(not_qmp(socket, found))

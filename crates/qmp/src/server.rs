@@ -25,7 +25,7 @@ use towline_channel::{
     Address, Cancel, Channel, ChannelExt as _, IoBuf, IoBufMut, Listener, RecvFlags, SendFlags,
 };
 
-use super::codec::{Decoder, Message};
+use crate::codec::{Decoder, Message};
 
 /// Clients served at once; one more is turned away.
 pub const CLIENTS_MAX: usize = 16;

@@ -9,7 +9,7 @@ use std::io;
 use std::mem::{self, MaybeUninit};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-pub(super) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
+pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut credentials = MaybeUninit::<libc::ucred>::zeroed();
     let mut size = mem::size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the descriptor is open for as long as it is borrowed, and `size` is the size of what is pointed to.

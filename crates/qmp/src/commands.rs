@@ -2,7 +2,7 @@
 //!
 //! Arguments that are `None` are not sent. Answers keep keys that we do not know in `other`, where losing them could
 //! matter; elsewhere they are ignored, because each QEMU adds some. What is not here goes through
-//! [`Client::execute_raw`](super::Client::execute_raw).
+//! [`Client::execute_raw`](crate::Client::execute_raw).
 
 mod fds;
 mod migrate;
@@ -37,7 +37,7 @@ pub struct Empty {}
 /// Ties a command's arguments to its name and its answer.
 macro_rules! command {
     ($name:ty, $text:literal, $answer:ty) => {
-        impl $crate::qmp::Command for $name {
+        impl $crate::Command for $name {
             const NAME: &'static str = $text;
             type Return = $answer;
         }

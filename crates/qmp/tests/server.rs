@@ -12,9 +12,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
-use towline_control::qmp::{
-    CLIENTS_MAX, Client, Commands, Error, Options, REQUEST_BYTES_MAX, Refusal, Server,
-};
+use towline_qmp::{CLIENTS_MAX, Client, Commands, Error, Options, REQUEST_BYTES_MAX, Refusal, Server};
 
 const WITHIN: Duration = Duration::from_secs(20);
 

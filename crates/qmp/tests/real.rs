@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use common::{TestQemu, WAIT, binaries, until};
 use serde_json::{Map, Value};
-use towline_control::qmp::commands::*;
-use towline_control::qmp::{Client, Error, GoneBy, Options};
+use towline_qmp::commands::*;
+use towline_qmp::{Client, Error, GoneBy, Options};
 
 const SHORT: Duration = Duration::from_millis(300);
 

@@ -2,24 +2,24 @@
 
 use std::collections::VecDeque;
 
-use super::codec::Event;
+use crate::codec::Event;
 
 /// How many unread events a client keeps unless told otherwise; beyond it the oldest goes.
 pub const EVENTS_MAX: usize = 1024;
 
 #[derive(Debug)]
-pub(super) struct Events {
+pub(crate) struct Events {
     queue: VecDeque<Event>,
     max: usize,
     dropped: u64,
 }
 
 impl Events {
-    pub(super) fn new(max: usize) -> Self {
+    pub(crate) fn new(max: usize) -> Self {
         Self { queue: VecDeque::new(), max: max.max(1), dropped: 0 }
     }
 
-    pub(super) fn push(&mut self, event: Event) {
+    pub(crate) fn push(&mut self, event: Event) {
         if self.queue.len() == self.max {
             self.dropped += 1;
             if let Some(oldest) = self.queue.pop_front() {
@@ -33,17 +33,17 @@ impl Events {
         self.queue.push_back(event);
     }
 
-    pub(super) fn pop(&mut self) -> Option<Event> {
+    pub(crate) fn pop(&mut self) -> Option<Event> {
         self.queue.pop_front()
     }
 
     /// Takes out the first event that `wanted` accepts and leaves the others in their order.
-    pub(super) fn take(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Option<Event> {
+    pub(crate) fn take(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Option<Event> {
         let at = self.queue.iter().position(&mut wanted)?;
         self.queue.remove(at)
     }
 
-    pub(super) fn dropped(&self) -> u64 {
+    pub(crate) fn dropped(&self) -> u64 {
         self.dropped
     }
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::{Empty, command};
 
 /// `add-fd`: puts the descriptor that goes with it into a set, which is then opened as `/dev/fdset/ID`.
-/// Send it by [`Client::execute_with_fds`](crate::qmp::Client::execute_with_fds).
+/// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct AddFd {
@@ -66,7 +66,7 @@ pub struct FdSetFd {
 }
 
 /// `getfd`: gives the descriptor that goes with it a name, for `fd:NAME`.
-/// Send it by [`Client::execute_with_fds`](crate::qmp::Client::execute_with_fds).
+/// Send it by [`Client::execute_with_fds`](crate::Client::execute_with_fds).
 #[derive(Clone, Debug, Serialize)]
 pub struct GetFd {
     /// The name; it may not begin with a digit.

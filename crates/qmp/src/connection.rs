@@ -18,10 +18,10 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 
-use super::error::{Error, GoneBy};
+use crate::error::{Error, GoneBy};
 
 /// How many descriptors one command may carry; QEMU takes one.
-pub(super) const FDS_MAX: usize = 16;
+pub(crate) const FDS_MAX: usize = 16;
 /// How often a connection that the kernel could not queue is tried again.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
@@ -40,14 +40,14 @@ pub struct PeerCredentials {
 }
 
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(crate) struct Connection {
     stream: UnixStream,
     scratch: Box<[u8]>,
 }
 
 /// What stopped a send or a receive.
 #[derive(Debug)]
-pub(super) enum Stop {
+pub(crate) enum Stop {
     /// The deadline, after this many bytes.
     Deadline {
         sent_bytes: usize,
@@ -56,12 +56,12 @@ pub(super) enum Stop {
 }
 
 impl Connection {
-    pub(super) fn new(stream: UnixStream) -> Self {
+    pub(crate) fn new(stream: UnixStream) -> Self {
         Self { stream, scratch: vec![0; READ_BYTES_MAX].into_boxed_slice() }
     }
 
     /// Connects without ever blocking in `connect`, which for a Unix socket waits for as long as its queue is full.
-    pub(super) fn connect(path: &Path, within: Duration) -> Result<Self, Error> {
+    pub(crate) fn connect(path: &Path, within: Duration) -> Result<Self, Error> {
         let socket = path.display().to_string();
         let fail = |errno: Errno| Error::Connect { socket: socket.clone(), source: errno.into() };
         let address = SocketAddrUnix::new(path).map_err(fail)?;
@@ -83,7 +83,7 @@ impl Connection {
     }
 
     /// Sends all of `bytes`, and `fds` with the first of them.
-    pub(super) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], until: Instant) -> Result<(), Stop> {
+    pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>], until: Instant) -> Result<(), Stop> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut sent = 0;
         while sent < bytes.len() {
@@ -109,7 +109,7 @@ impl Connection {
     }
 
     /// The next bytes. With a deadline that has passed, what is there already, in one system call.
-    pub(super) fn receive(&mut self, until: Instant) -> Result<&[u8], Stop> {
+    pub(crate) fn receive(&mut self, until: Instant) -> Result<&[u8], Stop> {
         loop {
             match rustix::net::recv(&self.stream, &mut self.scratch[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => return Err(Stop::Gone(GoneBy::Qemu)),
@@ -125,8 +125,8 @@ impl Connection {
         }
     }
 
-    pub(super) fn peer_credentials(&self) -> io::Result<PeerCredentials> {
-        let peer = super::sys::peer_credentials(self.stream.as_fd())?;
+    pub(crate) fn peer_credentials(&self) -> io::Result<PeerCredentials> {
+        let peer = crate::sys::peer_credentials(self.stream.as_fd())?;
         Ok(PeerCredentials { pid: peer.pid, uid: peer.uid, gid: peer.gid })
     }
 

@@ -5,8 +5,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
-use towline_control::qmp::codec::{CodecError, DEPTH_MAX, Decoder, MESSAGE_BYTES_MAX};
-use towline_control::qmp::{Event, Greeting, Message};
+use towline_qmp::codec::{CodecError, DEPTH_MAX, Decoder, MESSAGE_BYTES_MAX};
+use towline_qmp::{Event, Greeting, Message};
 
 fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![

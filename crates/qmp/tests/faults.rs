@@ -7,9 +7,9 @@ use std::os::unix::net::UnixStream;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use towline_control::qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
-use towline_control::qmp::commands::{QueryStatus, RunState};
-use towline_control::qmp::{Client, Error, GoneBy, Options};
+use towline_qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
+use towline_qmp::commands::{QueryStatus, RunState};
+use towline_qmp::{Client, Error, GoneBy, Options};
 
 const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
 const STATUS: &str = r#"{"return": {"status": "running", "running": true}, "id": 2}"#;

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::open_enum::open_enum;
 use super::{SocketAddress, command};
-use crate::qmp::Event;
+use crate::Event;
 
 /// `query-migrate`: of the outgoing migration or, at a destination, of the incoming one.
 #[derive(Clone, Copy, Debug, Serialize)]

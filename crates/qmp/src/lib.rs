@@ -10,10 +10,12 @@
 //! commands. QEMU serves one client at a time per monitor; a second one is left without a greeting until the first
 //! leaves, and is told so by [`Error::NoGreeting`].
 //!
-//! [`Server`] is the other end, for towline's own control socket.
+//! `Server` is the other end, for towline's own control socket. It is the feature `server`, on by default.
 //!
 //! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`] for
 //! events nobody has read yet.
+
+#![deny(unsafe_code)]
 
 pub mod codec;
 pub mod commands;
@@ -22,6 +24,7 @@ mod client;
 mod connection;
 mod error;
 mod events;
+#[cfg(feature = "server")]
 mod server;
 mod sys;
 
@@ -30,4 +33,10 @@ pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
 pub use error::{Error, GoneBy};
 pub use events::EVENTS_MAX;
+#[cfg(feature = "server")]
 pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};
+
+/// The examples of the README, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_control::qmp::{Client, Error, Options};
+use towline_qmp::{Client, Error, Options};
 
 pub(crate) const WAIT: Duration = Duration::from_secs(30);
 

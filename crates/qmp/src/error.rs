@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use super::codec::CodecError;
+use crate::codec::CodecError;
 
 /// Why a QMP call failed. Every text names the socket.
 #[derive(Debug, thiserror::Error)]
