@@ -1,8 +1,8 @@
 //! One connection to one monitor.
 //!
-//! A client has one command under way. Its answer is known by its `id`; an answer to a command that timed out comes
-//! later and is discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be
-//! able to send a command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
+//! A client executes one command at a time. The reply is matched by its `id`; a late reply to a command that timed out is
+//! discarded. Events that arrive meanwhile are queued. A thread that waits for events and must also be able to send a
+//! command polls: [`Client::next_event`] with `Duration::ZERO` costs one system call.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -20,29 +20,29 @@ use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
 use crate::error::{Error, GoneBy};
 use crate::events::{EVENTS_MAX, Events};
 
-/// How long a command may take unless told otherwise.
+/// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
-/// How often a wait looks at its `cancel` flag.
+/// How often a wait checks its `cancel` flag.
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A command with typed arguments and a typed answer. The arguments are the value itself; a unit struct has none.
+/// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
 pub trait Command: Serialize {
     /// QEMU's name for it.
     const NAME: &'static str;
-    /// What QEMU answers.
+    /// The type of QEMU's reply.
     type Return: DeserializeOwned;
 }
 
-/// How patient a client is.
+/// Deadlines and limits of a client.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// For each command.
+    /// Deadline of each command.
     pub deadline: Duration,
-    /// For connecting and the greeting, each.
+    /// Deadline of connecting and of the greeting, each.
     pub greeting_deadline: Duration,
-    /// Unread events kept.
+    /// Maximum number of unread events; beyond it the oldest is dropped.
     pub events_max: usize,
-    /// Ask for commands out of band ([`Client::execute_out_of_band`]) where the monitor has them.
+    /// Negotiate out-of-band execution ([`Client::execute_out_of_band`]) where the monitor offers it.
     pub out_of_band: bool,
 }
 
@@ -63,7 +63,7 @@ pub struct Client {
     deadline: Duration,
     next_id: u64,
     gone: Option<GoneBy>,
-    /// Commands can go out of band.
+    /// Out-of-band execution was negotiated.
     out_of_band: bool,
 }
 
@@ -79,7 +79,7 @@ impl Client {
         Self::negotiate(connection, path.display().to_string(), options)
     }
 
-    /// Negotiates on a stream that is connected already; errors will call it `name`.
+    /// Negotiates on a connected stream; errors name it `name`.
     ///
     /// # Errors
     /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is not a
@@ -138,8 +138,8 @@ impl Client {
         self.execute_with_fds(command, &[])
     }
 
-    /// As [`Client::execute`], but of a command that QEMU can run while its other threads stand still, and does at once: its
-    /// machine may wait for memory that only this command brings. Where the monitor has none it goes as any other.
+    /// As [`Client::execute`], but out of band: QEMU executes it at once, also while its main loop is blocked, as when the guest's memory
+    /// cannot be read before this command. Without negotiated out-of-band execution the command is executed in order.
     ///
     /// # Errors
     /// As [`Client::execute`].
@@ -148,7 +148,7 @@ impl Client {
         self.execute_as(verb, command, &[])
     }
 
-    /// As [`Client::execute`], handing QEMU file descriptors with the command (`add-fd`, `getfd`). The caller's own
+    /// As [`Client::execute`], passing file descriptors with the command (`add-fd`, `getfd`). The caller's descriptors
     /// stay open.
     ///
     /// # Errors
@@ -181,7 +181,7 @@ impl Client {
         })
     }
 
-    /// Runs a command that has no type here.
+    /// Executes a command that has no type in this crate.
     ///
     /// # Errors
     /// As [`Client::execute`], save [`Error::Shape`].
@@ -219,7 +219,7 @@ impl Client {
                         desc,
                     });
                 }
-                Some(other) => self.file(other),
+                Some(other) => self.queue(other),
                 None => return Err(self.timeout(name, started)),
             }
             if Instant::now() >= until {
@@ -249,25 +249,25 @@ impl Client {
                 Err(self.timeout(name, started))
             }
             Err(Stop::Gone(by)) => {
-                self.salvage();
+                self.drain();
                 self.gone = Some(by.clone());
                 Err(self.gone_during(name, by))
             }
         }
     }
 
-    /// What QEMU said before it closed is still there to be read: above all, the event that says why.
-    fn salvage(&mut self) {
+    /// Reads what QEMU sent before it closed the connection: above all, the event that says why.
+    fn drain(&mut self) {
         let now = Instant::now();
-        while let Ok(Some(message)) = self.message("reading its last words", now) {
-            self.file(message);
+        while let Ok(Some(message)) = self.message("reading its last messages", now) {
+            self.queue(message);
         }
     }
 
-    /// Waits for the next event, an unread one first. `None`: there was none within that time.
+    /// Waits for the next event, oldest unread first. `None` if none arrives within that time.
     ///
     /// # Errors
-    /// [`Error::Gone`], after the last unread event was given.
+    /// [`Error::Gone`], after the last unread event was returned.
     pub fn next_event(&mut self, within: Duration) -> Result<Option<Event>, Error> {
         if let Some(event) = self.events.pop() {
             return Ok(Some(event));
@@ -276,7 +276,7 @@ impl Client {
         loop {
             match self.message("waiting for events", until)? {
                 Some(Message::Event(event)) => return Ok(Some(event)),
-                Some(other) => self.file(other),
+                Some(other) => self.queue(other),
                 None => return Ok(None),
             }
             if Instant::now() >= until {
@@ -285,7 +285,7 @@ impl Client {
         }
     }
 
-    /// Waits for an event that `wanted` accepts; others stay unread, in their order.
+    /// Waits for an event that `wanted` accepts; others stay unread, in order.
     ///
     /// # Errors
     /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`] soon after `cancel` becomes true, [`Error::Gone`].
@@ -307,7 +307,7 @@ impl Client {
             let now = Instant::now();
             match self.message("waiting for an event", until.min(now + CANCEL_CHECK_INTERVAL))? {
                 Some(Message::Event(event)) if wanted(&event) => return Ok(event),
-                Some(other) => self.file(other),
+                Some(other) => self.queue(other),
                 None => {}
             }
             if now >= until {
@@ -316,8 +316,8 @@ impl Client {
         }
     }
 
-    /// Puts a message nobody asked for where it belongs.
-    fn file(&mut self, message: Message) {
+    /// Queues an event, and logs any other message that is not the awaited reply.
+    fn queue(&mut self, message: Message) {
         match message {
             Message::Event(event) => self.events.push(event),
             Message::Return { id, .. } | Message::Error { id, .. } => {
@@ -327,7 +327,7 @@ impl Client {
         }
     }
 
-    /// The next message, whatever it is; `None` at the deadline.
+    /// The next message of any kind; `None` at the deadline.
     fn message(&mut self, during: &str, until: Instant) -> Result<Option<Message>, Error> {
         loop {
             if let Some(by) = &self.gone {
@@ -349,7 +349,7 @@ impl Client {
         }
     }
 
-    /// What the server said of itself first.
+    /// The server's greeting.
     #[must_use]
     pub fn greeting(&self) -> &Greeting {
         &self.greeting
@@ -361,7 +361,7 @@ impl Client {
         &self.socket
     }
 
-    /// How many events were dropped because nobody read them.
+    /// Number of unread events that were dropped.
     #[must_use]
     pub fn events_dropped(&self) -> u64 {
         self.events.dropped()
@@ -395,7 +395,7 @@ impl Client {
     }
 }
 
-/// A deadline; one beyond what the clock can name is a day away.
+/// A deadline; one that the clock cannot represent is a day away.
 fn after(start: Instant, within: Duration) -> Instant {
     start.checked_add(within).unwrap_or_else(|| start + Duration::from_secs(86_400))
 }

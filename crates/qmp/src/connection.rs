@@ -1,7 +1,7 @@
 //! Bytes to and from one Unix socket, with deadlines and file descriptors. Knows nothing of JSON.
 //!
-//! Every call asks for itself not to block (`MSG_DONTWAIT`) and then waits in `poll`, so that a stream handed to us
-//! keeps its own mode.
+//! Each call is non-blocking by itself (`MSG_DONTWAIT`) and then waits in `poll`, so that a caller's stream keeps its
+//! mode.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -20,18 +20,19 @@ use rustix::net::{
 
 use crate::error::{Error, GoneBy};
 
-/// How many descriptors one command may carry; QEMU takes one.
+/// Maximum number of descriptors per command; QEMU takes one.
 pub(crate) const FDS_MAX: usize = 16;
-/// How often a connection that the kernel could not queue is tried again.
+/// Interval between attempts to connect while the socket's backlog is full.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
 
-/// Who listens on a socket, as the kernel noted when it began to.
+/// The process that called `listen` on a socket (`SO_PEERCRED`).
 ///
-/// For a socket that QEMU made, that is QEMU. For one handed to QEMU as a descriptor (libvirt does), it is who made it.
+/// That is QEMU for a socket that QEMU created. It is another process where QEMU was passed a listening descriptor, and
+/// where a proxy is between: no proof of whose monitor this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
-    /// Process id, in our own pid namespace; 0 where it has none there.
+    /// Process id in the caller's pid namespace; 0 where it has none there.
     pub pid: i32,
     /// Effective user id.
     pub uid: u32,

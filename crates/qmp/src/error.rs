@@ -1,4 +1,4 @@
-//! What can go wrong between us and a monitor, by whose fault it is.
+//! What can go wrong between a client and a monitor, by whose fault it is.
 
 use std::fmt;
 use std::io;
@@ -10,7 +10,7 @@ use crate::codec::CodecError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no such file.
+    /// The socket's file does not exist.
     #[error(
         "no QMP socket at {socket}: check the path, or start QEMU with -qmp unix:{socket},server=on,wait=off"
     )]
@@ -18,13 +18,13 @@ pub enum Error {
         /// The path that was tried.
         socket: String,
     },
-    /// There is a file, but nobody listens on it.
+    /// No process listens on the socket.
     #[error("nobody listens on QMP socket {socket}: the QEMU that made it has ended")]
     Refused {
         /// The path that was tried.
         socket: String,
     },
-    /// Connecting failed otherwise, for example for want of permission or because the path is too long.
+    /// Any other failure of `connect`, for example missing permission or a path that is too long.
     #[error("cannot connect to QMP socket {socket}: {source}")]
     Connect {
         /// The path that was tried.
@@ -32,7 +32,7 @@ pub enum Error {
         /// What the system says.
         source: io::Error,
     },
-    /// So many wait for this monitor that the connection was not even queued.
+    /// The monitor's backlog is full.
     #[error(
         "could not connect to QMP socket {socket} within {waited:.1?}: another client holds this monitor and more wait \
          for it (QEMU serves one at a time); close them, or give QEMU a second -qmp"
@@ -43,7 +43,7 @@ pub enum Error {
         /// How long.
         waited: Duration,
     },
-    /// Connected, but not a word came.
+    /// Connected, but no greeting arrived.
     #[error(
         "no QMP greeting on {socket} within {waited:.1?}: another client holds this monitor (QEMU serves one at a \
          time; close it, or give QEMU a second -qmp), or {socket} is not a QMP socket, or QEMU hangs"
@@ -54,7 +54,7 @@ pub enum Error {
         /// How long.
         waited: Duration,
     },
-    /// Connected, but to something that does not speak QMP.
+    /// Connected, but the peer does not speak QMP.
     #[error("{socket} is not a QMP socket: expected QEMU's greeting, found \"{found}\"; {hint}")]
     NotQmp {
         /// The socket.
@@ -64,7 +64,7 @@ pub enum Error {
         /// What to do.
         hint: &'static str,
     },
-    /// QEMU did not answer in time. The connection remains usable and a late answer is discarded.
+    /// No reply in time. The connection remains usable; a late reply is discarded.
     #[error("no answer to {command} on {socket} within {waited:.1?}: QEMU hangs or is busy")]
     Timeout {
         /// The command's name.
@@ -86,7 +86,7 @@ pub enum Error {
         /// QEMU's words.
         desc: String,
     },
-    /// QEMU answered with something other than the command's documented answer.
+    /// The reply is not of the command's documented type.
     #[error("QEMU on {socket} answered {command} in a shape that we do not know ({reason}): \"{excerpt}\"")]
     Shape {
         /// The command's name.
@@ -98,7 +98,7 @@ pub enum Error {
         /// The beginning of the answer.
         excerpt: String,
     },
-    /// Arguments that cannot be expressed in JSON. The caller's fault.
+    /// The arguments cannot be serialized as JSON. The caller's fault.
     #[error("arguments of {command} cannot be written as JSON: {reason}")]
     Arguments {
         /// The command's name.
@@ -106,7 +106,7 @@ pub enum Error {
         /// Why.
         reason: String,
     },
-    /// The awaited event did not come.
+    /// The awaited event did not arrive.
     #[error("the awaited event did not come on {socket} within {waited:.1?}")]
     NoEvent {
         /// The socket.
@@ -139,7 +139,7 @@ impl Error {
         matches!(self, Self::Refusal { class, .. } if class == "CommandNotFound")
     }
 
-    /// Whether nothing more can be said on this connection.
+    /// Whether the connection is lost.
     #[must_use]
     pub fn is_gone(&self) -> bool {
         matches!(self, Self::Gone { .. })
@@ -149,13 +149,13 @@ impl Error {
 /// Who ended a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GoneBy {
-    /// QEMU closed it: it has ended, crashed or was told to.
+    /// The peer closed it: QEMU ended, crashed, or removed the monitor.
     Qemu,
-    /// QEMU sent what is not QMP, so we gave up.
+    /// The peer sent something other than QMP, so the client closed it.
     Garbage(CodecError),
-    /// Only part of a command could be sent before its deadline, so no further one can be.
+    /// A command could be sent only in part before its deadline, so no further one can be sent.
     HalfSent,
-    /// The system ended it.
+    /// A system call failed.
     System(String),
 }
 

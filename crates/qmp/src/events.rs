@@ -1,10 +1,10 @@
-//! Events that arrived and were not read yet.
+//! The queue of unread events.
 
 use std::collections::VecDeque;
 
 use crate::codec::Event;
 
-/// How many unread events a client keeps unless told otherwise; beyond it the oldest goes.
+/// Default maximum number of unread events; beyond it the oldest is dropped.
 pub const EVENTS_MAX: usize = 1024;
 
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Events {
         self.queue.pop_front()
     }
 
-    /// Takes out the first event that `wanted` accepts and leaves the others in their order.
+    /// Removes the first event that `wanted` accepts and leaves the others in order.
     pub(crate) fn take(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Option<Event> {
         let at = self.queue.iter().position(&mut wanted)?;
         self.queue.remove(at)

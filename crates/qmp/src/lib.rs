@@ -6,14 +6,13 @@
 //!                 fd passing)    messages)         events)
 //! ```
 //!
-//! [`Client`] has one command under way at a time and blocks no longer than its deadline. It does not use out-of-band
-//! commands. QEMU serves one client at a time per monitor; a second one is left without a greeting until the first
-//! leaves, and is told so by [`Error::NoGreeting`].
+//! [`Client`] executes one command at a time and blocks no longer than its deadline. QEMU serves one client at a time per
+//! monitor; a second one gets no greeting until the first disconnects, which is [`Error::NoGreeting`].
 //!
-//! `Server` is the other end, for towline's own control socket. It is the feature `server`, on by default.
+//! `Server` is the server side, for a control socket of one's own. It is the feature `server`, on by default.
 //!
 //! Limits: [`codec::MESSAGE_BYTES_MAX`] for one message, [`codec::DEPTH_MAX`] for its nesting, [`EVENTS_MAX`] for
-//! events nobody has read yet.
+//! unread events.
 
 #![deny(unsafe_code)]
 

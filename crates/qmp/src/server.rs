@@ -1,15 +1,15 @@
-//! The other end of QMP: what a running towline answers to on a Unix socket, to the tools that people have for QEMU.
+//! The server side of QMP: a control socket that tools made for QEMU can use.
 //!
 //! ```text
 //! acceptor ── per client: reader ── Commands::execute ─► outbox ── writer
 //!                                        emit(event) ─────┘ of every client that has negotiated
 //! ```
 //!
-//! Clients are served side by side, each by two threads of its own, so that neither another client nor the data that moves meanwhile
-//! keeps one waiting. A client that does not read is disconnected once its outbox is full; nobody waits for it.
+//! Clients are served concurrently, each by two threads, so that no client delays another and the data path delays none. A client that
+//! does not read is disconnected once its outbox is full; the server never blocks on it.
 //!
-//! Limits: [`CLIENTS_MAX`] at once; a request is at most [`REQUEST_BYTES_MAX`] long; no out-of-band commands, no descriptors. The
-//! socket's file is for its owner only.
+//! Limits: [`CLIENTS_MAX`] clients; requests of at most [`REQUEST_BYTES_MAX`]; no out-of-band commands, no descriptors. Only the owner
+//! may connect (mode 0600).
 
 use std::net::Shutdown;
 use std::os::unix::fs::PermissionsExt as _;
@@ -27,48 +27,48 @@ use towline_channel::{
 
 use crate::codec::{Decoder, Message};
 
-/// Clients served at once; one more is turned away.
+/// Maximum number of concurrent clients; further connections are closed.
 pub const CLIENTS_MAX: usize = 16;
-/// The longest request. What towline is told is short.
+/// Maximum length of a request, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 64 << 10;
-/// Messages that may wait for a client to read them.
+/// Maximum number of unsent messages per client.
 const OUTBOX_MESSAGES_MAX: usize = 256;
-/// How long a client may take to read one message while others wait behind it.
+/// Timeout for sending one message.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
-/// An acceptor waits again after so long; nothing depends on it.
+/// Timeout of one wait in `accept`, which is then repeated; nothing depends on it.
 const ACCEPT_WITHIN: Duration = Duration::from_secs(3600);
-/// How long the acceptor rests when it can take nobody (no descriptors left).
-const REST: Duration = Duration::from_millis(100);
+/// Delay after a failed `accept`, for example when the process is out of descriptors.
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// What a server can do besides what every one does (`qmp_capabilities`, `query-version`, `query-commands`).
+/// The commands of a server, in addition to the built-in ones (`qmp_capabilities`, `query-version`, `query-commands`).
 pub trait Commands: Send + Sync {
     /// The names of its commands.
     fn names(&self) -> &[&'static str];
 
-    /// Runs one of them; it is answered when this returns, so it does not wait for what it begins.
+    /// Executes a command. The reply is sent when this returns, so it must not wait for the completion of what it starts.
     ///
     /// # Errors
-    /// A [`Refusal`], which the client reads.
+    /// A [`Refusal`], which is sent to the client as an error reply.
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal>;
 }
 
-/// Why a command is not done, in QMP's classes.
+/// Why a command fails, by QMP's error classes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// There is no such command (`CommandNotFound`).
+    /// No such command (`CommandNotFound`).
     Unknown,
-    /// Anything else, in words (`GenericError`).
+    /// Any other reason, as text (`GenericError`).
     Because(String),
 }
 
 impl Refusal {
-    /// `GenericError` with these words.
+    /// `GenericError` with this text.
     pub fn because(text: impl Into<String>) -> Self {
         Self::Because(text.into())
     }
 }
 
-/// A server; dropping it ends it, its file, and its clients' connections when they have read what was said.
+/// A listening server. Dropping it removes the socket's file and closes the clients' connections after their pending replies.
 #[derive(Debug)]
 pub struct Server {
     shared: Arc<Shared>,
@@ -86,9 +86,9 @@ struct Shared {
 struct Client {
     channel: Box<dyn Channel>,
     outbox: SyncSender<String>,
-    /// It has said `qmp_capabilities`, and hears events from then on.
+    /// It has sent `qmp_capabilities`, and receives events from then on.
     negotiated: AtomicBool,
-    /// Held from a request until its answer is in the outbox: one that ends the server is answered before that ends.
+    /// Held from a request until its reply is queued, so that a command that ends the server is still answered.
     answering: Mutex<()>,
 }
 
@@ -102,13 +102,13 @@ impl Server {
     /// Listens at `path`.
     ///
     /// # Errors
-    /// Those of [`Listener::bind`]: somebody else listens there, or it cannot be made.
+    /// Those of [`Listener::bind`]: another process listens there, or the socket cannot be created.
     pub fn start(path: &Path, commands: Arc<dyn Commands>) -> towline_channel::Result<Self> {
         let stop = Cancel::new()?;
         let listener = Listener::bind(&Address::Unix(path.to_owned()))?;
-        // Whoever may connect may cancel, and end us.
+        // A client may cancel a migration and end this process.
         if let Err(error) = std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)) {
-            tracing::warn!(%error, path = %path.display(), "the control socket is open to whoever its directory is open to");
+            tracing::warn!(%error, path = %path.display(), "control socket: cannot restrict access to its owner");
         }
         let (clients, threads) = (Mutex::default(), Mutex::default());
         let shared = Arc::new(Shared { commands, stop, clients, threads, served: AtomicUsize::new(0) });
@@ -119,18 +119,18 @@ impl Server {
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
-    /// Who tells its clients of events; it may outlive the server.
+    /// A handle that sends events to the clients; it may outlive the server.
     pub fn emitter(&self) -> Emitter {
         Emitter(Arc::downgrade(&self.shared))
     }
 }
 
-/// Tells a server's clients that something happened.
+/// Sends events to a server's clients.
 #[derive(Debug, Clone)]
 pub struct Emitter(Weak<Shared>);
 
 impl Emitter {
-    /// Tells every client that has negotiated. Does not wait for any.
+    /// Sends an event to every client that has negotiated. Does not block.
     pub fn emit(&self, event: &str, data: Map<String, Value>) {
         let Some(shared) = self.0.upgrade() else { return };
         let mut message = json!({ "event": event, "timestamp": timestamp() });
@@ -150,16 +150,16 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.shared.stop.cancel();
         if let Some(acceptor) = self.acceptor.take() {
-            // It does not panic; if it did, its listener is gone all the same.
+            // If it panicked, its listener is closed all the same.
             let _ = acceptor.join();
         }
         let clients: Vec<_> = self.shared.clients().drain(..).collect();
         for client in clients {
             let _answered = client.answering.lock().unwrap_or_else(PoisonError::into_inner);
-            client.leave();
+            client.finish();
         }
         for thread in self.shared.threads().drain(..) {
-            // A client's thread that panicked has nothing more to say.
+            // If it panicked, its connection is closed all the same.
             let _ = thread.join();
         }
     }
@@ -177,21 +177,21 @@ impl Shared {
     fn accept(self: &Arc<Self>, listener: &Listener) {
         while !self.stop.is_cancelled() {
             match listener.accept(Instant::now() + ACCEPT_WITHIN, &self.stop) {
-                Ok(channel) => self.welcome(channel),
+                Ok(channel) => self.serve(channel),
                 Err(towline_channel::Error::Timeout { .. } | towline_channel::Error::Cancelled) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "a client of the control socket cannot be taken");
-                    thread::sleep(REST);
+                    tracing::warn!(%error, "control socket: cannot accept a client");
+                    thread::sleep(ACCEPT_RETRY_DELAY);
                 }
             }
         }
     }
 
-    /// Starts a client's threads; they end with its connection.
-    fn welcome(self: &Arc<Self>, channel: Box<dyn Channel>) {
+    /// Starts a client's threads, which end with its connection.
+    fn serve(self: &Arc<Self>, channel: Box<dyn Channel>) {
         if self.served.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
             self.served.fetch_sub(1, Ordering::AcqRel);
-            tracing::warn!("a client of the control socket is turned away: {CLIENTS_MAX} are there");
+            tracing::warn!("control socket: too many clients (max {CLIENTS_MAX})");
             return;
         }
         let (outbox, messages) = sync_channel(OUTBOX_MESSAGES_MAX);
@@ -210,7 +210,7 @@ impl Shared {
                 let writes = &client;
                 scope.spawn(move || writes.write(&messages));
                 client.read(&shared);
-                client.leave();
+                client.finish();
             });
             shared.clients().retain(|other| !Arc::ptr_eq(other, &client));
             shared.served.fetch_sub(1, Ordering::AcqRel);
@@ -275,7 +275,7 @@ impl Shared {
 }
 
 impl Client {
-    /// Answers what it asks, in order, until it leaves.
+    /// Replies to requests, in order, until the client disconnects.
     fn read(&self, shared: &Shared) {
         self.post(line(&json!({ "QMP": { "version": version(), "capabilities": [] } })));
         let mut decoder = Decoder::with_limit(REQUEST_BYTES_MAX);
@@ -294,7 +294,7 @@ impl Client {
                         json!({ "error": { "class": "GenericError", "desc": "this is a server's message, expected a command" } })
                     }
                     Err(error) => {
-                        // Where the next request begins cannot be known.
+                        // The beginning of the next request is unknown.
                         self.post(line(
                             &json!({ "error": { "class": "GenericError", "desc": error.to_string() } }),
                         ));
@@ -308,7 +308,7 @@ impl Client {
 
     fn write(&self, messages: &Receiver<String>) {
         let _ = self.channel.set_timeouts(None, Some(WRITE_TIMEOUT));
-        // An empty one is the last.
+        // An empty message ends the thread.
         while let Some(text) = messages.recv().ok().filter(|text| !text.is_empty()) {
             if self.channel.send_all(&[IoBuf::from(text.as_bytes())], SendFlags::empty()).is_err() {
                 break;
@@ -319,13 +319,13 @@ impl Client {
 
     fn post(&self, text: String) {
         if let Err(TrySendError::Full(_)) = self.outbox.try_send(text) {
-            tracing::warn!("a client of the control socket does not read, and is disconnected");
+            tracing::warn!("control socket: disconnecting a client that does not read");
             let _ = self.channel.shutdown(Shutdown::Both);
         }
     }
 
-    /// Lets the writer send what waits, and end.
-    fn leave(&self) {
+    /// Has the writer send what is queued, and close the connection.
+    fn finish(&self) {
         if self.outbox.try_send(String::new()).is_err() {
             let _ = self.channel.shutdown(Shutdown::Both);
         }
@@ -336,7 +336,7 @@ fn line(message: &Value) -> String {
     format!("{message}\r\n")
 }
 
-/// As `query-version` has it. The numbers are towline's own: clients of QEMU look at them to know what they may ask.
+/// In the shape of `query-version`. The numbers are towline's own.
 fn version() -> Value {
     let part = |text: &str| text.parse::<u64>().unwrap_or(0);
     json!({
