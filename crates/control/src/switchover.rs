@@ -1,0 +1,704 @@
+//! The switchover: which end may run the guest, from the last byte of its stream to the end of the command.
+//!
+//! ```text
+//!   Transfer ─► Committed ─► Acknowledged ─► Completed ─► Starting ─► Releasing ─► Ended
+//!      │       (a destination   (the source    (only the    (`cont`    (the source is
+//!      │        that runs by     may finish)    destination  sent)      resumed, ended,
+//!      │        itself)                         may run)                put in order)
+//!      └────────────┴───────────────┴─► Undoing ─► Ended       the source has its guest back
+//! ```
+//! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock: inputs are what a
+//! monitor answered, what the stream says, what became of QEMU's process, a message of a towline at the other end, the user's wish
+//! to cancel, a deadline that has passed. The answer to each is one [`Directive`]. The driver carries it out and reports
+//! what came of it; [`Outcome`] is the end, and names the exit code and the place of the guest.
+//!
+//! Rules that it keeps, each tried against every order of events by `model`:
+//! - A destination is run only when its source cannot run the guest any more: it says `completed`, or its process has exited.
+//! - A monitor that does not answer, or is closed, says nothing about the guest. Only a process that is seen to exit does.
+//! - Whether the guest runs at its destination is decided by the run state that its stream carries.
+//! - What the user or an operator did to the guest is not undone: only a state that this migration caused is.
+//! - Where it cannot be known which end has the guest, neither is run, and the outcome says so.
+
+mod fault;
+mod outcome;
+
+#[cfg(test)]
+mod model;
+
+use fault::Fault;
+pub(crate) use outcome::{Held, Outcome, Placed};
+
+/// What holds the guest before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum SourceKind {
+    /// A QEMU whose monitor is at hand.
+    Qemu,
+    /// A stream of a QEMU that is driven by somebody else: its connection is all that is seen of it.
+    Stream,
+    /// A stream of another towline, which reports the outcome.
+    Towline,
+    /// An image, or memory of this process: no guest runs there.
+    Stored,
+}
+
+/// What is to hold it afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum DestinationKind {
+    /// A QEMU whose monitor is at hand; it loads and stays paused until `cont`.
+    Qemu,
+    /// A stream to a QEMU that runs the guest by itself as soon as it has the last byte.
+    Stream,
+    /// A stream to another towline, which runs the guest when it has the outcome.
+    Towline,
+    /// An image, an object store, or memory: no guest runs there.
+    Stored,
+}
+
+/// Whether the guest is to run at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum RunRequest {
+    /// As it did at its source when it was stopped for the switchover.
+    AsItWas,
+    /// In any case.
+    Run,
+    /// In no case.
+    Pause,
+}
+
+/// What becomes of a source whose guest is at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum SourceAfter {
+    /// It stays paused (`postmigrate`).
+    Stay,
+    /// It runs on: only where no guest runs at the destination.
+    Resume,
+    /// It is ended.
+    Quit,
+}
+
+/// What was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Request {
+    pub(crate) source: SourceKind,
+    pub(crate) destination: DestinationKind,
+    pub(crate) run: RunRequest,
+    pub(crate) after: SourceAfter,
+}
+
+/// What the guest did when it was stopped for the switchover, as QEMU's `globalstate` section has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum GuestRun {
+    /// `running`, or nothing is said, which QEMU takes for the same.
+    Running,
+    /// `suspended`: it sleeps, and wakes up by itself or by an event. It is live.
+    Suspended,
+    /// Paused, shut down, panicked, stopped by an I/O error: `cont` is not for a migration to decide.
+    Stopped,
+}
+
+impl GuestRun {
+    /// From the text of the `globalstate` section; `None` where a stream has none.
+    pub(crate) fn from_state(state: Option<&str>) -> Self {
+        match state {
+            None | Some("running") => Self::Running,
+            Some("suspended") => Self::Suspended,
+            Some(_) => Self::Stopped,
+        }
+    }
+
+    /// Whether its processors run, or will when it wakes up.
+    pub(crate) fn is_live(self) -> bool {
+        self != Self::Stopped
+    }
+}
+
+/// What a source's QEMU is seen to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum SourceView {
+    /// Its migration goes on.
+    Migrating,
+    /// Its migration is complete, and the guest is stopped there (`postmigrate`).
+    Completed,
+    /// Its migration is complete, and somebody has run the guest there since.
+    CompletedAndRun,
+    /// Its migration failed or was cancelled, or there was none: it has its guest, in the state that it had before.
+    HasGuest,
+    /// Its process has exited: it cannot run the guest any more.
+    Exited,
+    /// No answer, or the monitor is closed.
+    Unknown,
+}
+
+/// What a destination's QEMU is seen to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum DestinationView {
+    /// It waits for the guest, or loads it.
+    Loading,
+    /// It holds the whole guest, and does not run it.
+    Loaded,
+    /// The guest runs there, or is suspended there and wakes up by itself.
+    Running,
+    /// It could not load the guest.
+    Failed,
+    /// Its process has exited.
+    Exited,
+    /// No answer, or the monitor is closed.
+    Unknown,
+}
+
+/// What a `cont` at the destination came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Started {
+    /// The guest is live.
+    Live,
+    /// It was accepted, and the guest is not live: somebody or something stopped it again.
+    StoppedAgain,
+    /// QEMU refused it.
+    Refused,
+    /// QEMU's process has exited.
+    Exited,
+    /// No answer within the deadline, or the monitor is closed.
+    Unknown,
+}
+
+/// What the connection to a source that somebody else drives shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Link {
+    /// Open, with nothing to read.
+    Open,
+    /// Closed by the source, which had read everything that was sent to it.
+    Closed,
+    /// Reset, or closed with something unread: the source gave up before it read the last message.
+    Reset,
+}
+
+/// What another towline says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum PeerMessage {
+    /// Of the source's towline: the source is done with the guest, which is the destination's.
+    Completed(RunRequest),
+    /// Of the source's towline: the source has its guest back.
+    Aborted,
+    /// Of the destination's towline: the guest is there, running or paused as it was to be.
+    Settled(Placed),
+    /// Of the destination's towline: it holds the guest, and could not run it.
+    NotRun,
+}
+
+/// What has happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Input {
+    /// The destination has loaded all but the last bytes, which are to be sent: a destination that runs by itself runs then.
+    CommitRequested(GuestRun),
+    /// The destination holds everything and has said so; the source is to be acknowledged.
+    AcknowledgeRequested { guest: GuestRun, source: Link },
+    /// The stream went through, the source's acknowledgement with it.
+    Delivered,
+    /// The stream, or anything that was done meanwhile, failed.
+    Failed,
+    /// The destination said that it could not load the guest, before or after the last bytes.
+    DestinationRefused,
+    /// The source was looked at.
+    Source(SourceView),
+    /// The connection to a source that somebody else drives was looked at.
+    SourceLink(Link),
+    /// The destination was looked at.
+    Destination(DestinationView),
+    /// The guest was to be run at the destination.
+    Started(Started),
+    /// The other towline sent a message.
+    Peer(PeerMessage),
+    /// The connection to the other towline is lost.
+    PeerLost,
+    /// A directive was carried out: what was recorded is durable, what was sent is on its way, the source is in order.
+    Done,
+    /// A directive could not be carried out.
+    NotDone,
+    /// What is waited for has not come within its deadline.
+    TimedOut,
+    /// The user wants to cancel.
+    Cancel,
+}
+
+/// What to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Directive {
+    /// Go on with what is under way.
+    Proceed,
+    /// Do not send what was to be sent: the stream is to fail.
+    Refuse,
+    /// Fail the stream and close its connections.
+    Abort,
+    /// It is too late to cancel; say so.
+    TooLate,
+    /// Acknowledge the source, so that it stops for good, although its destination has not answered.
+    Hold,
+    /// Look at the source again.
+    LookAtSource,
+    /// Cancel the migration of the source, which this command began.
+    CancelSource,
+    /// Look at the connection to the source again.
+    LookAtLink,
+    /// Look at the destination again.
+    LookAtDestination,
+    /// Wait for the other towline.
+    AwaitPeer,
+    /// Write down durably that the guest is the destination's, before anything acts on it.
+    RecordCompleted,
+    /// Run the guest at the destination, and see whether it does.
+    RunDestination,
+    /// Send this to the other towline.
+    Send(PeerMessage),
+    /// The destination is in order: put its settings back.
+    SettleDestination,
+    /// Put the source's settings back and leave its guest as it is.
+    RestoreSource,
+    /// Put the source's settings back and run its guest, which this migration stopped.
+    ResumeSource,
+    /// End the source's QEMU.
+    QuitSource,
+    /// The end.
+    End(Outcome),
+}
+
+/// See the module's picture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Stage {
+    /// Memory moves; the destination cannot run the guest.
+    Transfer,
+    /// A destination that runs by itself was given the last bytes.
+    Committed,
+    /// The source was acknowledged, and may say that it is done.
+    Acknowledged,
+    /// The same, but the destination has not said that it holds the guest: it may run it or not.
+    Held,
+    /// The stream failed when the destination may hold everything: the source is looked at first.
+    Undoing {
+        cancelled: bool,
+    },
+    /// The source's QEMU has exited; the destination, which was sent everything, is waited for.
+    TakingOver,
+    /// The source cannot run the guest any more; that is written down.
+    Completed,
+    /// The other towline was told the outcome.
+    Reporting,
+    /// The guest is being run at the destination.
+    Starting,
+    /// The guest is where it is to be; what is left is order.
+    Settling(Placed),
+    /// The source is put in order or ended.
+    Releasing(Placed),
+    /// The source has its guest back; its settings are put back.
+    Restoring,
+    /// The other towline is told that the source has its guest back.
+    Withdrawing,
+    Ended(Outcome),
+}
+
+/// The state machine. Copyable and comparable, so that it can be explored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Switchover {
+    request: Request,
+    stage: Stage,
+    /// The destination was given all bytes but perhaps the last: it may hold the whole guest.
+    sent: bool,
+    /// As the stream says.
+    guest: GuestRun,
+    /// The source's QEMU exited while the guest moved.
+    source_exited: bool,
+    fault: fault::Switch,
+}
+
+impl Switchover {
+    /// The machine of one command, at its beginning.
+    pub(crate) fn new(request: Request) -> Self {
+        Self {
+            request,
+            stage: Stage::Transfer,
+            sent: false,
+            guest: GuestRun::Running,
+            source_exited: false,
+            fault: fault::Switch::default(),
+        }
+    }
+
+    /// Whether the migration can still be cancelled.
+    pub(crate) fn can_cancel(&self) -> bool {
+        matches!(self.stage, Stage::Transfer)
+    }
+
+    /// The destination of a stream has said that it is a towline that waits for the outcome.
+    pub(crate) fn destination_is_towline(&mut self) {
+        if self.request.destination == DestinationKind::Stream {
+            self.request.destination = DestinationKind::Towline;
+        }
+    }
+
+    /// The source of a stream has said that it is a towline that reports the outcome.
+    pub(crate) fn source_is_towline(&mut self) {
+        if self.request.source == SourceKind::Stream {
+            self.request.source = SourceKind::Towline;
+        }
+    }
+
+    /// Takes in what has happened; returns what to do.
+    pub(crate) fn handle(&mut self, input: Input) -> Directive {
+        if input == Input::Cancel {
+            return self.cancel();
+        }
+        let directive = match self.stage {
+            Stage::Transfer | Stage::Committed => self.transfer(input),
+            Stage::Acknowledged | Stage::Held => self.acknowledged(input),
+            Stage::Undoing { cancelled } => self.undoing(input, cancelled),
+            Stage::TakingOver => self.taking_over(input),
+            Stage::Completed => self.completed(input),
+            Stage::Reporting => self.reporting(input),
+            Stage::Starting => self.starting(input),
+            Stage::Settling(placed) => self.settling(input, placed),
+            Stage::Releasing(placed) => self.releasing(input, placed),
+            Stage::Restoring => self.restoring(input),
+            Stage::Withdrawing => self.withdrawing(),
+            Stage::Ended(outcome) => Directive::End(outcome),
+        };
+        if let Directive::End(outcome) = directive {
+            self.stage = Stage::Ended(outcome);
+        }
+        directive
+    }
+
+    /// Whether the model has put this fault back; never outside of tests.
+    fn has_fault(&self, fault: Fault) -> bool {
+        self.fault.has(fault)
+    }
+
+    fn cancel(&mut self) -> Directive {
+        match self.stage {
+            Stage::Transfer => Directive::Abort,
+            Stage::Committed if self.has_fault(Fault::CancelAfterCommit) => {
+                self.stage = Stage::Transfer;
+                Directive::Abort
+            }
+            _ => Directive::TooLate,
+        }
+    }
+
+    fn transfer(&mut self, input: Input) -> Directive {
+        match input {
+            Input::CommitRequested(guest) => {
+                self.guest = guest;
+                self.sent = true;
+                if self.request.destination == DestinationKind::Stream {
+                    self.stage = Stage::Committed;
+                }
+                Directive::Proceed
+            }
+            Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
+            Input::Delivered => self.delivered(),
+            Input::DestinationRefused => self.undo(),
+            Input::Failed if self.stage == Stage::Committed => self.hold(),
+            _ => self.undo(),
+        }
+    }
+
+    /// The destination holds everything: may the source be acknowledged? Not one that is gone: it has given up and runs on.
+    fn acknowledge(&mut self, guest: GuestRun, source: Link) -> Directive {
+        let is_seen = matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
+        let ignores = self.has_fault(Fault::IgnoresLink);
+        if is_seen && source != Link::Open && !ignores {
+            return Directive::Refuse;
+        }
+        (self.guest, self.sent) = (guest, true);
+        self.stage = Stage::Acknowledged;
+        Directive::Proceed
+    }
+
+    fn delivered(&mut self) -> Directive {
+        self.sent = true;
+        self.stage = Stage::Acknowledged;
+        self.await_source()
+    }
+
+    /// A destination that runs by itself was given the last bytes and has not answered. The source is stopped for good, so that the
+    /// guest does not run twice.
+    fn hold(&mut self) -> Directive {
+        if self.has_fault(Fault::UndoesCommitted) {
+            return self.undo();
+        }
+        match self.request.source {
+            SourceKind::Stored => Directive::End(Outcome::Look(Held::DestinationMayRun)),
+            SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
+                self.stage = Stage::Held;
+                Directive::Hold
+            }
+        }
+    }
+
+    /// What shows that the source is done with the guest.
+    fn await_source(&mut self) -> Directive {
+        match self.request.source {
+            SourceKind::Qemu => Directive::LookAtSource,
+            SourceKind::Stream => Directive::LookAtLink,
+            SourceKind::Towline => Directive::AwaitPeer,
+            SourceKind::Stored => self.complete(),
+        }
+    }
+
+    fn acknowledged(&mut self, input: Input) -> Directive {
+        let held = self.stage == Stage::Held;
+        match input {
+            Input::Delivered | Input::Done => self.await_source(),
+            Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
+            // The acknowledgement could not be sent, or its connection broke: nobody knows whether it arrived.
+            Input::Failed | Input::NotDone => self.undecided(),
+            Input::Source(SourceView::Completed) if held => {
+                Directive::End(Outcome::Look(Held::DestinationMayRun))
+            }
+            Input::Source(SourceView::Completed) => self.complete(),
+            Input::Source(SourceView::CompletedAndRun) => {
+                Directive::End(Outcome::Look(Held::SourceRunByOthers))
+            }
+            Input::Source(SourceView::HasGuest) => self.source_has_guest(),
+            Input::Source(SourceView::Exited) => {
+                self.source_exited = true;
+                if held { Directive::End(Outcome::Look(Held::DestinationMayRun)) } else { self.complete() }
+            }
+            Input::Source(SourceView::Migrating) => Directive::LookAtSource,
+            Input::Source(SourceView::Unknown) if self.has_fault(Fault::SilenceIsExit) => {
+                self.source_exited = true;
+                self.complete()
+            }
+            Input::Source(SourceView::Unknown) => Directive::LookAtSource,
+            Input::SourceLink(Link::Open) => Directive::LookAtLink,
+            Input::SourceLink(Link::Closed) if held => Directive::End(Outcome::Look(Held::DestinationMayRun)),
+            Input::SourceLink(Link::Closed) => self.complete(),
+            Input::SourceLink(Link::Reset) if self.has_fault(Fault::IgnoresLink) => self.complete(),
+            Input::SourceLink(Link::Reset) => self.undecided(),
+            Input::Peer(PeerMessage::Completed(run)) => {
+                if self.request.run == RunRequest::AsItWas {
+                    self.request.run = run;
+                }
+                self.complete()
+            }
+            Input::Peer(PeerMessage::Aborted) => Directive::End(Outcome::Safe),
+            Input::PeerLost | Input::TimedOut if self.has_fault(Fault::RunsWhenCut) => self.complete(),
+            _ => self.undecided(),
+        }
+    }
+
+    /// The source was acknowledged, and has not completed: it was cancelled there, or failed.
+    fn source_has_guest(&mut self) -> Directive {
+        if self.has_fault(Fault::CompletesWhatWasCancelled) {
+            return self.complete();
+        }
+        match (self.request.destination, self.stage) {
+            (DestinationKind::Stream, _) => Directive::End(Outcome::Look(Held::BothMayRun)),
+            (DestinationKind::Towline, Stage::Acknowledged) => {
+                self.stage = Stage::Withdrawing;
+                Directive::Send(PeerMessage::Aborted)
+            }
+            _ => self.restore(false),
+        }
+    }
+
+    /// Neither end is run: it is not known whether the source is done with the guest.
+    fn undecided(&self) -> Directive {
+        let held = match (self.request.source, self.request.destination) {
+            _ if self.stage == Stage::Held => Held::DestinationMayRun,
+            (_, DestinationKind::Stream) => Held::DestinationMayRun,
+            (_, DestinationKind::Stored) => Held::SourceUnknown,
+            (_, DestinationKind::Towline) => Held::PeerWaits,
+            (SourceKind::Qemu, DestinationKind::Qemu) => Held::DestinationHolds,
+            (_, DestinationKind::Qemu) => Held::Undecided,
+        };
+        Directive::End(Outcome::Look(held))
+    }
+
+    /// The source cannot run the guest any more.
+    fn complete(&mut self) -> Directive {
+        match self.request.destination {
+            DestinationKind::Stored => self.settle(Placed::Stored),
+            DestinationKind::Stream => self.settle(Placed::Loaded),
+            DestinationKind::Qemu | DestinationKind::Towline => {
+                self.stage = Stage::Completed;
+                Directive::RecordCompleted
+            }
+        }
+    }
+
+    fn runs(&self) -> bool {
+        match self.request.run {
+            RunRequest::AsItWas => self.guest.is_live(),
+            RunRequest::Run => true,
+            RunRequest::Pause => false,
+        }
+    }
+
+    fn completed(&mut self, input: Input) -> Directive {
+        match (self.request.destination, input) {
+            // Without a record the other end cannot be asked later: it is left to wait.
+            (_, Input::NotDone) => self.undecided(),
+            (DestinationKind::Towline, _) => {
+                self.stage = Stage::Reporting;
+                Directive::Send(PeerMessage::Completed(self.request.run))
+            }
+            _ if self.runs() => {
+                self.stage = Stage::Starting;
+                Directive::RunDestination
+            }
+            _ => self.settle(Placed::Paused),
+        }
+    }
+
+    fn reporting(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Done => Directive::AwaitPeer,
+            Input::Peer(PeerMessage::Settled(placed)) => self.release(placed),
+            Input::Peer(PeerMessage::NotRun) => Directive::End(Outcome::Look(Held::PeerDidNotRun)),
+            _ => Directive::End(Outcome::Look(Held::PeerUnknown)),
+        }
+    }
+
+    fn starting(&mut self, input: Input) -> Directive {
+        let held = match input {
+            Input::Started(Started::Live) => return self.settle(Placed::Running),
+            Input::Started(Started::StoppedAgain) => Held::StoppedAgain,
+            Input::Started(Started::Refused) if self.source_gone() => Held::DestinationOnly,
+            Input::Started(Started::Refused) => Held::BothPaused,
+            Input::Started(Started::Exited) if self.source_gone() => Held::BothExited,
+            Input::Started(Started::Exited) => Held::DestinationLost,
+            _ => Held::DestinationUnknown,
+        };
+        Directive::End(Outcome::Look(held))
+    }
+
+    /// Whether nothing at the source holds the guest.
+    fn source_gone(&self) -> bool {
+        self.source_exited
+    }
+
+    fn settle(&mut self, placed: Placed) -> Directive {
+        self.stage = Stage::Settling(placed);
+        Directive::SettleDestination
+    }
+
+    fn settling(&mut self, input: Input, placed: Placed) -> Directive {
+        match input {
+            Input::Destination(DestinationView::Exited) if self.source_gone() => {
+                Directive::End(Outcome::Look(Held::BothExited))
+            }
+            Input::Destination(DestinationView::Exited) => {
+                Directive::End(Outcome::Look(Held::DestinationLost))
+            }
+            Input::NotDone if self.source_gone() => Directive::End(Outcome::Look(Held::DestinationAlone)),
+            Input::NotDone => Directive::End(Outcome::Look(Held::DestinationUnknown)),
+            _ if self.request.source == SourceKind::Towline => {
+                self.stage = Stage::Releasing(placed);
+                Directive::Send(PeerMessage::Settled(placed))
+            }
+            _ => self.release(placed),
+        }
+    }
+
+    fn release(&mut self, placed: Placed) -> Directive {
+        if self.request.source != SourceKind::Qemu || self.source_exited {
+            return Directive::End(Outcome::Done(placed));
+        }
+        self.stage = Stage::Releasing(placed);
+        match self.request.after {
+            SourceAfter::Quit => Directive::QuitSource,
+            SourceAfter::Resume
+                if !matches!(placed, Placed::Running | Placed::Loaded) && self.guest.is_live() =>
+            {
+                Directive::ResumeSource
+            }
+            _ => Directive::RestoreSource,
+        }
+    }
+
+    fn releasing(&mut self, input: Input, placed: Placed) -> Directive {
+        let held = match (input, self.request.source, self.request.after) {
+            (Input::NotDone, SourceKind::Qemu, SourceAfter::Quit) => Held::SourceNotEnded,
+            (Input::NotDone, SourceKind::Qemu, SourceAfter::Resume) => Held::SourceNotResumed,
+            (Input::NotDone, SourceKind::Qemu, SourceAfter::Stay) => {
+                return Directive::End(Outcome::Done(placed));
+            }
+            _ => return Directive::End(Outcome::Done(placed)),
+        };
+        Directive::End(Outcome::Look(held))
+    }
+
+    /// The stream failed before the source was acknowledged: it has its guest, or gets it back.
+    fn undo(&mut self) -> Directive {
+        if self.request.source != SourceKind::Qemu {
+            return Directive::End(Outcome::Safe);
+        }
+        self.stage = Stage::Undoing { cancelled: false };
+        Directive::LookAtSource
+    }
+
+    fn undoing(&mut self, input: Input, cancelled: bool) -> Directive {
+        match input {
+            Input::Source(SourceView::HasGuest) => self.restore(false),
+            // It completed all the same: its last answer came from the destination itself.
+            Input::Source(SourceView::Completed) => self.restore(true),
+            Input::Source(SourceView::CompletedAndRun) => self.restore(false),
+            Input::Source(SourceView::Exited) => self.take_over(),
+            Input::Source(SourceView::Migrating | SourceView::Unknown) | Input::Done => {
+                Directive::LookAtSource
+            }
+            Input::TimedOut if !cancelled => {
+                self.stage = Stage::Undoing { cancelled: true };
+                Directive::CancelSource
+            }
+            _ => Directive::End(Outcome::Look(Held::SourceUnknown)),
+        }
+    }
+
+    /// The source's process has exited. A destination that was sent everything is the only one that can run the guest.
+    fn take_over(&mut self) -> Directive {
+        self.source_exited = true;
+        match self.request.destination {
+            DestinationKind::Qemu if self.sent && !self.has_fault(Fault::LosesWhatWasSent) => {
+                self.stage = Stage::TakingOver;
+                Directive::LookAtDestination
+            }
+            DestinationKind::Stream | DestinationKind::Towline if self.sent => {
+                Directive::End(Outcome::Look(Held::DestinationMayRun))
+            }
+            _ => Directive::End(Outcome::Look(Held::SourceExited)),
+        }
+    }
+
+    fn taking_over(&mut self, input: Input) -> Directive {
+        match input {
+            Input::Destination(DestinationView::Loaded | DestinationView::Running) => self.complete(),
+            Input::Destination(DestinationView::Loading | DestinationView::Unknown) => {
+                Directive::LookAtDestination
+            }
+            Input::Destination(DestinationView::Exited) => Directive::End(Outcome::Look(Held::BothExited)),
+            Input::Destination(DestinationView::Failed) => Directive::End(Outcome::Look(Held::SourceExited)),
+            _ => Directive::End(Outcome::Look(Held::DestinationUnknown)),
+        }
+    }
+
+    /// The source keeps its guest. `stopped`: by this migration, in which its guest was live or not.
+    fn restore(&mut self, stopped: bool) -> Directive {
+        self.stage = Stage::Restoring;
+        match stopped && self.guest.is_live() {
+            true => Directive::ResumeSource,
+            false => Directive::RestoreSource,
+        }
+    }
+
+    fn restoring(&mut self, input: Input) -> Directive {
+        match input {
+            Input::NotDone => Directive::End(Outcome::Look(Held::SourceUnknown)),
+            _ => Directive::End(Outcome::Safe),
+        }
+    }
+
+    /// Whether it reads or not: it does not run the guest without another message.
+    fn withdrawing(&mut self) -> Directive {
+        self.restore(false)
+    }
+}

@@ -1,0 +1,46 @@
+//! Faults that the machine once had, to be put back by its model: each has to be found there. None exists outside of tests.
+
+/// One of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(not(test), allow(dead_code, reason = "only tests put one back"))]
+pub(super) enum Fault {
+    /// A cancellation is carried out after a destination that runs by itself was given the last bytes.
+    CancelAfterCommit,
+    /// A stream that breaks then gives the source its guest back.
+    UndoesCommitted,
+    /// Whether a source that somebody else drives is still there is not looked at.
+    IgnoresLink,
+    /// A monitor without an answer counts as a process that has exited.
+    SilenceIsExit,
+    /// A source that was cancelled counts as complete, for the destination has everything.
+    CompletesWhatWasCancelled,
+    /// A destination runs the guest when the towline at its source is lost.
+    RunsWhenCut,
+    /// A destination that has everything is given up with its source.
+    LosesWhatWasSent,
+}
+
+/// Which one is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(super) struct Switch {
+    #[cfg(test)]
+    fault: Option<Fault>,
+}
+
+impl Switch {
+    #[cfg(not(test))]
+    pub(super) fn has(self, _fault: Fault) -> bool {
+        false
+    }
+
+    #[cfg(test)]
+    pub(super) fn has(self, fault: Fault) -> bool {
+        self.fault == Some(fault)
+    }
+
+    /// With this fault.
+    #[cfg(test)]
+    pub(super) fn with(fault: Fault) -> Self {
+        Self { fault: Some(fault) }
+    }
+}

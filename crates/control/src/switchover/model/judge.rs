@@ -1,0 +1,81 @@
+//! What must never be, in any world, and what an outcome must mean.
+
+use super::super::outcome::{Held, Outcome, Placed};
+use super::super::{DestinationKind, SourceAfter, SourceKind};
+use super::world::{Destination, Source, Towline, World};
+
+/// Says what is wrong with this world, if anything.
+pub(super) fn judge(world: &World) -> Result<(), String> {
+    let twice = world.runs_at_source() && world.destination == Destination::Running;
+    if twice && !world.operator_ran && !world.window {
+        return Err("the guest runs at both ends".into());
+    }
+    for (index, towline) in world.towlines.iter().enumerate() {
+        if let Some((towline, outcome)) = towline.and_then(|towline| Some((towline, towline.outcome?))) {
+            truthful(world, index, &towline, outcome)
+                .map_err(|text| format!("towline {index} ends with {outcome:?}: {text}"))?;
+        }
+    }
+    if world.is_over() { not_lost(world) } else { Ok(()) }
+}
+
+/// The exit code and its text say what is.
+fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) -> Result<(), String> {
+    let gone = world.destination == Destination::Exited;
+    let right = match outcome {
+        Outcome::Done(Placed::Running) => world.destination == Destination::Running || gone,
+        Outcome::Done(Placed::Paused) => world.destination == Destination::Loaded || gone,
+        Outcome::Done(Placed::Loaded) => {
+            matches!(world.destination, Destination::Running | Destination::Loaded) || gone
+        }
+        Outcome::Done(Placed::Stored) => world.destination == Destination::Stored,
+        // The source's own death later is nobody's lie.
+        Outcome::Safe if towline.request.source == SourceKind::Qemu => {
+            matches!(world.source, Source::HasGuest | Source::RunAgain | Source::Exited)
+        }
+        Outcome::Safe => world.destination != Destination::Running || world.operator_ran,
+        Outcome::Look(Held::BothExited) => world.source == Source::Exited && gone,
+        Outcome::Look(Held::SourceExited) => world.source == Source::Exited,
+        Outcome::Look(Held::DestinationOnly) => world.source == Source::Exited,
+        Outcome::Look(Held::DestinationHolds | Held::Undecided) => {
+            matches!(world.destination, Destination::Loaded) || gone
+        }
+        Outcome::Look(Held::BothPaused) => !matches!(world.destination, Destination::Running),
+        Outcome::Look(_) => true,
+    };
+    if !right {
+        return Err(format!("source {:?}, destination {:?}", world.source, world.destination));
+    }
+    let ends = towline.request.after == SourceAfter::Quit && towline.request.source == SourceKind::Qemu;
+    if ends && world.placed(index).is_some() && world.source != Source::Exited {
+        return Err("the source was to be ended".into());
+    }
+    Ok(())
+}
+
+/// A guest that could run does, or is held where somebody was asked to look.
+fn not_lost(world: &World) -> Result<(), String> {
+    if !world.carried.is_live() || world.source == Source::Stored {
+        return Ok(());
+    }
+    let at_source =
+        matches!(world.source, Source::HasGuest | Source::Completed | Source::RunAgain | Source::Waiting);
+    let at_destination =
+        matches!(world.destination, Destination::Loaded | Destination::Running | Destination::Stored);
+    let dead = world.source == Source::Exited
+        && matches!(world.destination, Destination::Exited | Destination::Failed);
+    if !at_source && !at_destination && !dead && world.destination != Destination::Loading {
+        return Err("the guest is nowhere".into());
+    }
+    let only = world.towlines[0].expect("there is one");
+    // The only one that is left and could run it, and its towline saw everything.
+    let alone =
+        world.towlines[1].is_none() && only.alive && only.request.destination == DestinationKind::Qemu;
+    let runs_here = only.request.run != super::super::RunRequest::Pause;
+    let held = world.source == Source::Exited && world.destination == Destination::Loaded;
+    let gave_up = matches!(only.outcome, Some(Outcome::Look(Held::SourceExited)));
+    if alone && held && runs_here && gave_up && only.request.source == SourceKind::Qemu {
+        return Err("the destination holds the whole guest, and it was given up".into());
+    }
+    Ok(())
+}

@@ -1,0 +1,624 @@
+//! Everything that takes part, and every step that each can take.
+
+use super::super::fault::Switch;
+use super::super::{
+    DestinationKind, DestinationView, Directive, GuestRun, Input, Link, Outcome, PeerMessage, Placed,
+    Request, RunRequest, SourceAfter, SourceKind, SourceView, Started, Switchover,
+};
+
+/// The source's QEMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Source {
+    /// Its guest is live or not, and its memory moves.
+    Migrating,
+    /// Everything was sent; it waits to be acknowledged.
+    Waiting,
+    /// `postmigrate`.
+    Completed,
+    /// It has its guest, as it was.
+    HasGuest,
+    /// It was complete, and its guest runs again.
+    RunAgain,
+    Exited,
+    /// An image.
+    Stored,
+}
+
+/// The destination's QEMU, or what stores the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Destination {
+    Loading,
+    Loaded,
+    Running,
+    Stored,
+    Failed,
+    Exited,
+}
+
+/// A connection, and what is on its way over it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) struct Wire {
+    pub(in super::super) open: bool,
+    /// The whole stream has been sent.
+    all: bool,
+    /// The destination's acknowledgement is on its way.
+    shut: bool,
+    /// It was read.
+    shut_read: bool,
+    down: Option<PeerMessage>,
+    up: Option<PeerMessage>,
+}
+
+const FRESH: Wire = Wire { open: true, all: false, shut: false, shut_read: false, down: None, up: None };
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Engine {
+    Streaming,
+    Sent,
+    Ended,
+}
+
+/// A towline, with a machine of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) struct Towline {
+    pub(in super::super) request: Request,
+    machine: Switchover,
+    engine: Engine,
+    todo: Option<Directive>,
+    pub(in super::super) alive: bool,
+    pub(in super::super) outcome: Option<Outcome>,
+    cancelled: bool,
+}
+
+/// See the module's text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) struct World {
+    pub(in super::super) source: Source,
+    pub(in super::super) destination: Destination,
+    /// Whether the guest is live at its source when it is not stopped by the migration.
+    pub(in super::super) guest: GuestRun,
+    /// As the stream carried it.
+    pub(in super::super) carried: GuestRun,
+    pub(in super::super) towlines: [Option<Towline>; 2],
+    wires: [Wire; 3],
+    mishaps: u8,
+    /// An operator ran the guest where it was complete.
+    pub(in super::super) operator_ran: bool,
+    /// An operator cancelled at the source, or a towline was killed, when a destination that runs by itself was given everything.
+    pub(in super::super) window: bool,
+    /// The monitor of the destination did not answer once.
+    pub(in super::super) destination_silent: bool,
+    /// Once `cont` was sent.
+    pub(in super::super) was_run: bool,
+}
+
+/// What somebody does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Step {
+    SourceSendsTheRest,
+    EngineCommits(usize),
+    DestinationLoads,
+    DestinationFails,
+    EngineAcknowledges(usize),
+    SourceIsAcknowledged,
+    EngineFails(usize),
+    Carry(usize, Reply),
+    // Mishaps.
+    Cut(usize),
+    SourceCancelled,
+    SourceStopped,
+    SourceExits,
+    SourceRunAgain,
+    DestinationExits,
+    Cancel(usize),
+    Kill(usize),
+}
+
+/// How a directive turns out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(in super::super) enum Reply {
+    True,
+    Silent,
+    TimedOut,
+    Refused,
+    /// It took effect, and its answer is lost.
+    Unanswered,
+}
+
+impl World {
+    pub(in super::super) fn with_one(request: Request, guest: GuestRun, mishaps: u8, fault: Switch) -> Self {
+        Self::new(guest, mishaps, [Some(Towline::new(request, fault)), None])
+    }
+
+    pub(in super::super) fn with_two(
+        after: SourceAfter,
+        guest: GuestRun,
+        mishaps: u8,
+        fault: Switch,
+    ) -> Self {
+        let run = RunRequest::AsItWas;
+        let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
+        let here = Towline::new(Request { source, destination, run, after }, fault);
+        let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
+        let there = Towline::new(Request { source, destination, run, after: SourceAfter::Stay }, fault);
+        Self::new(guest, mishaps, [Some(here), Some(there)])
+    }
+
+    fn new(guest: GuestRun, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
+        let first = towlines[0].expect("there is one").request;
+        let stored = first.source == SourceKind::Stored;
+        Self {
+            source: if stored { Source::Stored } else { Source::Migrating },
+            destination: Destination::Loading,
+            guest,
+            carried: guest,
+            towlines,
+            wires: [Wire { all: stored, ..FRESH }, FRESH, FRESH],
+            mishaps,
+            operator_ran: false,
+            window: false,
+            destination_silent: false,
+            was_run: false,
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.towlines.iter().flatten().count()
+    }
+
+    /// The kind of the destination proper.
+    pub(in super::super) fn last_kind(&self) -> DestinationKind {
+        self.towlines[self.count() - 1].expect("there is one").request.destination
+    }
+
+    fn last_wire(&self) -> usize {
+        self.count()
+    }
+
+    /// All steps that are possible now.
+    pub(in super::super) fn steps(&self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let mut add = |possible: bool, step: Step| possible.then(|| steps.push(step));
+        let last = self.wires[self.last_wire()];
+        add(self.source == Source::Migrating && self.wires[0].open, Step::SourceSendsTheRest);
+        add(self.destination == Destination::Loading && last.all, Step::DestinationLoads);
+        let can_fail = self.destination == Destination::Loading && last.all && self.mishaps > 0;
+        add(can_fail, Step::DestinationFails);
+        let acknowledged = self.source == Source::Waiting && self.wires[0].shut && self.wires[0].open;
+        add(acknowledged, Step::SourceIsAcknowledged);
+        for (index, towline) in self.towlines.iter().enumerate() {
+            let Some(towline) = towline.filter(|towline| towline.alive && towline.outcome.is_none()) else {
+                continue;
+            };
+            let (up, down) = (self.wires[index], self.wires[index + 1]);
+            let streams = towline.engine == Engine::Streaming;
+            add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
+            let sent = towline.engine == Engine::Sent;
+            add(sent && down.shut, Step::EngineAcknowledges(index));
+            let broken = !down.open && !(sent && down.shut) || !up.open && !(streams && up.all);
+            add(towline.engine != Engine::Ended && broken, Step::EngineFails(index));
+            if let Some(directive) = towline.todo {
+                for reply in self.replies(index, directive) {
+                    add(true, Step::Carry(index, reply));
+                }
+            }
+            add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
+            add(self.mishaps > 0, Step::Kill(index));
+        }
+        if self.mishaps > 0 {
+            for wire in 0..=self.count() {
+                add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
+            }
+            let migrates = matches!(self.source, Source::Migrating | Source::Waiting);
+            add(migrates, Step::SourceCancelled);
+            add(self.source == Source::Migrating && self.guest.is_live(), Step::SourceStopped);
+            add(!matches!(self.source, Source::Exited | Source::Stored), Step::SourceExits);
+            add(self.source == Source::Completed, Step::SourceRunAgain);
+            let qemu = self.last_kind() != DestinationKind::Stored;
+            add(qemu && self.destination != Destination::Exited, Step::DestinationExits);
+        }
+        steps
+    }
+
+    fn replies(&self, index: usize, directive: Directive) -> Vec<Reply> {
+        let mishap = self.mishaps > 0;
+        let with = |possible: &[(bool, Reply)]| {
+            possible.iter().filter(|(is, _)| *is).map(|&(_, reply)| reply).collect::<Vec<_>>()
+        };
+        match directive {
+            Directive::LookAtSource => {
+                let waits = matches!(self.source, Source::Migrating | Source::Waiting);
+                with(&[
+                    (!waits, Reply::True),
+                    (waits && !self.wires[0].shut, Reply::TimedOut),
+                    (mishap, Reply::TimedOut),
+                ])
+            }
+            Directive::LookAtLink => {
+                with(&[(self.link() != Link::Open, Reply::True), (mishap, Reply::TimedOut)])
+            }
+            Directive::LookAtDestination => {
+                let waits = self.destination == Destination::Loading;
+                let comes = self.wires[self.last_wire()].all;
+                with(&[(!waits, Reply::True), (waits && !comes || mishap, Reply::TimedOut)])
+            }
+            Directive::AwaitPeer => {
+                let (up, down) = (self.wires[index], self.wires[index + 1]);
+                let towline = self.towlines[index].expect("it is there");
+                let (message, open) = match towline.request.source {
+                    SourceKind::Towline => (up.down, up.open),
+                    _ => (down.up, down.open),
+                };
+                with(&[(message.is_some() || !open, Reply::True), (mishap, Reply::TimedOut)])
+            }
+            Directive::RunDestination => with(&[
+                (true, Reply::True),
+                (mishap, Reply::Refused),
+                (mishap, Reply::Silent),
+                (mishap, Reply::Unanswered),
+            ]),
+            Directive::RecordCompleted
+            | Directive::SettleDestination
+            | Directive::RestoreSource
+            | Directive::ResumeSource
+            | Directive::QuitSource
+            | Directive::CancelSource => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
+            _ => vec![Reply::True],
+        }
+    }
+
+    /// What the connection to the source shows.
+    fn link(&self) -> Link {
+        let wire = self.wires[0];
+        match self.source {
+            Source::Completed | Source::RunAgain if wire.shut_read => Link::Closed,
+            Source::HasGuest | Source::Exited => Link::Reset,
+            _ if !wire.open => Link::Reset,
+            _ => Link::Open,
+        }
+    }
+
+    /// The world after this step.
+    pub(in super::super) fn after(mut self, step: Step) -> Self {
+        match step {
+            Step::SourceSendsTheRest => {
+                self.source = Source::Waiting;
+                self.carried = self.guest;
+                self.wires[0].all = true;
+            }
+            Step::EngineCommits(index) => {
+                let directive = self.handle(index, Input::CommitRequested(self.carried));
+                self.proceed(index, directive, Engine::Sent);
+            }
+            Step::DestinationLoads => self.load(),
+            Step::DestinationFails => {
+                self.spend();
+                self.destination = Destination::Failed;
+                let last = self.last_wire();
+                self.wires[last].open = false;
+            }
+            Step::EngineAcknowledges(index) => self.acknowledge(index),
+            Step::SourceIsAcknowledged => {
+                self.source = Source::Completed;
+                self.wires[0].shut_read = true;
+            }
+            Step::EngineFails(index) => self.fail(index, Input::Failed),
+            Step::Carry(index, reply) => self.carry(index, reply),
+            mishap => self.mishap(mishap),
+        }
+        self
+    }
+
+    fn spend(&mut self) {
+        self.mishaps -= 1;
+    }
+
+    fn load(&mut self) {
+        let last = self.last_wire();
+        self.wires[last].shut = self.wires[last].open;
+        self.destination = match self.last_kind() {
+            DestinationKind::Stored => Destination::Stored,
+            DestinationKind::Stream if self.carried.is_live() => Destination::Running,
+            _ => Destination::Loaded,
+        };
+    }
+
+    fn mishap(&mut self, step: Step) {
+        self.spend();
+        match step {
+            Step::Cut(wire) => self.cut(wire),
+            Step::SourceCancelled => {
+                self.window |= self.may_run_by_itself();
+                self.source = Source::HasGuest;
+                self.wires[0].open = false;
+            }
+            Step::SourceStopped => self.guest = GuestRun::Stopped,
+            Step::SourceExits => {
+                self.source = Source::Exited;
+                self.wires[0].open = false;
+            }
+            Step::SourceRunAgain => {
+                self.source = Source::RunAgain;
+                self.operator_ran = true;
+            }
+            Step::DestinationExits => {
+                self.destination = Destination::Exited;
+                let last = self.last_wire();
+                self.wires[last].open = false;
+            }
+            Step::Cancel(index) => self.cancel(index),
+            Step::Kill(index) => {
+                self.window |= self.may_run_by_itself();
+                self.towline(index).alive = false;
+                self.cut(index);
+                self.cut(index + 1);
+            }
+            _ => unreachable!("no mishap"),
+        }
+    }
+
+    /// A destination that runs by itself has everything.
+    fn may_run_by_itself(&self) -> bool {
+        self.last_kind() == DestinationKind::Stream && self.wires[self.last_wire()].all
+    }
+
+    fn cut(&mut self, wire: usize) {
+        self.wires[wire].open = false;
+        if wire == 0 && matches!(self.source, Source::Migrating | Source::Waiting) {
+            self.window |= self.may_run_by_itself();
+            self.source = Source::HasGuest;
+        }
+    }
+
+    fn towline(&mut self, index: usize) -> &mut Towline {
+        self.towlines[index].as_mut().expect("it is there")
+    }
+
+    fn handle(&mut self, index: usize, input: Input) -> Directive {
+        self.towline(index).machine.handle(input)
+    }
+
+    fn proceed(&mut self, index: usize, directive: Directive, engine: Engine) {
+        match directive {
+            Directive::Proceed => {
+                self.towline(index).engine = engine;
+                self.wires[index + 1].all = true;
+            }
+            _ => self.fail(index, Input::Failed),
+        }
+    }
+
+    fn acknowledge(&mut self, index: usize) {
+        let source = if index == 0 {
+            self.link()
+        } else if self.wires[index].open {
+            Link::Open
+        } else {
+            Link::Reset
+        };
+        let input = Input::AcknowledgeRequested { guest: self.carried, source };
+        match self.handle(index, input) {
+            Directive::Proceed => {
+                self.wires[index].shut = self.wires[index].open;
+                self.towline(index).engine = Engine::Ended;
+                let next = self.handle(index, Input::Delivered);
+                self.set(index, next);
+            }
+            _ => self.fail(index, Input::Failed),
+        }
+    }
+
+    fn fail(&mut self, index: usize, input: Input) {
+        self.towline(index).engine = Engine::Ended;
+        let directive = self.handle(index, input);
+        if directive != Directive::Hold {
+            self.cut(index);
+        }
+        self.cut(index + 1);
+        self.set(index, directive);
+    }
+
+    fn cancel(&mut self, index: usize) {
+        self.towline(index).cancelled = true;
+        if self.handle(index, Input::Cancel) == Directive::Abort {
+            self.fail(index, Input::Failed);
+        }
+    }
+
+    fn set(&mut self, index: usize, directive: Directive) {
+        let towline = self.towline(index);
+        match directive {
+            Directive::End(outcome) => {
+                (towline.todo, towline.outcome) = (None, Some(outcome));
+                // It closes its connections when it ends.
+                self.cut_behind(index);
+            }
+            directive => towline.todo = Some(directive),
+        }
+    }
+
+    /// What was sent before the close is still read at the other end.
+    fn cut_behind(&mut self, index: usize) {
+        self.cut(index);
+        self.cut(index + 1);
+    }
+
+    fn carry(&mut self, index: usize, reply: Reply) {
+        if reply == Reply::Silent || reply == Reply::Unanswered || reply == Reply::Refused {
+            self.spend();
+        }
+        let directive = self.towline(index).todo.take().expect("there is one");
+        let input = self.carried_out(index, directive, reply);
+        let next = self.handle(index, input);
+        self.set(index, next);
+    }
+
+    fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
+        if reply == Reply::TimedOut {
+            return self.timed_out(directive);
+        }
+        let done = if reply == Reply::True { Input::Done } else { Input::NotDone };
+        match directive {
+            Directive::LookAtSource => Input::Source(self.source_view()),
+            Directive::LookAtLink => Input::SourceLink(self.link()),
+            Directive::LookAtDestination => Input::Destination(self.destination_view()),
+            Directive::AwaitPeer => self.peer(index),
+            Directive::RunDestination => self.run(reply),
+            Directive::Hold => {
+                self.wires[index].shut = self.wires[index].open;
+                if self.wires[index].open { Input::Done } else { Input::NotDone }
+            }
+            Directive::Send(message) => self.send(index, message),
+            Directive::CancelSource => {
+                if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
+                    self.source = Source::HasGuest;
+                }
+                Input::Done
+            }
+            Directive::SettleDestination
+                if self.destination == Destination::Exited && reply == Reply::True =>
+            {
+                Input::Destination(DestinationView::Exited)
+            }
+            Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
+                if self.source == Source::Exited =>
+            {
+                if directive == Directive::QuitSource {
+                    Input::Done
+                } else {
+                    Input::NotDone
+                }
+            }
+            Directive::ResumeSource if reply == Reply::True => {
+                if self.source == Source::Completed {
+                    self.source = Source::RunAgain;
+                }
+                Input::Done
+            }
+            Directive::QuitSource if reply == Reply::True => {
+                self.source = Source::Exited;
+                Input::Done
+            }
+            _ => done,
+        }
+    }
+
+    /// Nothing came within the deadline. A monitor that is silent is one that was asked before.
+    fn timed_out(&mut self, directive: Directive) -> Input {
+        let waits = match directive {
+            Directive::LookAtSource => matches!(self.source, Source::Migrating | Source::Waiting),
+            Directive::LookAtDestination => self.destination == Destination::Loading,
+            _ => false,
+        };
+        if !waits {
+            self.spend();
+        }
+        if directive == Directive::LookAtDestination {
+            self.destination_silent = true;
+        }
+        match directive {
+            // What a monitor that is closed shows before the deadline.
+            Directive::LookAtSource if !waits => Input::Source(SourceView::Unknown),
+            _ => Input::TimedOut,
+        }
+    }
+
+    fn source_view(&self) -> SourceView {
+        match self.source {
+            Source::Migrating | Source::Waiting => SourceView::Migrating,
+            Source::Completed => SourceView::Completed,
+            Source::RunAgain => SourceView::CompletedAndRun,
+            Source::HasGuest => SourceView::HasGuest,
+            Source::Exited => SourceView::Exited,
+            Source::Stored => SourceView::Unknown,
+        }
+    }
+
+    fn destination_view(&self) -> DestinationView {
+        match self.destination {
+            Destination::Loading => DestinationView::Loading,
+            Destination::Loaded | Destination::Stored => DestinationView::Loaded,
+            Destination::Running => DestinationView::Running,
+            Destination::Failed => DestinationView::Failed,
+            Destination::Exited => DestinationView::Exited,
+        }
+    }
+
+    fn peer(&mut self, index: usize) -> Input {
+        let towline = *self.towline(index);
+        let message = match towline.request.source {
+            SourceKind::Towline => self.wires[index].down.take(),
+            _ => self.wires[index + 1].up.take(),
+        };
+        message.map_or(Input::PeerLost, Input::Peer)
+    }
+
+    fn send(&mut self, index: usize, message: PeerMessage) -> Input {
+        let (wire, is_down) = match message {
+            PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
+            PeerMessage::Settled(_) | PeerMessage::NotRun => (index, false),
+        };
+        let wire = &mut self.wires[wire];
+        if !wire.open {
+            return Input::NotDone;
+        }
+        let slot = if is_down { &mut wire.down } else { &mut wire.up };
+        *slot = Some(message);
+        Input::Done
+    }
+
+    fn run(&mut self, reply: Reply) -> Input {
+        let started = match (self.destination, reply) {
+            (Destination::Exited, Reply::True) => Started::Exited,
+            (Destination::Exited, _) => Started::Unknown,
+            (_, Reply::Refused) => Started::Refused,
+            (_, Reply::Silent) => Started::Unknown,
+            (Destination::Loaded | Destination::Running, reply) => {
+                self.destination = Destination::Running;
+                self.was_run = true;
+                if reply == Reply::Unanswered { Started::Unknown } else { Started::Live }
+            }
+            _ => Started::Refused,
+        };
+        Input::Started(started)
+    }
+
+    /// Whether nothing is left to do for anybody.
+    pub(in super::super) fn is_over(&self) -> bool {
+        let over = |towline: &Towline| !towline.alive || towline.outcome.is_some();
+        self.towlines.iter().flatten().all(over)
+    }
+
+    /// Whether the guest runs at its source.
+    pub(in super::super) fn runs_at_source(&self) -> bool {
+        match self.source {
+            Source::Migrating | Source::HasGuest => self.guest.is_live(),
+            Source::RunAgain => true,
+            Source::Waiting | Source::Completed | Source::Exited | Source::Stored => false,
+        }
+    }
+
+    /// Whether a towline has said that the guest is at its destination.
+    pub(in super::super) fn placed(&self, index: usize) -> Option<Placed> {
+        match self.towlines[index]?.outcome? {
+            Outcome::Done(placed) => Some(placed),
+            _ => None,
+        }
+    }
+}
+
+impl Towline {
+    fn new(request: Request, fault: Switch) -> Self {
+        let mut machine = Switchover::new(request);
+        machine.fault = fault;
+        Self {
+            request,
+            machine,
+            engine: Engine::Streaming,
+            todo: None,
+            alive: true,
+            outcome: None,
+            cancelled: false,
+        }
+    }
+}
