@@ -36,6 +36,7 @@ pub mod postcopy;
 pub mod ram;
 pub mod return_path;
 pub mod section;
+pub mod session;
 pub mod source;
 pub mod wire;
 pub mod xbzrle;

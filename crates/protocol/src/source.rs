@@ -15,6 +15,7 @@ use crate::multifd::PONG_CHECKSUMS;
 use crate::ram::{self, PageRef, RamBlock, RamFlags, RecordWriter};
 use crate::return_path::Message;
 use crate::section::{Command, SectionHeader, SectionType, put_footer};
+use crate::session::{self, Receiver};
 use crate::wire::put32;
 use crate::{PeerMisbehaved, Result};
 
@@ -24,6 +25,10 @@ pub const PING_SETUP: u32 = 1;
 /// Asks whether the destination compares the checksums of packets: one that does answers
 /// [`PONG_CHECKSUMS`], any other, as QEMU, repeats the value.
 pub const PING_CHECKSUMS: u32 = 0x7477_6c01;
+
+/// Sent behind the last device's section: its PONG shows that the destination has loaded the whole guest, and waits only for the
+/// end of the stream. No towline takes it there.
+pub const PING_LOADED: u32 = 0x7477_6c03;
 
 /// Header and configuration are written.
 #[derive(Debug)]
@@ -49,12 +54,13 @@ impl Setup {
         Self(())
     }
 
-    /// As [`Self::begin`] with a return path, and asks whether the destination compares checksums: before the first PING, whose
-    /// answer so comes behind this one's ([`Answers::wants_checksums`]).
-    pub fn begin_with_lanes(configuration: &Configuration, out: &mut Vec<u8>) -> Self {
+    /// As [`Self::begin`] with a return path, and asks `questions`, each a value of a PING, before the first PING, whose
+    /// answer so comes behind theirs.
+    pub fn begin_asking(configuration: &Configuration, questions: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
-        for command in [Command::OpenReturnPath, Command::Ping(PING_CHECKSUMS), Command::Ping(PING_SETUP)] {
-            command.encode(out);
+        Command::OpenReturnPath.encode(out);
+        for &value in questions.iter().chain(&[PING_SETUP]) {
+            Command::Ping(value).encode(out);
         }
         Self(())
     }
@@ -210,6 +216,8 @@ impl AwaitShut {
 pub struct Answers {
     pong: bool,
     checksums: bool,
+    receiver: Option<Receiver>,
+    loaded: bool,
     awaits_shut: bool,
     shut: bool,
 }
@@ -249,7 +257,9 @@ impl Answers {
                 check_return_path(message)?;
                 match message {
                     Message::Pong(PING_SETUP) => self.pong = true,
-                    Message::Pong(value) => self.checksums = *value == PONG_CHECKSUMS,
+                    Message::Pong(PING_LOADED) => self.loaded = true,
+                    Message::Pong(PONG_CHECKSUMS) => self.checksums = true,
+                    Message::Pong(value) => self.receiver = session::answered(*value).or(self.receiver),
                     _ => return Ok(Answer::Other),
                 }
                 Ok(Answer::Pong)
@@ -267,6 +277,16 @@ impl Answers {
         self.checksums
     }
 
+    /// What a towline at the destination does with the guest; `None` of a QEMU. Known with [`Self::has_pong`].
+    pub fn receiver(&self) -> Option<Receiver> {
+        self.receiver
+    }
+
+    /// Whether the destination has answered [`PING_LOADED`].
+    pub fn has_loaded(&self) -> bool {
+        self.loaded
+    }
+
     /// Whether the destination has the guest.
     pub fn has_shut(&self) -> bool {
         self.shut
@@ -276,7 +296,10 @@ impl Answers {
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &Message) -> Result<()> {
     match message {
-        Message::Pong(PING_SETUP | PING_CHECKSUMS | PONG_CHECKSUMS) | Message::SwitchoverAck => Ok(()),
+        Message::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS) | Message::SwitchoverAck => {
+            Ok(())
+        }
+        Message::Pong(value) if *value == session::ping() || session::answered(*value).is_some() => Ok(()),
         Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         Message::Shut(status) if *status != 0 => {
             Err(PeerMisbehaved::ShutWithError { status: *status }.into())

@@ -1,0 +1,256 @@
+//! What two towlines say to each other beyond QEMU's stream: who they are, and what became of the source.
+//!
+//! ```text
+//!   source's towline                                     destination's towline
+//!   PING 0x747773vv ──────────────────────────────────►  asks: a towline, of version vv at most?
+//!                   ◄──────────────────────────────────  PONG 0x74778avv: a towline; a = what it does with the guest
+//!   COMMAND 0x7477 HELLO move id ─────────────────────►  behind the block list
+//!   … the stream …                   ◄─────────────────  SHUT 0: the guest is held here
+//!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
+//!                   ◄──────────────────────────────────  message 0x7477 SETTLED or NOT-RUN
+//! ```
+//! A QEMU repeats the value of a PING, so that both ends know with whom they have to do before the first page, and a stream to a
+//! QEMU holds nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds kinds, and
+//! uses them only with a peer of that version.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use crate::return_path::Message;
+use crate::section::{Command, CommandKind};
+use crate::wire::lossy;
+
+/// The version of this session.
+pub const VERSION: u8 = 1;
+/// The kind of its commands and of its messages on the return path: `tw`.
+pub const KIND: u16 = 0x7477;
+/// Bytes that name a move.
+pub const MOVE_ID_BYTES: usize = 16;
+/// The longest text of a [`FromDestination::NotRun`], in bytes; more is cut.
+pub const REASON_BYTES_MAX: usize = 400;
+
+/// Asks whether the other end is a towline; the low byte is the version.
+const PING: u32 = 0x7477_7300;
+/// Answers that; bits 8 to 11 say what it does with the guest.
+const PONG: u32 = 0x7477_8000;
+const VERSION_BITS: u32 = 0xff;
+const RECEIVER_BITS: u32 = 0xf00;
+const HELLO: u8 = 1;
+const OUTCOME: u8 = 2;
+const SETTLED: u8 = 3;
+const NOT_RUN: u8 = 4;
+
+/// Names one move at both ends.
+pub type MoveId = [u8; MOVE_ID_BYTES];
+
+/// What a towline at the destination does with a guest that it has acknowledged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Receiver {
+    /// Holds it, paused, until it has the outcome.
+    Waits,
+    /// Has stored it; no guest runs there.
+    Stores,
+    /// Has passed it on to a QEMU that runs it by itself.
+    RunsByItself,
+}
+
+/// The value of the PING with which a source's towline asks.
+pub fn ping() -> u32 {
+    PING | u32::from(VERSION)
+}
+
+/// Whether this PING asks for a session; its version.
+pub fn asked(value: u32) -> Option<u8> {
+    (value & !VERSION_BITS == PING).then(|| (value & VERSION_BITS) as u8).filter(|&version| version > 0)
+}
+
+/// The value of the PONG that answers a PING of this version.
+pub fn pong(version: u8, receiver: Receiver) -> u32 {
+    let bits = match receiver {
+        Receiver::Waits => 0,
+        Receiver::Stores => 1,
+        Receiver::RunsByItself => 2,
+    };
+    PONG | bits << 8 | u32::from(version.min(VERSION))
+}
+
+/// What a PONG says of a destination; `None`: it is no towline's.
+pub fn answered(value: u32) -> Option<Receiver> {
+    if value & !(VERSION_BITS | RECEIVER_BITS) != PONG || value & VERSION_BITS == 0 {
+        return None;
+    }
+    match (value & RECEIVER_BITS) >> 8 {
+        0 => Some(Receiver::Waits),
+        1 => Some(Receiver::Stores),
+        2 => Some(Receiver::RunsByItself),
+        _ => None,
+    }
+}
+
+/// Whether the guest is to run at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Run {
+    /// As it did when it was stopped at its source.
+    AsItWas,
+    /// In any case.
+    Run,
+    /// In no case.
+    Pause,
+}
+
+/// A frame of the source's towline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FromSource {
+    /// It reports the outcome of this move.
+    Hello(MoveId),
+    /// The source is done with the guest, which is the destination's.
+    Completed(Run),
+    /// The source has its guest back.
+    Aborted,
+}
+
+impl FromSource {
+    /// The command that carries it.
+    pub fn to_command(self) -> Command {
+        let data: Vec<u8> = match self {
+            Self::Hello(id) => [&[HELLO][..], &id].concat(),
+            Self::Completed(run) => {
+                let run = match run {
+                    Run::AsItWas => 0,
+                    Run::Run => 1,
+                    Run::Pause => 2,
+                };
+                [OUTCOME, 1, run].into()
+            }
+            Self::Aborted => [OUTCOME, 0, 0].into(),
+        };
+        Command::Other { kind: CommandKind(KIND), data }
+    }
+
+    /// What a command carries; `None`: nothing of a session, or a kind that this version does not know.
+    pub fn of(command: &Command) -> Option<Self> {
+        let Command::Other { kind: CommandKind(KIND), data } = command else { return None };
+        match data.as_slice() {
+            [HELLO, id @ ..] => Some(Self::Hello(id.try_into().ok()?)),
+            [OUTCOME, 0, _] => Some(Self::Aborted),
+            [OUTCOME, 1, 0] => Some(Self::Completed(Run::AsItWas)),
+            [OUTCOME, 1, 1] => Some(Self::Completed(Run::Run)),
+            [OUTCOME, 1, 2] => Some(Self::Completed(Run::Pause)),
+            _ => None,
+        }
+    }
+}
+
+/// What became of the guest at its destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Settled {
+    /// It runs.
+    Running,
+    /// It is paused.
+    Paused,
+    /// It is loaded, and somebody else decides.
+    Loaded,
+    /// It is stored.
+    Stored,
+}
+
+/// A frame of the destination's towline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FromDestination {
+    /// The guest is there.
+    Settled(Settled),
+    /// It is held there, and could not be run: why.
+    NotRun(String),
+}
+
+impl FromDestination {
+    /// The message that carries it.
+    pub fn to_message(&self) -> Message {
+        let data = match self {
+            Self::Settled(settled) => {
+                let settled = match settled {
+                    Settled::Running => 0,
+                    Settled::Paused => 1,
+                    Settled::Loaded => 2,
+                    Settled::Stored => 3,
+                };
+                [SETTLED, settled].into()
+            }
+            Self::NotRun(reason) => {
+                let bytes = &reason.as_bytes()[..reason.len().min(REASON_BYTES_MAX)];
+                [&[NOT_RUN][..], bytes].concat()
+            }
+        };
+        Message::Other { kind: KIND, data }
+    }
+
+    /// What a message carries; `None`: nothing of a session, or a kind that this version does not know.
+    pub fn of(message: &Message) -> Option<Self> {
+        let Message::Other { kind: KIND, data } = message else { return None };
+        match data.as_slice() {
+            [SETTLED, 0] => Some(Self::Settled(Settled::Running)),
+            [SETTLED, 1] => Some(Self::Settled(Settled::Paused)),
+            [SETTLED, 2] => Some(Self::Settled(Settled::Loaded)),
+            [SETTLED, 3] => Some(Self::Settled(Settled::Stored)),
+            [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Reader;
+
+    #[test]
+    fn a_ping_is_answered_with_what_the_towline_does() {
+        let version = asked(ping()).expect("it asks");
+        for receiver in [Receiver::Waits, Receiver::Stores, Receiver::RunsByItself] {
+            assert_eq!(answered(pong(version, receiver)), Some(receiver));
+            assert_eq!(answered(pong(200, receiver)), Some(receiver), "a later version is answered in this one");
+        }
+    }
+
+    #[test]
+    fn a_qemu_that_repeats_a_ping_is_no_towline() {
+        for value in [0, 1, ping(), crate::source::PING_CHECKSUMS, crate::multifd::PONG_CHECKSUMS, u32::MAX] {
+            assert_eq!(answered(value), None, "{value:#x}");
+        }
+        assert_eq!(asked(crate::source::PING_CHECKSUMS), None);
+        assert_eq!(asked(crate::source::PING_SETUP), None);
+    }
+
+    #[test]
+    fn frames_of_the_source_come_back_as_they_were() {
+        let frames = [
+            FromSource::Hello([7; MOVE_ID_BYTES]),
+            FromSource::Completed(Run::AsItWas),
+            FromSource::Completed(Run::Run),
+            FromSource::Completed(Run::Pause),
+            FromSource::Aborted,
+        ];
+        for frame in frames {
+            assert_eq!(FromSource::of(&frame.to_command()), Some(frame));
+        }
+        let short = Command::Other { kind: CommandKind(KIND), data: [HELLO, 1].into() };
+        assert_eq!(FromSource::of(&short), None);
+        assert_eq!(FromSource::of(&Command::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }), None);
+    }
+
+    #[test]
+    fn frames_of_the_destination_pass_through_the_return_path() {
+        let long = "x".repeat(REASON_BYTES_MAX + 1);
+        for frame in [FromDestination::Settled(Settled::Paused), FromDestination::NotRun(long.clone())] {
+            let mut bytes = Vec::new();
+            frame.to_message().encode(&mut bytes);
+            let message = Message::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");
+            match (frame, FromDestination::of(&message).expect("of a session")) {
+                (FromDestination::NotRun(_), FromDestination::NotRun(reason)) => {
+                    assert_eq!(reason, long[..REASON_BYTES_MAX]);
+                }
+                (sent, found) => assert_eq!(sent, found),
+            }
+        }
+    }
+}
