@@ -304,6 +304,8 @@ pub(crate) struct Switchover {
     sent: bool,
     /// As the stream says.
     guest: GuestRun,
+    /// The user's cancellation is being carried out.
+    aborting: bool,
     /// The source's QEMU exited while the guest moved.
     source_exited: bool,
     fault: fault::Switch,
@@ -317,6 +319,7 @@ impl Switchover {
             stage: Stage::Transfer,
             sent: false,
             guest: GuestRun::Running,
+            aborting: false,
             source_exited: false,
             fault: fault::Switch::default(),
         }
@@ -373,7 +376,10 @@ impl Switchover {
 
     fn cancel(&mut self) -> Directive {
         match self.stage {
-            Stage::Transfer => Directive::Abort,
+            Stage::Transfer => {
+                self.aborting = true;
+                Directive::Abort
+            }
             Stage::Committed if self.has_fault(Fault::CancelAfterCommit) => {
                 self.stage = Stage::Transfer;
                 Directive::Abort
@@ -384,6 +390,9 @@ impl Switchover {
 
     fn transfer(&mut self, input: Input) -> Directive {
         match input {
+            Input::CommitRequested(_) | Input::AcknowledgeRequested { .. } if self.aborting => {
+                Directive::Refuse
+            }
             Input::CommitRequested(guest) => {
                 self.guest = guest;
                 self.sent = true;

@@ -38,6 +38,14 @@ pub enum Error {
         /// What was to come next.
         awaiting: &'static str,
     },
+    /// The source closed its connection before it was acknowledged.
+    #[error(
+        "{peer} closed the connection before the guest's arrival was acknowledged: it has its guest back"
+    )]
+    SourceGone {
+        /// Who.
+        peer: String,
+    },
     /// A lane's connection ended where data or a barrier was still to come.
     #[error("the connection ended before its last barrier")]
     LaneEnded,

@@ -28,7 +28,8 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::guest::ReturnPathWriter;
 use crate::outgoing::{
-    Audience, Connections, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy,
+    Audience, Connections, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
+    send_device_state,
 };
 use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
 
@@ -157,7 +158,9 @@ impl Sink for Relay {
         let section_id = *self.section.get_or_init(|| crate::guest::RAM_SECTION_ID);
         let barrier = self.form.get().filter(|_| !self.lanes.is_empty()).copied();
         self.main().blocks(RamOptions { section_id, barrier }, blocks)?;
-        if self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())? {
+        let checks = self.answers.wait_pong(&self.session, ANSWER_TIMEOUT, self.lanes.len())?;
+        greet(&self.session, &mut self.main(), &self.answers)?;
+        if checks {
             for lane in 0..self.lanes.len() {
                 self.lane(lane)?.write_checksums();
             }
@@ -244,8 +247,7 @@ impl Sink for Relay {
         if let Some(state) = state.run_state() {
             self.ran.get_or_init(|| state == "running");
         }
-        self.answers.expect_shut();
-        self.main().finish(state.bytes())?;
+        send_device_state(&self.session, &mut self.main(), Some(&self.answers), &state)?;
         self.sent.get_or_init(|| ());
         Ok(())
     }

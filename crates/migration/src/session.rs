@@ -17,6 +17,9 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
 
+use towline_protocol::session::{MoveId, Receiver};
+
+use crate::gate::{Commit, Gate, LinkState};
 use crate::{Error, Result, Tuning};
 
 /// See the module's picture.
@@ -27,12 +30,17 @@ pub struct Session {
     failed: AtomicBool,
     finished: AtomicBool,
     tuning: OnceLock<Tuning>,
+    gate: OnceLock<Arc<dyn Gate>>,
+    /// A destination that runs the guest by itself was given the last bytes.
+    committed: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct State {
     error: Option<Error>,
     channels: Vec<Arc<dyn Channel>>,
+    /// An incoming migration's main channel.
+    upstream: Option<Arc<dyn Channel>>,
     arrived: usize,
     /// Lanes whose connection ended; a barrier cannot be reached with one of them.
     gone: Vec<usize>,
@@ -61,6 +69,82 @@ impl Session {
     /// What they were changed to.
     pub fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(Tuning::default)
+    }
+
+    /// Has `gate` asked at the points of no return; the first that is given.
+    pub fn guard_by(&self, gate: Arc<dyn Gate>) {
+        self.gate.get_or_init(|| gate);
+    }
+
+    pub(crate) fn found_destination(&self, receiver: Option<Receiver>) {
+        if let Some(gate) = self.gate.get() {
+            gate.destination(receiver);
+        }
+    }
+
+    pub(crate) fn found_source(&self, id: MoveId) {
+        if let Some(gate) = self.gate.get() {
+            gate.source_reports(id);
+        }
+    }
+
+    pub(crate) fn move_id(&self) -> MoveId {
+        self.gate.get().map(|gate| gate.move_id()).unwrap_or_default()
+    }
+
+    pub(crate) fn confirms_loading(&self) -> bool {
+        self.gate.get().is_some_and(|gate| gate.confirms_loading())
+    }
+
+    /// The last bytes are to be sent.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`]: they may not be.
+    pub(crate) fn commit(&self, run_state: Option<&str>) -> Result<()> {
+        let _state = self.lock();
+        self.check()?;
+        match self.gate.get().map_or(Commit::Reversible, |gate| gate.commit(run_state)) {
+            Commit::Refused => return Err(Error::Cancelled),
+            Commit::Reversible => {}
+            Commit::Final => self.committed.store(true, Ordering::Release),
+        }
+        Ok(())
+    }
+
+    /// The source is to be acknowledged; it is finished with this.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`] if the migration failed before, [`Error::SourceGone`] if the gate refuses.
+    pub(crate) fn acknowledge(&self, run_state: Option<&str>, source: &dyn Channel) -> Result<()> {
+        let _state = self.lock();
+        self.check()?;
+        let link = crate::gate::look_at_link(source);
+        if self.gate.get().is_some_and(|gate| !gate.acknowledge(run_state, link)) {
+            return Err(match link {
+                LinkState::Open => Error::Cancelled,
+                LinkState::Closed | LinkState::Reset => Error::SourceGone { peer: source.peer().to_owned() },
+            });
+        }
+        self.finished.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// The migration failed with `error`: whether its source is to be acknowledged all the same.
+    pub(crate) fn holds_source(&self, error: &Error) -> bool {
+        self.is_committed() && self.gate.get().is_some_and(|gate| gate.holds(error))
+    }
+
+    fn is_committed(&self) -> bool {
+        self.committed.load(Ordering::Acquire)
+    }
+
+    /// As [`Self::watch`], of an incoming migration's main channel: it outlives a failure behind [`Commit::Final`].
+    pub(crate) fn watch_upstream(&self, channel: &Arc<dyn Channel>) {
+        let mut state = self.lock();
+        if self.is_failed() {
+            shut(channel.as_ref());
+        }
+        state.upstream = Some(Arc::clone(channel));
     }
 
     /// Has `channel` shut down when the migration fails.
@@ -116,6 +200,7 @@ impl Session {
         let mut state = self.lock();
         self.finished.store(true, Ordering::Release);
         state.channels.clear();
+        state.upstream = None;
         state.lanes.clear();
     }
 
@@ -125,6 +210,7 @@ impl Session {
         let mut state = self.lock();
         self.shut_all(&state);
         state.channels.clear();
+        state.upstream = None;
         state.lanes.clear();
         state.error.take().unwrap_or(error)
     }
@@ -207,7 +293,8 @@ impl Session {
 
     fn shut_all(&self, state: &State) {
         self.failed.store(true, Ordering::Release);
-        for channel in &state.channels {
+        let upstream = state.upstream.iter().filter(|_| !self.is_committed());
+        for channel in state.channels.iter().chain(upstream) {
             shut(channel.as_ref());
         }
         self.changed.notify_all();

@@ -61,7 +61,8 @@ pub fn ping() -> u32 {
 
 /// Whether this PING asks for a session; its version.
 pub fn asked(value: u32) -> Option<u8> {
-    (value & !VERSION_BITS == PING).then(|| (value & VERSION_BITS) as u8).filter(|&version| version > 0)
+    let version = (value & VERSION_BITS) as u8;
+    (value & !VERSION_BITS == PING && version > 0).then_some(version)
 }
 
 /// The value of the PONG that answers a PING of this version.
@@ -208,7 +209,11 @@ mod tests {
         let version = asked(ping()).expect("it asks");
         for receiver in [Receiver::Waits, Receiver::Stores, Receiver::RunsByItself] {
             assert_eq!(answered(pong(version, receiver)), Some(receiver));
-            assert_eq!(answered(pong(200, receiver)), Some(receiver), "a later version is answered in this one");
+            assert_eq!(
+                answered(pong(200, receiver)),
+                Some(receiver),
+                "a later version is answered in this one"
+            );
         }
     }
 
@@ -235,7 +240,10 @@ mod tests {
         }
         let short = Command::Other { kind: CommandKind(KIND), data: [HELLO, 1].into() };
         assert_eq!(FromSource::of(&short), None);
-        assert_eq!(FromSource::of(&Command::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }), None);
+        assert_eq!(
+            FromSource::of(&Command::Other { kind: CommandKind(9), data: [OUTCOME, 0, 0].into() }),
+            None
+        );
     }
 
     #[test]

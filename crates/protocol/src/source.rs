@@ -296,9 +296,8 @@ impl Answers {
 /// Checks a message that may come at any time before SHUT.
 pub fn check_return_path(message: &Message) -> Result<()> {
     match message {
-        Message::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS) | Message::SwitchoverAck => {
-            Ok(())
-        }
+        Message::Pong(PING_SETUP | PING_LOADED | PING_CHECKSUMS | PONG_CHECKSUMS)
+        | Message::SwitchoverAck => Ok(()),
         Message::Pong(value) if *value == session::ping() || session::answered(*value).is_some() => Ok(()),
         Message::Pong(found) => Err(PeerMisbehaved::Pong { found: *found }.into()),
         Message::Shut(status) if *status != 0 => {

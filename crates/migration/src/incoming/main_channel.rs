@@ -11,6 +11,7 @@ use towline_protocol::multifd::PONG_CHECKSUMS;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::section::Command;
+use towline_protocol::session::{self, FromSource};
 use towline_protocol::source::PING_CHECKSUMS;
 use towline_protocol::{BlockIndex, PageRef, PeerIncompatible, RamBlock, Reader, xbzrle};
 
@@ -84,14 +85,24 @@ impl<'a> MainChannel<'a> {
         self.shared.session.check()?;
         // A connection that was still on its way at the stream's beginning is here by now.
         self.connections.refuse_extra(Duration::ZERO)?;
+        let run_state = state.run_state().map(str::to_owned);
         self.shared.sink.device_state(state)?;
         self.shared.sink.commit()?;
         (self.shared.watch)(Stage::Committed);
-        self.shared.session.finish()?;
+        self.shared.session.acknowledge(run_state.as_deref(), self.input.channel.as_ref())?;
         self.shared.sink.publish()?;
         match &self.return_path {
             Some(writer) => writer.send(&Message::Shut(0)),
             None => Ok(()),
+        }
+    }
+
+    /// A destination that runs the guest by itself may have it, and has not said so: the source is stopped for good.
+    pub(super) fn hold(&self) {
+        if let Some(writer) = &self.return_path
+            && let Err(error) = writer.send(&Message::Shut(0))
+        {
+            tracing::debug!(%error, "the source is not acknowledged");
         }
     }
 
@@ -213,6 +224,9 @@ impl<'a> MainChannel<'a> {
             }
             Command::Ping(value) => {
                 let Some(writer) = &self.return_path else { return Ok(()) };
+                if let Some(version) = session::asked(*value) {
+                    return writer.send(&Message::Pong(session::pong(version, self.options.receiver)));
+                }
                 match *value == PING_CHECKSUMS {
                     true => {
                         self.shared.compares_checksums.store(true, Ordering::Release);
@@ -221,7 +235,13 @@ impl<'a> MainChannel<'a> {
                     false => writer.send(&Message::Pong(*value)),
                 }
             }
-            Command::SwitchoverStart | Command::Other { .. } => Ok(()),
+            Command::Other { .. } => {
+                if let Some(FromSource::Hello(id)) = FromSource::of(command) {
+                    self.shared.session.found_source(id);
+                }
+                Ok(())
+            }
+            Command::SwitchoverStart => Ok(()),
         }
     }
 

@@ -24,6 +24,7 @@ use std::thread;
 use towline_channel::{Cancel, Capabilities, Channel, Error as ChannelError};
 use towline_protocol::RamBlock;
 use towline_protocol::multifd::INIT_BYTES;
+use towline_protocol::session::Receiver;
 
 pub use connect::{Connections, gather};
 
@@ -40,11 +41,14 @@ pub struct Options {
     pub compression: Compression,
     /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
     pub is_snapshot: bool,
+    /// What a towline at the source is told becomes of the guest here.
+    pub receiver: Receiver,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { require_return_path: true, compression: Compression::None, is_snapshot: false }
+        let receiver = Receiver::RunsByItself;
+        Self { require_return_path: true, compression: Compression::None, is_snapshot: false, receiver }
     }
 }
 
@@ -129,7 +133,7 @@ impl Incoming {
             complete: Cancel::new()?,
             compares_checksums: AtomicBool::new(false),
         };
-        self.session.watch(&connections.main);
+        self.session.watch_upstream(&connections.main);
         for lane in &connections.lanes {
             self.session.watch_lane(lane);
         }
@@ -162,7 +166,10 @@ impl Incoming {
             }
             Err(error) => {
                 let error = self.session.end(error);
-                connections.refuse();
+                match self.session.holds_source(&error) {
+                    true => main.hold(),
+                    false => connections.refuse(),
+                }
                 Err(error)
             }
         }

@@ -6,7 +6,11 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, ChannelExt, IoBuf, SendFlags};
 use towline_protocol::configuration::Configuration;
-use towline_protocol::source::{AwaitShut, End, Iterating, Part, RamOptions, RamWriter, Setup};
+use towline_protocol::section::Command;
+use towline_protocol::session::{self, FromSource};
+use towline_protocol::source::{
+    AwaitShut, End, Iterating, PING_CHECKSUMS, PING_LOADED, Part, RamOptions, RamWriter, Setup,
+};
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::records::RecordWriter;
@@ -49,9 +53,11 @@ impl MainWriter {
         lanes: usize,
     ) -> Result<()> {
         let out = self.writer.pending();
-        self.state = State::Setup(match return_path && lanes > 0 {
-            true => Setup::begin_with_lanes(configuration, out),
-            false => Setup::begin(configuration, return_path, out),
+        let questions = [session::ping(), PING_CHECKSUMS];
+        self.state = State::Setup(match (return_path, lanes) {
+            (true, 0) => Setup::begin_asking(configuration, &questions[..1], out),
+            (true, _) => Setup::begin_asking(configuration, &questions, out),
+            (false, _) => Setup::begin(configuration, false, out),
         });
         self.flush()
     }
@@ -120,11 +126,34 @@ impl MainWriter {
         writer.pages(records, block, offsets, contents)
     }
 
+    /// Sends a frame of a session between two towlines; between two sections.
+    pub(crate) fn say(&mut self, frame: FromSource) -> Result<()> {
+        frame.to_command().encode(self.writer.pending());
+        self.flush()
+    }
+
+    /// Closes END and sends the devices' sections, with the question whether everything is loaded behind them.
+    pub(crate) fn devices(&mut self, sections: &[u8]) -> Result<()> {
+        self.close_section()?;
+        self.send(sections)?;
+        Command::Ping(PING_LOADED).encode(self.writer.pending());
+        self.flush()
+    }
+
+    /// Sends what ends the stream, behind [`Self::devices`].
+    pub(crate) fn tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.send(tail)
+    }
+
     /// Closes END and sends the device state: the stream is complete.
     pub(crate) fn finish(&mut self, device_state: &[u8]) -> Result<()> {
         self.close_section()?;
-        self.writer.channel().send_all(&[IoBuf::from(device_state)], SendFlags::empty())?;
-        Statistics::add(&self.writer.statistics().transferred, device_state.len() as u64);
+        self.send(device_state)
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        self.writer.channel().send_all(&[IoBuf::from(bytes)], SendFlags::empty())?;
+        Statistics::add(&self.writer.statistics().transferred, bytes.len() as u64);
         Ok(())
     }
 

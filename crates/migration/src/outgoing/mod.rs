@@ -23,8 +23,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_protocol::device_state::DeviceState;
 use towline_protocol::machine::{self, BarrierForm};
 use towline_protocol::ram::PAGE_SIZE;
+use towline_protocol::session::{FromSource, Receiver};
 use towline_protocol::source::RamOptions;
 use towline_protocol::{PageRef, RamBlock};
 
@@ -194,23 +196,34 @@ impl Outgoing {
             .collect::<Result<_>>()?;
         let answers = self.begin(connections, &shared)?;
         self.setup(connections, &shared, &mut lanes, form)?;
-        if let Some(answers) = &answers
-            && answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?
-        {
-            lanes.iter_mut().for_each(LaneWriter::write_checksums);
+        if let Some(answers) = &answers {
+            let checks = answers.wait_pong(&self.session, self.options.answer_timeout, lanes.len())?;
+            greet(&self.session, &mut shared.main(), answers)?;
+            if checks {
+                lanes.iter_mut().for_each(LaneWriter::write_checksums);
+            }
         }
         let left = self.iterate(&shared, &mut lanes)?;
         guest.stop()?;
         *stopped = true;
         let state = self.complete(&shared, &mut lanes, left)?;
-        if let Some(answers) = &answers {
-            answers.expect_shut();
-        }
-        shared.main().finish(&state)?;
+        self.send_state(&mut shared.main(), answers.as_ref(), &state)?;
         match answers {
             Some(answers) => answers.wait_shut(&self.session),
             None => shared.main().end_stream(),
         }
+    }
+
+    /// A state that is none of QEMU's is sent as it is.
+    fn send_state(&self, main: &mut MainWriter, answers: Option<&ReturnPath>, state: &[u8]) -> Result<()> {
+        if let Ok(state) = DeviceState::parse(state) {
+            return send_device_state(&self.session, main, answers, &state);
+        }
+        self.session.commit(None)?;
+        if let Some(answers) = answers {
+            answers.expect_shut();
+        }
+        main.finish(state)
     }
 
     /// Header and configuration; opens the return path.
@@ -312,6 +325,39 @@ impl Outgoing {
         shared.session.check()?;
         shared.main().barrier()
     }
+}
+
+/// The destination has answered the stream's head: says who we are if it is a towline that waits for the outcome.
+pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPath) -> Result<()> {
+    let receiver = answers.receiver();
+    session.found_destination(receiver);
+    match receiver {
+        Some(Receiver::Waits) => main.say(FromSource::Hello(session.move_id())),
+        _ => Ok(()),
+    }
+}
+
+/// Sends the device state, and its last bytes only if the session's gate permits: to a QEMU that runs the guest by itself
+/// when it has loaded everything before them.
+pub(crate) fn send_device_state(
+    session: &Session,
+    main: &mut MainWriter,
+    answers: Option<&ReturnPath>,
+    state: &DeviceState,
+) -> Result<()> {
+    let confirming = answers.filter(|_| session.confirms_loading());
+    let Some(answers) = confirming else {
+        session.commit(state.run_state())?;
+        if let Some(answers) = answers {
+            answers.expect_shut();
+        }
+        return main.finish(state.bytes());
+    };
+    main.devices(state.sections())?;
+    answers.wait_loaded(session)?;
+    session.commit(state.run_state())?;
+    answers.expect_shut();
+    main.tail(&state.bytes()[state.sections().len()..])
 }
 
 /// One lane's part of a pass.

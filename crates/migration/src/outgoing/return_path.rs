@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 use towline_protocol::return_path::Message;
+use towline_protocol::session::Receiver;
 use towline_protocol::source::{Answer, Answers};
 use towline_protocol::{PeerMisbehaved, Reader};
 
@@ -87,6 +88,16 @@ impl ReturnPath {
     /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
         self.heard().answers.expect_shut();
+    }
+
+    /// Waits until the destination has loaded everything but the end of the stream.
+    pub(crate) fn wait_loaded(&self, session: &Session) -> Result<()> {
+        self.wait(session, None, |heard| heard.answers.has_loaded()).map(drop)
+    }
+
+    /// What a towline at the destination does with the guest; `None` of a QEMU. Known behind [`Self::wait_pong`].
+    pub(crate) fn receiver(&self) -> Option<Receiver> {
+        self.heard().answers.receiver()
     }
 
     /// Waits for the answer to the first PING. Returns whether the destination compares checksums.

@@ -1,0 +1,99 @@
+//! The two points of no return of a migration, and who decides whether it passes them.
+//!
+//! The engine moves bytes; whether a guest may run at its destination, and whether its source may be acknowledged, is for
+//! whoever drives it to say. It asks a [`Gate`] right before the last bytes are sent and right before the acknowledgement, from
+//! the thread that sends them, so that a cancellation comes either before or after, and never between.
+
+use std::fmt::Debug;
+
+use towline_channel::{Channel, IoBufMut, RecvFlags};
+use towline_protocol::session::{MoveId, Receiver};
+
+use crate::Error;
+
+/// Whether the last bytes may be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Commit {
+    /// No: the migration fails.
+    Refused,
+    /// Yes. The destination does not run the guest by itself.
+    Reversible,
+    /// Yes. The destination may run the guest as soon as it has them: whatever fails then, the source's connection stays.
+    Final,
+}
+
+/// What a connection to a source shows when its stream is complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkState {
+    /// It is open.
+    Open,
+    /// The source closed it.
+    Closed,
+    /// It was reset: the source closed it and left something unread.
+    Reset,
+}
+
+/// See the module's text. Called from the engine's threads, one at a time.
+pub trait Gate: Debug + Send + Sync {
+    /// Who is at the destination: a towline that does this with the guest, or a QEMU. Called before any page is sent.
+    fn destination(&self, receiver: Option<Receiver>) {
+        let _ = receiver;
+    }
+
+    /// A towline is at the source, and will report the outcome of this move. Called before any page comes.
+    fn source_reports(&self, id: MoveId) {
+        let _ = id;
+    }
+
+    /// The name of this move, for a towline at the destination that waits for the outcome.
+    fn move_id(&self) -> MoveId {
+        MoveId::default()
+    }
+
+    /// Whether the last bytes are held back until a QEMU at the destination has loaded everything before them.
+    fn confirms_loading(&self) -> bool {
+        false
+    }
+
+    /// May the last bytes be sent? `run_state`: what the guest did when it was stopped, in QEMU's words.
+    fn commit(&self, run_state: Option<&str>) -> Commit {
+        let _ = run_state;
+        Commit::Reversible
+    }
+
+    /// The destination holds the guest: may the source be acknowledged?
+    fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
+        let _ = (run_state, source);
+        true
+    }
+
+    /// The stream failed behind a [`Commit::Final`]: is the source to be acknowledged all the same, so that it stops for good?
+    fn holds(&self, error: &Error) -> bool {
+        let _ = error;
+        false
+    }
+}
+
+/// Looks at a connection over which nothing is to come any more. What is read there is left.
+pub fn look_at_link(channel: &dyn Channel) -> LinkState {
+    let Some(fd) = channel.as_fd() else { return LinkState::Open };
+    if !channel.has_buffered() && !is_readable(fd) {
+        return LinkState::Open;
+    }
+    let mut byte = [0];
+    match channel.recv(&mut [IoBufMut::from(&mut byte[..])], RecvFlags::PEEK) {
+        Ok(0) => LinkState::Closed,
+        Ok(_) => LinkState::Open,
+        Err(error) => {
+            tracing::debug!(peer = channel.peer(), %error, "the source's connection");
+            LinkState::Reset
+        }
+    }
+}
+
+fn is_readable(fd: std::os::fd::BorrowedFd<'_>) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN | PollFlags::RDHUP)];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    matches!(poll(&mut fds, Some(&at_once)), Ok(1..))
+}
