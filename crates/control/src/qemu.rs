@@ -6,6 +6,7 @@
 mod compatibility;
 mod device_tree;
 mod drives;
+mod process;
 mod ram_block;
 mod settings;
 mod virtio;
@@ -22,13 +23,12 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Client, Options, PeerCredentials};
 
+pub use process::{Process, ProcessState};
 pub use ram_block::{RamBlock, RamBlockError};
 pub use settings::{ApplyError, RestoreError, Settings, Wanted};
 
 /// What QEMU appends to a machine type's name to name its QOM type.
 const MACHINE_SUFFIX: &str = "-machine";
-/// How often is looked whether a process has ended.
-const END_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Why something about a QEMU could not be learned or set.
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +103,7 @@ pub struct Facts {
     pub migration: MigrationInfo,
     /// Whether it waits for a guest.
     pub incoming: Incoming,
-    /// The process, where the socket tells it.
+    /// The process that listens on the monitor's socket, as the kernel says: QEMU or a proxy.
     pub peer: Option<PeerCredentials>,
 }
 
@@ -159,6 +159,7 @@ impl Incoming {
 #[derive(Debug)]
 pub struct Qemu {
     client: Client,
+    process: Process,
     facts: Facts,
 }
 
@@ -176,8 +177,10 @@ impl Qemu {
     /// # Errors
     /// Those of [`Qemu::refresh`].
     pub fn new(mut client: Client) -> Result<Self, Error> {
+        // Before the facts: they prove that QEMU still ran after its process was identified.
+        let process = Process::identify(&mut client)?;
         let facts = facts(&mut client)?;
-        Ok(Self { client, facts })
+        Ok(Self { client, process, facts })
     }
 
     /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
@@ -246,21 +249,19 @@ impl Qemu {
         Ok(())
     }
 
-    /// Whether QEMU's process has ended, or does `within` this time. False where the socket does not tell the process.
+    /// The process, as it was identified when the monitor was connected.
     #[must_use]
-    pub fn has_ended(&self, within: Duration) -> bool {
-        let Some(pid) = self.facts.peer.map(|peer| peer.pid).filter(|&pid| pid > 0) else { return false };
-        let deadline = Instant::now() + within;
-        while process_lives(pid) {
-            if Instant::now() >= deadline {
-                return false;
-            }
-            std::thread::sleep(END_POLL_INTERVAL);
-        }
-        true
+    pub fn process(&self) -> &Process {
+        &self.process
     }
 
-    /// Ends QEMU and waits until it closed the monitor and, where the socket tells its process, has ended. That it is gone already is no error.
+    /// Whether QEMU's process is known and has exited, or does `within` this time. False for a process that is not known.
+    #[must_use]
+    pub fn has_ended(&self, within: Duration) -> bool {
+        self.process.state_within(within) == ProcessState::Exited
+    }
+
+    /// Ends QEMU and waits until it closed the monitor and, if its process is known, has exited. That it is gone already is no error.
     ///
     /// # Errors
     /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
@@ -281,8 +282,7 @@ impl Qemu {
             _ => {}
         }
         let left = self.client.deadline().saturating_sub(started.elapsed());
-        let is_known = self.facts.peer.is_some_and(|peer| peer.pid > 0);
-        if is_known && !self.has_ended(left) {
+        if self.process.is_known() && !self.has_ended(left) {
             let socket = self.client.socket().to_owned();
             let command = "quit (its process's end)".to_owned();
             return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
@@ -297,13 +297,6 @@ impl Qemu {
     fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {
         Ok(self.client.execute(&QueryMigrateParameters)?)
     }
-}
-
-/// False for a process that only waits for its parent to hear of its end as well.
-fn process_lives(pid: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    !matches!(state, None | Some('Z' | 'X'))
 }
 
 fn facts(client: &mut Client) -> Result<Facts, Error> {

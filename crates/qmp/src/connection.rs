@@ -26,10 +26,10 @@ pub(crate) const FDS_MAX: usize = 16;
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const READ_BYTES_MAX: usize = 64 << 10;
 
-/// The process that called `listen` on a socket (`SO_PEERCRED`).
+/// The process that last called `listen` on a socket (`SO_PEERCRED`).
 ///
-/// That is QEMU for a socket that QEMU created. It is another process where QEMU was passed a listening descriptor, and
-/// where a proxy is between: no proof of whose monitor this is.
+/// That is QEMU for a socket that QEMU listens on, also if another process created it, and the proxy where there is one: no
+/// proof of whose monitor this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerCredentials {
     /// Process id in the caller's pid namespace; 0 where it has none there.

@@ -208,8 +208,9 @@ const OPENING: &[Sysno] = &[
 /// Starts a program. Refused quietly, too: the C library does it in a child that has no handlers, and reports the error.
 const EXECUTING: &[Sysno] = &[Sysno::execve, Sysno::execveat];
 
-/// Makes, names and owns files; listens. For copies.
+/// Makes, names and owns files; listens; watches whether a QEMU exits. For copies.
 const MAKING: &[Sysno] = &[
+    Sysno::pidfd_open,
     Sysno::mkdirat,
     Sysno::renameat,
     Sysno::renameat2,

@@ -43,7 +43,7 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
 }
 
 /// Says so past the test harness, which hides what a passing test prints.
-fn skipped(test: &str, reason: &str) {
+pub(crate) fn skipped(test: &str, reason: &str) {
     let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
 }
 

@@ -1,0 +1,353 @@
+//! The process of a QEMU: which one it is, and whether it has exited.
+//!
+//! `SO_PEERCRED` names the process that last called `listen` on the socket that was connected to: QEMU, or a proxy. A process is
+//! therefore taken for QEMU's only if the threads of the guest's vCPUs, which QEMU itself names (`query-cpus-fast`), are its threads.
+//!
+//! ```text
+//!   SO_PEERCRED ─► has the vCPU threads? ─ yes, in our pid namespace ─────────────────────────────────► known
+//!                    │ └──────────────── yes, in one below ours ──┐
+//!                    └ no ─► the process of these threads (Tgid) ─┴─► its command line has QEMU's UUID
+//!                                                                     or the path of its monitor? ──── yes ─► known
+//!                                                                                                  └── no ──► unknown
+//! ```
+//! The second proof is needed because the thread ids of a QEMU on another host, or in a container, may be those of a process here too.
+//! A known process is held by a pidfd, opened before the proof, so that its pid cannot come to mean another process.
+//!
+//! Limits: Linux 5.3 (`pidfd_open`), and a `/proc` of our own pid namespace that shows QEMU. Without them, and for a machine without
+//! vCPUs, the process is unknown, and never said to have exited.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+use serde_json::Value;
+use towline_qmp::commands::{QueryCpusFast, QueryUuid};
+use towline_qmp::{self as qmp, Client};
+
+/// Maximum number of threads that are looked at to find those of the vCPUs in another pid namespace.
+const THREADS_MAX: usize = 4096;
+/// Longest single wait for the pidfd; a longer one is repeated.
+const POLL_MAX: Duration = Duration::from_secs(3600);
+
+/// The process of a QEMU.
+#[derive(Debug)]
+pub enum Process {
+    /// Proven to be QEMU's.
+    Known {
+        /// Its id in our pid namespace.
+        pid: i32,
+        /// When it started, in clock ticks since boot (field 22 of `/proc/PID/stat`).
+        start_time: u64,
+        /// Refers to this process even after its id is reused.
+        pidfd: OwnedFd,
+    },
+    /// Not identified.
+    Unknown {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// What is known of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessState {
+    /// It has not exited.
+    Running,
+    /// It has exited, or is a zombie.
+    Exited,
+    /// The process is not known, so neither is its state.
+    Unknown,
+}
+
+impl Process {
+    /// Identifies the process of the QEMU that `client` is connected to.
+    ///
+    /// # Errors
+    /// Those of the connection. Whatever else is missing makes the process [`Process::Unknown`].
+    pub(super) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
+        let threads = match client.execute(&QueryCpusFast) {
+            Ok(cpus) => cpus.iter().filter_map(|cpu| i32::try_from(cpu.thread_id).ok()).collect(),
+            Err(error @ (qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => {
+                return Ok(Self::unknown(error.to_string()));
+            }
+            Err(error) => return Err(error),
+        };
+        let peer = client.peer_credentials().map_or(0, |peer| peer.pid);
+        let (pid, proof) = match candidate(peer, &threads) {
+            Ok(found) => found,
+            Err(reason) => return Ok(Self::unknown(reason)),
+        };
+        let held = Pid::from_raw(pid).ok_or(Errno::SRCH).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
+        let pidfd = match held {
+            Ok(pidfd) => pidfd,
+            Err(errno) => return Ok(Self::unknown(format!("pidfd_open of process {pid}: {errno}"))),
+        };
+        // What was seen before the pidfd was opened may have been of an earlier process of this id.
+        if candidate(peer, &threads) != Ok((pid, proof)) {
+            return Ok(Self::unknown(format!("process {pid} changed while it was looked at")));
+        }
+        if proof == Proof::Threads && !command_line_is_of(client, pid)? {
+            return Ok(Self::unknown(format!(
+                "process {pid} has threads with the ids of the vCPUs, but its command line has neither QEMU's UUID nor the path of \
+                 its monitor: QEMU may be on another host"
+            )));
+        }
+        let process = match start_time(pid) {
+            Ok(start_time) => Self::Known { pid, start_time, pidfd },
+            Err(error) => return Ok(Self::unknown(format!("/proc/{pid}/stat: {error}"))),
+        };
+        Ok(match process.state() {
+            ProcessState::Running => process,
+            _ => Self::unknown(format!("process {pid} exited while it was looked at")),
+        })
+    }
+
+    fn unknown(reason: String) -> Self {
+        tracing::debug!(reason, "QEMU's process is not identified");
+        Self::Unknown { reason }
+    }
+
+    /// Whether it has exited by now.
+    #[must_use]
+    pub fn state(&self) -> ProcessState {
+        self.state_within(Duration::ZERO)
+    }
+
+    /// As [`Self::state`]; waits up to `within` for a known process to exit.
+    #[must_use]
+    pub fn state_within(&self, within: Duration) -> ProcessState {
+        let Self::Known { pidfd, .. } = self else { return ProcessState::Unknown };
+        let started = Instant::now();
+        loop {
+            let left = within.saturating_sub(started.elapsed());
+            let Ok(timeout) = Timespec::try_from(left.min(POLL_MAX)) else { return ProcessState::Unknown };
+            match poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&timeout)) {
+                Ok(0) if left.is_zero() => return ProcessState::Running,
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return ProcessState::Exited,
+                Err(_) => return ProcessState::Unknown,
+            }
+        }
+    }
+
+    /// Whether it is known which process it is.
+    #[must_use]
+    pub fn is_known(&self) -> bool {
+        matches!(self, Self::Known { .. })
+    }
+}
+
+/// What the threads of a process prove.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Proof {
+    /// It listens on the monitor's socket and has the vCPU threads, in our pid namespace: it is QEMU.
+    ListenerAndThreads,
+    /// It has threads with the ids of the vCPU threads.
+    Threads,
+}
+
+/// The process that may be QEMU's, and what proves it; or why there is none.
+fn candidate(peer: i32, threads: &BTreeSet<i32>) -> Result<(i32, Proof), String> {
+    if threads.is_empty() {
+        return Err("QEMU has no vCPU threads".into());
+    }
+    check_own_proc()?;
+    if peer > 0 {
+        if has_threads(peer, threads) {
+            return Ok((peer, Proof::ListenerAndThreads));
+        }
+        if has_threads_below(peer, threads) {
+            return Ok((peer, Proof::Threads));
+        }
+    }
+    let pid = process_of(threads)?;
+    Ok((pid, Proof::Threads))
+}
+
+/// A `/proc` of another pid namespace would show other processes under the ids that we mean.
+fn check_own_proc() -> Result<(), String> {
+    let own = Status::read("/proc/self/status").map_err(|error| format!("/proc/self/status: {error}"))?;
+    if own.ids == [getpid().as_raw_pid()] {
+        return Ok(());
+    }
+    Err("/proc is of another pid namespace than this process".into())
+}
+
+/// Whether these are threads of `pid`, other than its first, in our pid namespace.
+fn has_threads(pid: i32, threads: &BTreeSet<i32>) -> bool {
+    threads.iter().all(|thread| {
+        let status = Status::read(&format!("/proc/{pid}/task/{thread}/status"));
+        *thread != pid && status.is_ok_and(|status| status.tgid == pid && status.ids == [*thread])
+    })
+}
+
+/// As [`has_threads`], where `pid` runs in a pid namespace below ours and the threads are named as they are there.
+fn has_threads_below(pid: i32, threads: &BTreeSet<i32>) -> bool {
+    let Ok(first) = Status::read(&format!("/proc/{pid}/status")) else { return false };
+    let Some((own, 1..)) = first.ids.last().map(|own| (*own, first.ids.len() - 1)) else { return false };
+    let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    let tasks = tasks.take(THREADS_MAX).flatten();
+    let ids = tasks.filter_map(|task| {
+        let path = task.path().join("status");
+        Status::read(path.to_str()?).ok()?.ids.last().copied()
+    });
+    let ids: BTreeSet<i32> = ids.filter(|id| *id != own).collect();
+    threads.is_subset(&ids)
+}
+
+/// The one process of our pid namespace that these are threads of, none of them its first.
+fn process_of(threads: &BTreeSet<i32>) -> Result<i32, String> {
+    let mut found = None;
+    for thread in threads {
+        let status = Status::read(&format!("/proc/{thread}/status")).map_err(|error| {
+            format!("the listener is not QEMU, and vCPU thread {thread} is not here: {error}")
+        })?;
+        let is_one_process = found.is_none_or(|pid| pid == status.tgid);
+        if !is_one_process || status.tgid == *thread || status.ids != [*thread] {
+            return Err(format!("the listener is not QEMU, and thread {thread} here is not a vCPU's"));
+        }
+        found = Some(status.tgid);
+    }
+    found.ok_or_else(|| "QEMU has no vCPU threads".into())
+}
+
+/// Whether the command line of a process has what QEMU says of itself: its UUID, or the path of a Unix socket of its monitors.
+fn command_line_is_of(client: &mut Client, pid: i32) -> Result<bool, qmp::Error> {
+    let Ok(bytes) = fs::read(format!("/proc/{pid}/cmdline")) else { return Ok(false) };
+    let text = String::from_utf8_lossy(&bytes);
+    let words: Vec<&str> = text.split('\0').collect();
+    let uuid = client.execute(&QueryUuid)?.uuid;
+    if has_uuid(&words, &uuid) {
+        return Ok(true);
+    }
+    let chardevs = match client.execute_raw("query-chardev", None) {
+        Ok(chardevs) => chardevs,
+        Err(qmp::Error::Refusal { .. }) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let paths = chardevs.as_array().into_iter().flatten().filter_map(listening_path);
+    Ok(paths.into_iter().any(|path| words.iter().any(|word| word.contains(path))))
+}
+
+fn has_uuid(words: &[&str], uuid: &str) -> bool {
+    let is_set = uuid.bytes().any(|byte| !matches!(byte, b'0' | b'-'));
+    is_set
+        && words
+            .windows(2)
+            .any(|pair| pair[0].trim_start_matches('-') == "uuid" && pair[1].eq_ignore_ascii_case(uuid))
+}
+
+/// The absolute path of a chardev that is a listening Unix socket: `unix:PATH,server=on`, connected or not.
+fn listening_path(chardev: &Value) -> Option<&str> {
+    let name = chardev["filename"].as_str()?;
+    let name = name.strip_prefix("disconnected:").unwrap_or(name);
+    let (path, options) = name.strip_prefix("unix:")?.split_once(',')?;
+    (path.starts_with('/') && options.contains("server")).then_some(path)
+}
+
+/// Of `/proc/PID/status` or `/proc/PID/task/TID/status`.
+#[derive(Debug, PartialEq, Eq)]
+struct Status {
+    tgid: i32,
+    /// The thread's id in each pid namespace, from that of `/proc` to its own.
+    ids: Vec<i32>,
+}
+
+impl Status {
+    fn read(path: &str) -> io::Result<Self> {
+        let text = fs::read_to_string(path)?;
+        Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no Tgid and Pid in it"))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| {
+            text.lines().find_map(|line| line.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')))
+        };
+        let tgid = field("Tgid")?.trim().parse().ok()?;
+        // A kernel without pid namespaces has no `NSpid`.
+        let ids = field("NSpid").or_else(|| field("Pid"))?.split_whitespace();
+        Some(Self { tgid, ids: ids.map(|id| id.parse().ok()).collect::<Option<_>>()? })
+    }
+}
+
+/// When a process started, in clock ticks since boot.
+pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_start_time(&text)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in its field 22"))
+}
+
+/// The second field, the name in parentheses, may have any characters in it.
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(") ")?;
+    rest.split(' ').nth(22 - 3)?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn status_has_ids_of_all_namespaces() {
+        let text = "Name:\tqemu\nTgid:\t70\nPid:\t72\nNSpid:\t72\t9\t3\n";
+        assert_eq!(Status::parse(text), Some(Status { tgid: 70, ids: vec![72, 9, 3] }));
+        let old = "Name:\tqemu\nTgid:\t70\nPid:\t72\n";
+        assert_eq!(Status::parse(old), Some(Status { tgid: 70, ids: vec![72] }));
+        assert_eq!(Status::parse("Name:\tNSpid: 1\n"), None);
+    }
+
+    #[test]
+    fn start_time_follows_any_name() {
+        let stat = "7 (a) b 1 2) S 1 7 7 0 -1 4194560 0 0 0 0 1 2 3 4 20 0 1 0 4711 10 11";
+        assert_eq!(parse_start_time(stat), Some(4711));
+        assert!(start_time(getpid().as_raw_pid()).unwrap() > 0);
+    }
+
+    #[test]
+    fn uuid_of_zeroes_proves_nothing() {
+        let zero = "00000000-0000-0000-0000-000000000000";
+        assert!(!has_uuid(&["qemu", "-uuid", zero], zero));
+        let uuid = "6b5f1c1e-6a0d-4a6c-9a3f-0d2f4a8b7c11";
+        assert!(has_uuid(&["qemu", "-uuid", &uuid.to_uppercase()], uuid));
+        assert!(!has_uuid(&["qemu", "-name", uuid], uuid));
+    }
+
+    #[test]
+    fn only_absolute_paths_of_listening_sockets_count() {
+        let path = |name: &str| listening_path(&json!({ "filename": name })).map(str::to_owned);
+        assert_eq!(path("unix:/run/a.qmp,server=on").as_deref(), Some("/run/a.qmp"));
+        assert_eq!(path("disconnected:unix:/run/a.qmp,server=on").as_deref(), Some("/run/a.qmp"));
+        assert_eq!(path("unix:a.qmp,server=on"), None);
+        assert_eq!(path("unix:/run/vhost.sock"), None);
+        assert_eq!(path("pty:/dev/pts/1"), None);
+    }
+
+    #[test]
+    fn threads_of_a_process_are_found_and_others_are_not() {
+        let own = getpid().as_raw_pid();
+        let (sender, receiver) = std::sync::mpsc::channel::<()>();
+        let (ids, id) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let path = fs::read_link("/proc/thread-self").unwrap();
+            ids.send(path.file_name().unwrap().to_str().unwrap().parse().unwrap()).unwrap();
+            let _ = receiver.recv();
+        });
+        let threads = BTreeSet::from([id.recv().unwrap()]);
+        assert!(has_threads(own, &threads));
+        assert_eq!(process_of(&threads), Ok(own));
+        assert_eq!(candidate(own, &threads), Ok((own, Proof::ListenerAndThreads)));
+        assert_eq!(candidate(0, &threads), Ok((own, Proof::Threads)));
+        assert!(!has_threads(1, &threads), "of another process");
+        assert!(!has_threads(own, &BTreeSet::from([own])), "the first thread runs no vCPU");
+        assert!(candidate(own, &BTreeSet::new()).is_err());
+        drop(sender);
+        thread.join().unwrap();
+    }
+}
