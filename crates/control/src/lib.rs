@@ -19,5 +19,4 @@ pub mod monitor;
 pub mod plan;
 pub mod qemu;
 pub mod statistics;
-#[allow(dead_code, reason = "not driven yet")]
 mod switchover;

@@ -15,14 +15,15 @@
 mod blame;
 mod clones;
 mod compression;
+mod conclude;
 mod converge;
 mod copy;
 mod destination;
 mod error;
 mod fit;
-mod hand_over;
 mod local;
 mod memory;
+mod peer;
 mod postcopy;
 mod private_dir;
 mod receive;
@@ -32,6 +33,7 @@ mod source;
 mod store;
 mod supervise;
 mod survey;
+mod switch;
 mod target;
 mod tls;
 mod vsock;
@@ -46,6 +48,7 @@ use towline_migration::{Compression, LaneSends, Snapshot, Tuning, ZeroCopySend, 
 
 pub use clones::{CLONES_AT_ONCE, CLONES_MAX, Outcome, Recipient, copy_to_all};
 pub use copy::{copy, survey};
+pub(crate) use error::look_at;
 pub use error::{Error, Failure, GuestState};
 pub use memory::MemoryRoom;
 pub use postcopy::{PostcopyOptions, PostcopyReport};

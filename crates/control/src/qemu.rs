@@ -55,6 +55,12 @@ pub enum Error {
         /// What it said.
         found: Value,
     },
+    /// Another process, or one that is not known, answers on the socket.
+    #[error("another process answers on {socket} than the QEMU that did before")]
+    OtherProcess {
+        /// The socket.
+        socket: String,
+    },
     /// This QEMU has no such capability.
     #[error(
         "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
@@ -255,6 +261,21 @@ impl Qemu {
         &self.process
     }
 
+    /// Connects to the monitor's socket again, where another listener may be in place of a proxy that has ended.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`]; [`Error::OtherProcess`] where it is not proven to be the same QEMU.
+    pub fn reconnect(&mut self) -> Result<(), Error> {
+        let options = Options { deadline: self.client.deadline(), ..Options::default() };
+        let mut client = Client::connect(self.client.socket(), &options)?;
+        let process = Process::identify(&mut client)?;
+        if !self.process.is_same(&process) {
+            return Err(Error::OtherProcess { socket: client.socket().to_owned() });
+        }
+        self.client = client;
+        Ok(())
+    }
+
     /// Whether QEMU's process is known and has exited, or does `within` this time. False for a process that is not known.
     #[must_use]
     pub fn has_ended(&self, within: Duration) -> bool {
@@ -265,7 +286,7 @@ impl Qemu {
     ///
     /// # Errors
     /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
-    pub fn quit(mut self) -> Result<(), Error> {
+    pub fn quit(&mut self) -> Result<(), Error> {
         let started = Instant::now();
         let mut result = self.client.execute(&Quit).map(|_| ());
         while result.is_ok() {

@@ -48,10 +48,19 @@ pub(crate) enum DestinationKind {
     Qemu,
     /// A stream to a QEMU that runs the guest by itself as soon as it has the last byte.
     Stream,
+    /// A stream to another towline, which passes it on to a QEMU that runs the guest by itself.
+    Relayed,
     /// A stream to another towline, which runs the guest when it has the outcome.
     Towline,
     /// An image, an object store, or memory: no guest runs there.
     Stored,
+}
+
+impl DestinationKind {
+    /// Whether the guest may run there as soon as the last byte is there.
+    pub(crate) fn runs_by_itself(self) -> bool {
+        matches!(self, Self::Stream | Self::Relayed)
+    }
 }
 
 /// Whether the guest is to run at its destination.
@@ -292,6 +301,8 @@ enum Stage {
     Restoring,
     /// The other towline is told that the source has its guest back.
     Withdrawing,
+    /// The other towline is told that the guest does not run here.
+    Failing(Held),
     Ended(Outcome),
 }
 
@@ -325,20 +336,40 @@ impl Switchover {
         }
     }
 
-    /// Whether the migration can still be cancelled.
-    pub(crate) fn can_cancel(&self) -> bool {
-        matches!(self.stage, Stage::Transfer)
+    /// What holds the guest afterwards.
+    pub(crate) fn destination(&self) -> DestinationKind {
+        self.request.destination
     }
 
-    /// The destination of a stream has said that it is a towline that waits for the outcome.
-    pub(crate) fn destination_is_towline(&mut self) {
+    /// The destination of a stream is a towline, of this kind.
+    pub(crate) fn found_destination(&mut self, kind: DestinationKind) {
         if self.request.destination == DestinationKind::Stream {
-            self.request.destination = DestinationKind::Towline;
+            self.request.destination = kind;
         }
     }
 
+    /// Whether the guest was live when it was stopped, as its stream says.
+    pub(crate) fn guest(&self) -> GuestRun {
+        self.guest
+    }
+
+    /// Whether the source's QEMU is known to have exited.
+    pub(crate) fn has_source_exited(&self) -> bool {
+        self.source_exited
+    }
+
+    /// Whether it is the outcome of the source's towline that is waited for, and not what the destination's did.
+    pub(crate) fn awaits_outcome(&self) -> bool {
+        matches!(self.stage, Stage::Acknowledged | Stage::Held)
+    }
+
+    /// Whether a source that has not given up by itself is cancelled next.
+    pub(crate) fn cancels_next(&self) -> bool {
+        matches!(self.stage, Stage::Undoing { cancelled: false })
+    }
+
     /// The source of a stream has said that it is a towline that reports the outcome.
-    pub(crate) fn source_is_towline(&mut self) {
+    pub(crate) fn found_source_towline(&mut self) {
         if self.request.source == SourceKind::Stream {
             self.request.source = SourceKind::Towline;
         }
@@ -361,6 +392,7 @@ impl Switchover {
             Stage::Releasing(placed) => self.releasing(input, placed),
             Stage::Restoring => self.restoring(input),
             Stage::Withdrawing => self.withdrawing(),
+            Stage::Failing(held) => Directive::End(Outcome::Look(held)),
             Stage::Ended(outcome) => Directive::End(outcome),
         };
         if let Directive::End(outcome) = directive {
@@ -396,7 +428,7 @@ impl Switchover {
             Input::CommitRequested(guest) => {
                 self.guest = guest;
                 self.sent = true;
-                if self.request.destination == DestinationKind::Stream {
+                if self.request.destination.runs_by_itself() {
                     self.stage = Stage::Committed;
                 }
                 Directive::Proceed
@@ -411,7 +443,8 @@ impl Switchover {
 
     /// The destination holds everything: may the source be acknowledged? Not one that is gone: it has given up and runs on.
     fn acknowledge(&mut self, guest: GuestRun, source: Link) -> Directive {
-        let is_seen = matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
+        let runs = self.request.destination != DestinationKind::Stored;
+        let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
         let ignores = self.has_fault(Fault::IgnoresLink);
         if is_seen && source != Link::Open && !ignores {
             return Directive::Refuse;
@@ -446,6 +479,8 @@ impl Switchover {
     fn await_source(&mut self) -> Directive {
         match self.request.source {
             SourceKind::Qemu => Directive::LookAtSource,
+            // What is stored is stored, whatever becomes of a source that is not ours to put in order.
+            _ if self.request.destination == DestinationKind::Stored => self.complete(),
             SourceKind::Stream => Directive::LookAtLink,
             SourceKind::Towline => Directive::AwaitPeer,
             SourceKind::Stored => self.complete(),
@@ -488,7 +523,7 @@ impl Switchover {
                 }
                 self.complete()
             }
-            Input::Peer(PeerMessage::Aborted) => Directive::End(Outcome::Safe),
+            Input::Peer(PeerMessage::Aborted) => self.source_has_guest(),
             Input::PeerLost | Input::TimedOut if self.has_fault(Fault::RunsWhenCut) => self.complete(),
             _ => self.undecided(),
         }
@@ -500,7 +535,7 @@ impl Switchover {
             return self.complete();
         }
         match (self.request.destination, self.stage) {
-            (DestinationKind::Stream, _) => Directive::End(Outcome::Look(Held::BothMayRun)),
+            (to, _) if to.runs_by_itself() => Directive::End(Outcome::Look(Held::BothMayRun)),
             (DestinationKind::Towline, Stage::Acknowledged) => {
                 self.stage = Stage::Withdrawing;
                 Directive::Send(PeerMessage::Aborted)
@@ -513,7 +548,7 @@ impl Switchover {
     fn undecided(&self) -> Directive {
         let held = match (self.request.source, self.request.destination) {
             _ if self.stage == Stage::Held => Held::DestinationMayRun,
-            (_, DestinationKind::Stream) => Held::DestinationMayRun,
+            (_, DestinationKind::Stream | DestinationKind::Relayed) => Held::DestinationMayRun,
             (_, DestinationKind::Stored) => Held::SourceUnknown,
             (_, DestinationKind::Towline) => Held::PeerWaits,
             (SourceKind::Qemu, DestinationKind::Qemu) => Held::DestinationHolds,
@@ -526,7 +561,7 @@ impl Switchover {
     fn complete(&mut self) -> Directive {
         match self.request.destination {
             DestinationKind::Stored => self.settle(Placed::Stored),
-            DestinationKind::Stream => self.settle(Placed::Loaded),
+            DestinationKind::Stream | DestinationKind::Relayed => self.settle(Placed::Loaded),
             DestinationKind::Qemu | DestinationKind::Towline => {
                 self.stage = Stage::Completed;
                 Directive::RecordCompleted
@@ -561,6 +596,10 @@ impl Switchover {
     fn reporting(&mut self, input: Input) -> Directive {
         match input {
             Input::Done => Directive::AwaitPeer,
+            Input::Peer(PeerMessage::Settled(placed)) if self.request.source == SourceKind::Towline => {
+                self.stage = Stage::Releasing(placed);
+                Directive::Send(PeerMessage::Settled(placed))
+            }
             Input::Peer(PeerMessage::Settled(placed)) => self.release(placed),
             Input::Peer(PeerMessage::NotRun) => Directive::End(Outcome::Look(Held::PeerDidNotRun)),
             _ => Directive::End(Outcome::Look(Held::PeerUnknown)),
@@ -577,6 +616,10 @@ impl Switchover {
             Input::Started(Started::Exited) => Held::DestinationLost,
             _ => Held::DestinationUnknown,
         };
+        if self.request.source == SourceKind::Towline {
+            self.stage = Stage::Failing(held);
+            return Directive::Send(PeerMessage::NotRun);
+        }
         Directive::End(Outcome::Look(held))
     }
 
@@ -671,7 +714,7 @@ impl Switchover {
                 self.stage = Stage::TakingOver;
                 Directive::LookAtDestination
             }
-            DestinationKind::Stream | DestinationKind::Towline if self.sent => {
+            DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline if self.sent => {
                 Directive::End(Outcome::Look(Held::DestinationMayRun))
             }
             _ => Directive::End(Outcome::Look(Held::SourceExited)),
@@ -692,6 +735,9 @@ impl Switchover {
 
     /// The source keeps its guest. `stopped`: by this migration, in which its guest was live or not.
     fn restore(&mut self, stopped: bool) -> Directive {
+        if self.request.source != SourceKind::Qemu {
+            return Directive::End(Outcome::Safe);
+        }
         self.stage = Stage::Restoring;
         match stopped && self.guest.is_live() {
             true => Directive::ResumeSource,

@@ -65,7 +65,7 @@ fn socat(near: &Path, far: &Path) -> Option<Killed> {
 fn qemu_that_listens_is_identified_and_its_exit_seen() {
     for binary in binaries("qemu_that_listens_is_identified_and_its_exit_seen") {
         let mut process = TestQemu::q35(&binary, &["-smp", "2"]);
-        let qemu = connect(&process);
+        let mut qemu = connect(&process);
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
         assert!(!qemu.has_ended(MOMENT));
@@ -124,7 +124,7 @@ fn qemu_that_was_passed_its_socket_is_identified() {
 fn qemu_without_vcpus_is_not_identified() {
     for binary in binaries("qemu_without_vcpus_is_not_identified") {
         let mut process = TestQemu::start(&binary, &["-machine", "none"]);
-        let qemu = connect(&process);
+        let mut qemu = connect(&process);
         assert_eq!(reason(&qemu), "QEMU has no vCPU threads");
         process.kill();
         assert_eq!(qemu.process().state(), ProcessState::Unknown);

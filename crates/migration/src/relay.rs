@@ -108,6 +108,11 @@ impl Relay {
         self.ran.get().copied()
     }
 
+    /// The channel to the destination that carries everything but lanes: behind the stream's end, for a session with a towline.
+    pub fn main_channel(&self) -> Arc<dyn Channel> {
+        Arc::clone(&self.connections.main)
+    }
+
     /// Whether the whole guest went out: from then on the destination may have it.
     pub fn is_sent(&self) -> bool {
         self.sent.get().is_some()

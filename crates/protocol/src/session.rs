@@ -17,8 +17,9 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use crate::return_path::Message;
-use crate::section::{Command, CommandKind};
-use crate::wire::lossy;
+use crate::section::{Command, CommandKind, SectionType};
+use crate::wire::{Reader, lossy};
+use crate::{PeerMisbehaved, Result};
 
 /// The version of this session.
 pub const VERSION: u8 = 1;
@@ -128,6 +129,27 @@ impl FromSource {
         Command::Other { kind: CommandKind(KIND), data }
     }
 
+    /// Reads the next frame of a source behind the end of its stream; `None`: more bytes are needed.
+    ///
+    /// # Errors
+    /// What came is no frame.
+    pub fn decode(input: &mut Reader<'_>) -> Result<Option<Self>> {
+        let start = input.position();
+        let Ok(first) = input.u8() else { return Ok(None) };
+        if first != SectionType::Command as u8 {
+            let found = alloc::format!("a byte {first:#04x} behind the stream");
+            return Err(PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into());
+        }
+        let Ok(command) = Command::decode(input)? else {
+            input.rewind(start);
+            return Ok(None);
+        };
+        Self::of(&command).map(Some).ok_or_else(|| {
+            let found = alloc::format!("{command:?}");
+            PeerMisbehaved::Unexpected { found, expected: "the outcome of the move" }.into()
+        })
+    }
+
     /// What a command carries; `None`: nothing of a session, or a kind that this version does not know.
     pub fn of(command: &Command) -> Option<Self> {
         let Command::Other { kind: CommandKind(KIND), data } = command else { return None };
@@ -202,7 +224,6 @@ impl FromDestination {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Reader;
 
     #[test]
     fn a_ping_is_answered_with_what_the_towline_does() {
@@ -237,6 +258,10 @@ mod tests {
         ];
         for frame in frames {
             assert_eq!(FromSource::of(&frame.to_command()), Some(frame));
+            let mut bytes = Vec::new();
+            frame.to_command().encode(&mut bytes);
+            assert_eq!(FromSource::decode(&mut Reader::new(&bytes[..bytes.len() - 1])), Ok(None));
+            assert_eq!(FromSource::decode(&mut Reader::new(&bytes)), Ok(Some(frame)));
         }
         let short = Command::Other { kind: CommandKind(KIND), data: [HELLO, 1].into() };
         assert_eq!(FromSource::of(&short), None);

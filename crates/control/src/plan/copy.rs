@@ -12,7 +12,7 @@ use towline_migration::{Session, Snapshot, Statistics, outgoing, synthetic};
 use super::store;
 use super::{
     Destination, Error, Failure, Observer, Options, Phase, Progress, Source, Survey, blame, compression, fit,
-    memory, postcopy, receive, restore, tls, zero_copy,
+    memory, postcopy, receive, restore, switch::Switch, tls, zero_copy,
 };
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
@@ -176,12 +176,13 @@ impl<'a> Run<'a> {
     pub(super) fn supervise<T: Send>(
         &self,
         session: &Session,
+        switch: &Switch,
         look: &mut dyn FnMut() -> Result<(), Error>,
         work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
     ) -> Result<T, Error> {
         session.follow(&self.options.tuning);
         let mut look = || look().map_err(towline_migration::Error::guest);
-        let result = super::supervise::supervise(session, self.cancel, &mut look, work);
+        let result = super::supervise::supervise(session, switch, self.cancel, &mut look, work);
         result.map_err(|error| match error {
             towline_migration::Error::Cancelled => Error::Cancelled,
             towline_migration::Error::Guest(error) => match error.downcast::<Error>() {

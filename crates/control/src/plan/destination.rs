@@ -13,14 +13,16 @@ use towline_migration::Compression;
 use towline_migration::outgoing::{Connections, connect};
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState,
+    AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
 };
 
+use super::conclude::RunFailed;
 use super::fit::{Guest, uuid_bytes};
 use super::private_dir::PrivateDir;
 use super::vsock::Vsocks;
 use super::{Error, Observer, Options, blame, compression};
 use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
+use crate::switchover::{DestinationView, Started};
 
 pub(super) use postcopy::Fate;
 
@@ -29,6 +31,8 @@ const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an answer of a QEMU that loads a file is waited for, until it is looked whether we were cancelled.
 const SILENCE_MAX: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// How long a QEMU whose monitor is closed may take to exit.
+const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
 const MUST_BE_OFF: [Capability; 7] = [
     Capability::XBZRLE,
@@ -177,6 +181,14 @@ impl QmpDestination {
         }
     }
 
+    /// An error if it failed to load the guest; one that does not answer just now has not.
+    pub(super) fn has_not_failed(&mut self) -> Result<(), Error> {
+        match self.is_loaded() {
+            Err(error) if !blame::is_silent(&error) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Its monitor answers nobody while it does, for
     /// as long as the guest is large and the disk is slow, so silence means "not yet"; one that dies closes its socket.
     pub(super) fn has_loaded_file(&mut self) -> Result<bool, Error> {
@@ -190,34 +202,82 @@ impl QmpDestination {
         }
     }
 
+    /// What it does with the guest. An answer that does not come says nothing; a process that has exited does.
+    pub(super) fn view(&mut self) -> DestinationView {
+        match self.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationView::Unknown,
+            Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
+                DestinationView::Failed
+            }
+            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationView::Loading,
+            Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
+            Ok(Some(_)) => DestinationView::Loaded,
+            Err(_) if self.qemu.has_ended(ENDED_TIMEOUT) => DestinationView::Exited,
+            Err(error) => {
+                tracing::debug!(%error, "the destination does not answer");
+                DestinationView::Unknown
+            }
+        }
+    }
+
     /// Waits until the guest, all of which was sent, is loaded.
     pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + LOADED_TIMEOUT;
-        while !self.is_loaded()? {
+        loop {
+            match self.is_loaded() {
+                Ok(true) => return Ok(()),
+                Err(error) if !blame::is_silent(&error) => return Err(error),
+                Ok(false) | Err(_) => {}
+            }
             if Instant::now() >= deadline {
                 let (socket, status) = (self.qemu.socket().to_owned(), RunState::INMIGRATE.as_str().into());
                 return Err(Error::NotCompleted { socket, status, waited: LOADED_TIMEOUT });
             }
             std::thread::sleep(POLL_INTERVAL);
         }
-        Ok(())
     }
 
     /// Runs the guest, and sees that it does.
-    pub(super) fn run(&mut self) -> Result<(), Error> {
-        let status = self.qemu.cont().and_then(|()| self.qemu.status());
-        let error = match status {
-            Ok(status) if status.running => return Ok(()),
-            Ok(status) => {
-                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-                Error::NotRunning { socket, status }
-            }
-            Err(error) => error.into(),
+    pub(super) fn run_guest(&mut self) -> Result<Started, RunFailed> {
+        let ran = self.wait_loaded().and_then(|()| Ok(self.qemu.cont()?));
+        let error = match ran {
+            Ok(()) => None,
+            Err(error) if blame::is_silent(&error) => Some(error),
+            Err(error) => return Err(self.not_run(error)),
         };
-        if let Some(settings) = self.settings.take() {
-            settings.keep();
+        let deadline = Instant::now() + LOADED_TIMEOUT;
+        loop {
+            match self.patiently(|qemu| qemu.status()) {
+                Ok(Some(status)) if is_live(&status) => return Ok(Started::Live),
+                // What was not answered may be carried out yet.
+                Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),
+                Ok(_) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
+                Ok(Some(status)) => return Err(self.stopped_again(&status)),
+                Ok(None) => {
+                    let socket = self.qemu.socket().to_owned();
+                    let (status, waited) = ("nothing".into(), LOADED_TIMEOUT);
+                    let error = error.unwrap_or(Error::NotCompleted { socket, status, waited });
+                    return Err(RunFailed { started: Started::Unknown, error: Box::new(error) });
+                }
+                Err(error) => return Err(self.not_run(error)),
+            }
         }
-        Err(error)
+    }
+
+    fn stopped_again(&mut self, status: &Status) -> RunFailed {
+        self.leave();
+        let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
+        RunFailed { started: Started::StoppedAgain, error: Box::new(Error::NotRunning { socket, status }) }
+    }
+
+    fn not_run(&mut self, error: Error) -> RunFailed {
+        self.leave();
+        let started = match &error {
+            error if blame::is_refusal(error) => Started::Refused,
+            error if blame::is_gone(error) && self.qemu.has_ended(ENDED_TIMEOUT) => Started::Exited,
+            _ => Started::Unknown,
+        };
+        RunFailed { started, error: Box::new(error) }
     }
 
     /// Puts QEMU's settings back. Returns what to note. The last look at a QEMU that has the guest: if it ended meanwhile, that is
@@ -281,6 +341,11 @@ impl QmpDestination {
         tracing::debug!(%error, "the destination failed");
         Error::DestinationFailed { socket, text }
     }
+}
+
+/// Whether the guest runs, or sleeps and wakes up by itself.
+pub(super) fn is_live(status: &Status) -> bool {
+    status.running || status.status == RunState::SUSPENDED
 }
 
 /// Those of the capabilities that it knows which must be off.

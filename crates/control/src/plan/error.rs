@@ -83,6 +83,12 @@ pub enum Error {
     DestinationFailed { socket: String, text: String },
     #[error("QEMU on {socket} did not say within {waited:?} that it is done: it says `{status}`")]
     NotCompleted { socket: String, status: String, waited: Duration },
+    #[error(
+        "{peer} was acknowledged and did not close its connection within {waited:?}, so that it is not known whether it is done with the guest"
+    )]
+    SourceNotDone { peer: String, waited: Duration },
+    #[error("the towline at the other end did not report within {waited:?}")]
+    PeerSilent { waited: Duration },
     #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
     NotRunning { socket: String, status: String },
     #[error(
@@ -134,6 +140,11 @@ impl Failure {
     pub(super) fn untouched(error: impl Into<Error>) -> Self {
         Self { error: Box::new(error.into()), guest: GuestState::Safe, notes: Vec::new() }
     }
+}
+
+/// A failure after which somebody must look.
+pub(crate) fn look_at(error: Error, text: &str) -> Failure {
+    Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

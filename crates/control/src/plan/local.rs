@@ -9,7 +9,9 @@ use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, 
 use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outgoing};
 
 use super::copy::Run;
+use super::switch::Switch;
 use super::{Error, blame, restore, zero_copy};
+use crate::switchover::{DestinationKind, SourceKind};
 
 /// Bytes on the way between the two halves of a copy without lanes.
 const PAIR_BYTES: usize = 4 << 20;
@@ -33,7 +35,8 @@ pub(super) fn copy(
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
         });
-        let sent = restore::send(guest, &out, run, &mut || Ok(()));
+        let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run);
+        let sent = restore::send(guest, &out, &switch, run, &mut || Ok(()));
         // Whether it failed or not, nothing more is to be sent.
         drop(out);
         if sent.is_err() {

@@ -10,14 +10,13 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::thread;
 
+use towline_channel::Address;
 use towline_image::Origin;
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
 use towline_migration::{Guest, Memory, MemoryError, Snapshot};
 
 use super::copy::Run;
-use super::{
-    Destination, DestinationState, Error, Failure, Phase, Report, SourceState, blame, local, restore,
-};
+use super::{Destination, DestinationState, Error, Failure, Report, SourceState, local, restore};
 
 /// Memory of this process as a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,7 +37,18 @@ pub(super) fn from_memory(
     if matches!(destination, Destination::Qmp(_) | Destination::Null) {
         return Err(Failure::untouched(refused(destination)));
     }
-    copy(shape, destination, run).map_err(Failure::untouched)
+    match destination {
+        Destination::Stream(address) => to_stream(shape, address, run),
+        _ => copy(shape, destination, run).map_err(Failure::untouched),
+    }
+}
+
+fn to_stream(shape: &Shape, address: &Address, run: &Run<'_>) -> Result<Report, Failure> {
+    let engine = towline_migration::Error::from;
+    let source = Synthetic::new(*shape).map_err(|error| Failure::untouched(engine(error)))?;
+    run.check_cancelled().map_err(Failure::untouched)?;
+    let sent = source.run(|guest| restore::to_stream(guest, address, run));
+    sent.map_err(Failure::untouched)?
 }
 
 /// Before anything is made.
@@ -57,13 +67,6 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
     run.check_cancelled()?;
     let within = |sink| within(&source, sink, run);
     let (moved, state) = match destination {
-        Destination::Stream(address) => {
-            run.observer.phase(Phase::Connect);
-            let lanes_lost = |error| blame::lanes_lost(error, run);
-            let connections = run.reach(address, [0; 16])?;
-            let sent = source.run(|guest| restore::send(guest, &connections, run, &mut || Ok(())))?;
-            (sent.map_err(lanes_lost)?, DestinationState::Loaded)
-        }
         Destination::Image(path) => (to_image(&source, path, run)?, DestinationState::Stored),
         #[cfg(feature = "store")]
         Destination::Store(location) => {
@@ -79,7 +82,7 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
             run.set_memory(memory.outcome());
             (moved, DestinationState::Received)
         }
-        Destination::Qmp(_) | Destination::Null => return Err(refused(destination)),
+        Destination::Qmp(_) | Destination::Stream(_) | Destination::Null => return Err(refused(destination)),
     };
     Ok(run.done(moved, SourceState::Unchanged, state))
 }

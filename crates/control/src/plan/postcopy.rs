@@ -25,10 +25,12 @@ use towline_migration::{Compression, Guest, Postcopy, Session, Statistics, ZeroC
 
 use super::copy::Run;
 use super::destination::Fate;
+use super::switch::Switch;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Options, Phase, Progress, Report, Source,
     SourceState, blame, tls,
 };
+use crate::switchover::{DestinationKind, SourceKind};
 use end::End;
 pub(super) use live::migrate;
 
@@ -201,7 +203,8 @@ impl<'a> Restore<'a> {
                 run.report(self.statistics, Progress::default());
                 Ok(())
             };
-            run.supervise(&session, &mut look, || engine.offer(&session, &link))
+            let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run);
+            run.supervise(&session, &switch, &mut look, || engine.offer(&session, &link))
         })();
         let offered = offered.and_then(|offered| match run.check_cancelled() {
             Ok(()) => Ok(offered),

@@ -8,16 +8,19 @@ use towline_channel::{Address, Listener};
 use towline_image::Origin;
 use towline_migration::incoming::{self, Connections, Stage, gather};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
+use towline_protocol::session::Receiver;
 
+use super::conclude::{self as ends, Concluded, Conclusion, conclude};
 use super::copy::Run;
-use super::hand_over::{can_take_over, fail, hand_over, look_at, take_over};
 use super::source::{LANES_TIMEOUT, QmpSource};
 use super::survey::Survey;
+use super::switch::Switch;
 use super::target::Target;
 use super::{
     Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
     postcopy, tls,
 };
+use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -30,53 +33,80 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
     if let Some(options) = run.options.postcopy {
         return postcopy::migrate(path, destination, options, run);
     }
-    let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
+    let asked = |error| {
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }
-    })?;
-    let guest = match source.guest(matches!(destination, Destination::Qmp(_))) {
-        Ok(guest) if run.options.detach_vsock => guest.without_vsocks(),
-        Ok(guest) => guest,
-        Err(error) => return Err(fail(error, Some(source), None, run)),
     };
+    let mut source = QmpSource::prepare(path, run.options).map_err(asked)?;
+    // Nothing is changed before a device is detached, so that nothing has to be put back.
+    let compared = matches!(destination, Destination::Qmp(_));
+    let guest = source.guest(compared).map_err(asked)?;
+    let guest = if run.options.detach_vsock { guest.without_vsocks() } else { guest };
     let how = if run.options.live { "qmp (background-snapshot)" } else { "qmp" };
     let origin = Origin { source: how.into(), qemu: Some(source.version_text()), ..Origin::default() };
-    let session = Arc::new(Session::default());
-    let mut target = match Target::prepare(destination, Some(&guest), origin, run) {
-        Ok(target) => target,
-        Err(error) => return Err(fail(error, Some(source), None, run)),
-    };
-    if let Err(error) = target.check_vsocks(&source.vsocks).and_then(|()| source.detach(run.cancel)) {
-        return Err(fail(error, Some(source), Some(target), run));
-    }
-    run.observer.phase(Phase::Connect);
-    // The source last: a destination that was told to load and is not needed can be started again.
-    let connected = target.connect(&session, run);
-    let connected = connected.and_then(|()| source.start(run.lanes, run.options, run.cancel));
-    let connections = match connected {
+    let mut target = Target::prepare(destination, Some(&guest), origin, run).map_err(Failure::untouched)?;
+    let switch = Switch::new(SourceKind::Qemu, target.kind(), run);
+    let session = switch.session();
+    let connections = match connect(&mut source, &mut target, &session, run) {
         Ok(connections) => connections,
         Err(error) => {
             // A relay's destination waits for its first bytes.
             session.fail(towline_migration::Error::Cancelled);
-            return Err(fail(error, Some(source), Some(target), run));
+            let directive = switch.failed(&error);
+            let origin = ends::Origin::Qemu(Box::new(source));
+            let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
+            return finished(conclude(ends, directive)?, &Statistics::default(), run);
         }
     };
     let statistics = Arc::new(Statistics::default());
-    let received = receive(&connections, target.sink(), &session, &statistics, run, &mut || source.look());
-    if let Err(error) = received {
+    let arriving =
+        Arriving { connections: &connections, session: &session, statistics: &statistics, switch: &switch };
+    let received = receive(&arriving, target.sink(), target.receiver(), run, &mut || source.look());
+    if received.is_err() && target.surveyed() {
         drop(connections);
-        if target.is_survey() && target.surveyed() {
-            return finish_survey(source, &target, &statistics, run);
-        }
-        if can_take_over(&mut source, &mut target, session.is_finished(), &error) {
-            return take_over(source, target, &statistics, run);
-        }
-        let error = if target.is_to_blame(&error) { error } else { source.explain(error) };
-        return Err(fail(error, Some(source), Some(target), run));
+        return finish_survey(source, target, &switch, &statistics, run);
     }
-    run.observer.phase(Phase::Release);
-    // With its connections open: one that breaks before the source says that it is done would make it fail.
-    hand_over(source, target, &statistics, run)
+    let (directive, error) = match received {
+        Ok(()) => {
+            run.observer.phase(Phase::Release);
+            (switch.handle(Input::Delivered), None)
+        }
+        Err(error) => {
+            // Asked before anything is closed: which end it was says most then.
+            let error = if target.is_to_blame(&error) { error } else { source.explain(error) };
+            (switch.failed(&error), Some(error))
+        }
+    };
+    // A source whose connections break before it says that it is done would have failed.
+    let mut held = Some(connections);
+    if error.is_some() && directive != Directive::Hold {
+        held = None;
+        target.disconnect();
+    }
+    let origin = ends::Origin::Qemu(Box::new(source));
+    let concluded = conclude(Conclusion { switch: &switch, origin, target, run, error }, directive);
+    drop(held);
+    finished(concluded?, &statistics, run)
+}
+
+/// Takes out of the guest what cannot be migrated, and connects both ends: the source last, because a destination that was set to
+/// load and is not needed can be started again.
+fn connect(
+    source: &mut QmpSource,
+    target: &mut Target,
+    session: &Arc<Session>,
+    run: &Run<'_>,
+) -> Result<Connections, Error> {
+    target.check_vsocks(&source.vsocks)?;
+    source.detach(run.cancel)?;
+    run.observer.phase(Phase::Connect);
+    target.connect(session, run)?;
+    source.start(run.lanes, run.options, run.cancel)
+}
+
+fn finished(concluded: Concluded, statistics: &Statistics, run: &Run<'_>) -> Result<Report, Failure> {
+    let Concluded { source, destination, downtime_ms } = concluded;
+    Ok(Report { downtime_ms, ..run.done(statistics.snapshot(), source, destination) })
 }
 
 /// Copies what somebody sends to `address`.
@@ -85,56 +115,51 @@ pub(super) fn from_stream(
     destination: &Destination,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
-    let session = Arc::new(Session::default());
     let origin = Origin { source: format!("stream to {address}"), ..Origin::default() };
-    let mut target = match Target::prepare(destination, None, origin, run) {
-        Ok(target) => target,
-        Err(error) => return Err(fail(error, None, None, run)),
-    };
+    let mut target = Target::prepare(destination, None, origin, run).map_err(Failure::untouched)?;
+    let switch = Switch::new(SourceKind::Stream, target.kind(), run);
+    let session = switch.session();
     run.observer.phase(Phase::Connect);
-    // The destination is as it was until somebody came.
+    // The destination is as it was until somebody connects.
     let connected = listen(address, run);
     let connected = connected.and_then(|connections| target.connect_for(connections, &session, run));
+    let statistics = Arc::new(Statistics::default());
     let connections = match connected {
         Ok(connections) => connections,
-        Err(error) => return Err(fail(error, None, Some(target), run)),
-    };
-    let statistics = Arc::new(Statistics::default());
-    let received =
-        receive(&connections, target.sink(), &session, &statistics, run, &mut || Ok(Progress::default()));
-    let moved = statistics.snapshot();
-    match received {
-        Err(_) if target.is_survey() && target.surveyed() => {
-            Ok(run.done(moved, SourceState::Unchanged, DestinationState::Dropped))
-        }
         Err(error) => {
-            drop(connections);
-            Err(fail(error, None, Some(target), run))
+            let directive = switch.failed(&error);
+            let origin = ends::Origin::Stored;
+            let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
+            return finished(conclude(ends, directive)?, &statistics, run);
         }
+    };
+    let arriving =
+        Arriving { connections: &connections, session: &session, statistics: &statistics, switch: &switch };
+    let look = &mut || Ok(Progress::default());
+    let received = receive(&arriving, target.sink(), target.receiver(), run, look);
+    if received.is_err() && target.surveyed() {
+        return Ok(run.done(statistics.snapshot(), SourceState::Unchanged, DestinationState::Dropped));
+    }
+    let directive = match &received {
         Ok(()) => {
             run.observer.phase(Phase::Release);
-            let runs = run.options.run.unwrap_or(target.guest_ran());
-            let released = target.wait_loaded().and_then(|()| {
-                run.observer.phase(Phase::CutOver);
-                target.release(runs, run)
-            });
-            connections.linger(LINGER);
-            match released {
-                Ok(state) => Ok(run.done(moved, SourceState::Unchanged, state)),
-                Err(error) => {
-                    let text = match blame::is_gone(&error) {
-                        true => {
-                            "the destination was lost when it had the whole guest; its source was told that it arrived, and holds it paused (postmigrate): look whether it ran at the destination before it runs on there (`cont`)"
-                        }
-                        false => {
-                            "the destination has the whole guest and its source was told so: run it there (`cont`)"
-                        }
-                    };
-                    Err(look_at(error, text))
-                }
-            }
+            switch.handle(Input::Delivered)
         }
-    }
+        Err(error) => switch.failed(error),
+    };
+    let origin = ends::Origin::Stream(connections.main_channel());
+    let ends = Conclusion { switch: &switch, origin, target, run, error: received.err() };
+    let concluded = conclude(ends, directive);
+    connections.linger(LINGER);
+    finished(concluded?, &statistics, run)
+}
+
+/// A stream that comes in.
+struct Arriving<'a> {
+    connections: &'a Connections,
+    session: &'a Arc<Session>,
+    statistics: &'a Arc<Statistics>,
+    switch: &'a Switch,
 }
 
 fn listen(address: &Address, run: &Run<'_>) -> Result<Connections, Error> {
@@ -146,13 +171,13 @@ fn listen(address: &Address, run: &Run<'_>) -> Result<Connections, Error> {
 }
 
 fn receive(
-    connections: &Connections,
+    arriving: &Arriving<'_>,
     sink: &dyn Sink,
-    session: &Arc<Session>,
-    statistics: &Arc<Statistics>,
+    receiver: Receiver,
     run: &Run<'_>,
     look: &mut dyn FnMut() -> Result<Progress, Error>,
 ) -> Result<(), Error> {
+    let Arriving { connections, session, statistics, switch } = arriving;
     if let Err(cancelled) = run.check_cancelled() {
         connections.refuse();
         return Err(cancelled);
@@ -163,10 +188,12 @@ fn receive(
         require_return_path: run.options.return_path && !run.options.live,
         compression: run.options.compression,
         is_snapshot: run.options.live,
+        receiver,
     };
     let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
     let result = run.supervise(
         session,
+        switch,
         &mut || {
             let progress = look()?;
             run.report(statistics, progress);
@@ -187,31 +214,40 @@ fn receive(
 
 /// Receives the stream that `source` listens for into `survey`, whose source is told that nothing arrived.
 pub(super) fn survey(address: &Address, survey: &Survey, run: &Run<'_>) -> Result<Snapshot, Failure> {
-    let session = Arc::new(Session::default());
+    let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, run);
+    let session = switch.session();
     run.observer.phase(Phase::Connect);
     let connections = listen(address, run).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
-    match receive(&connections, survey, &session, &statistics, run, &mut || Ok(Progress::default())) {
+    let arriving =
+        Arriving { connections: &connections, session: &session, statistics: &statistics, switch: &switch };
+    match receive(&arriving, survey, Receiver::Stores, run, &mut || Ok(Progress::default())) {
         Err(_) if survey.is_complete() => Ok(statistics.snapshot()),
         Err(error) => Err(Failure::untouched(error)),
         Ok(()) => Ok(statistics.snapshot()),
     }
 }
 
+/// The source sees that nothing keeps its guest, which runs on.
 fn finish_survey(
     source: QmpSource,
-    target: &Target,
+    target: Target,
+    switch: &Switch,
     statistics: &Statistics,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
     let ran = source.ran;
-    match source.undo("nothing keeps it (null:)") {
-        (GuestState::Safe, notes) => {
-            notes.iter().for_each(|note| run.observer.notice(note));
-            let source = if ran { SourceState::Running } else { SourceState::Paused };
-            debug_assert!(target.is_survey());
-            Ok(run.done(statistics.snapshot(), source, DestinationState::Dropped))
-        }
-        (guest, notes) => Err(Failure { error: Box::new(Error::Cancelled), guest, notes }),
+    let error = Error::Cancelled;
+    let directive = switch.failed(&error);
+    let origin = ends::Origin::Qemu(Box::new(source));
+    let failure = match conclude(Conclusion { switch, origin, target, run, error: Some(error) }, directive) {
+        Err(failure) => failure,
+        Ok(concluded) => return finished(concluded, statistics, run),
+    };
+    if failure.guest != GuestState::Safe {
+        return Err(failure);
     }
+    failure.notes.iter().for_each(|note| run.observer.notice(note));
+    let source = if ran { SourceState::Running } else { SourceState::Paused };
+    Ok(run.done(statistics.snapshot(), source, DestinationState::Dropped))
 }

@@ -5,17 +5,22 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use towline_channel::Address;
 use towline_image::{Image, Origin, StoredGuest};
-use towline_migration::{Compression, Outgoing, Session, Statistics, outgoing};
+use towline_migration::{Compression, Guest as StreamGuest, Outgoing, Statistics, outgoing};
 
+use super::conclude::{self as ends, Concluded, Conclusion, conclude};
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::Guest;
 use super::postcopy::{self, Stored};
+use super::switch::Switch;
+use super::target::Target;
 use super::{
-    Destination, DestinationState, Error, Failure, GuestState, Observer, Options, Phase, Progress, Report,
-    SourceState, blame, local, memory,
+    Destination, DestinationState, Error, Failure, Observer, Options, Phase, Progress, Report, SourceState,
+    blame, local, memory,
 };
+use crate::switchover::{DestinationKind, Directive, GuestRun, Input, SourceKind};
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
@@ -55,14 +60,7 @@ pub(super) fn restore_from(
     }
     match destination {
         Destination::Qmp(path) => to_qemu(image, path, run),
-        Destination::Stream(address) => {
-            run.observer.phase(Phase::Connect);
-            let lanes_lost = |error| Failure::untouched(blame::lanes_lost(error, run));
-            let connections = run.reach(address, [0; 16]).map_err(Failure::untouched)?;
-            let moved = send(image, &connections, run, &mut || Ok(()));
-            let moved = moved.map_err(lanes_lost)?;
-            Ok(run.done(moved, SourceState::Unchanged, DestinationState::Loaded))
-        }
+        Destination::Stream(address) => to_stream(image, address, run),
         Destination::Image(path) => to_image(image, path, run).map_err(Failure::untouched),
         #[cfg(feature = "store")]
         Destination::Store(location) => {
@@ -84,47 +82,72 @@ fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report
     let file = image.file_image().filter(|_| loads);
     let handed_over = file.is_some();
     run.observer.phase(Phase::Connect);
+    let switch = Switch::new(SourceKind::Stored, DestinationKind::Qemu, run);
     let moved = match file {
         Some(file) => load(file, &mut destination, run),
-        None => stream(image, &mut destination, run),
+        None => stream(image, &mut destination, &switch, run),
     };
-    let moved = match moved.and_then(|moved| destination.wait_loaded().map(|()| moved)) {
-        Ok(moved) => moved,
-        Err(error) => {
-            let error = Box::new(destination.explain(error));
-            return Err(Failure { error, guest: GuestState::Safe, notes: destination.undo() });
+    let moved = moved.and_then(|moved| destination.wait_loaded().map(|()| moved));
+    let directive = match &moved {
+        Ok(_) => {
+            run.observer.phase(Phase::Release);
+            switch.loaded(GuestRun::from_state(image.devices().run_state()))
         }
+        Err(error) => switch.failed(error),
     };
-    run.observer.phase(Phase::Release);
-    let ran = image.devices().run_state().is_none_or(|state| state == "running");
-    let runs = run.options.run.unwrap_or(ran);
-    let released = if runs { destination.run() } else { Ok(()) };
-    if runs && released.is_ok() {
-        run.observer.phase(Phase::Running);
-    }
-    let notes = released.and_then(|()| destination.release()).map_err(|error| {
-        let text = match blame::is_gone(&error) {
-            true => "its destination was lost when it was to run it, so it may have run there; the image is as it was",
-            false => "the destination has loaded the guest and is paused: run it there (`cont`), or end it; the image is as it was",
-        };
-        Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
-    })?;
-    notes.iter().for_each(|note| run.observer.notice(note));
-    let state = if runs { DestinationState::Running } else { DestinationState::Paused };
-    Ok(Report { handed_over, ..run.done(moved, SourceState::Unchanged, state) })
+    let target = Target::Qemu { destination: Box::new(destination), relay: None };
+    let report = conclude_stored(moved, target, &switch, directive, run)?;
+    Ok(Report { handed_over, ..report })
+}
+
+/// Sends a guest that is here to whoever listens at `address`: a QEMU that runs it by itself, or another towline.
+pub(super) fn to_stream(
+    guest: &dyn StreamGuest,
+    address: &Address,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    run.observer.phase(Phase::Connect);
+    let connections = run.reach(address, [0; 16]).map_err(Failure::untouched)?;
+    let switch = Switch::new(SourceKind::Stored, DestinationKind::Stream, run);
+    let moved = send(guest, &connections, &switch, run, &mut || Ok(()));
+    let directive = match &moved {
+        Ok(_) => switch.handle(Input::Delivered),
+        Err(error) => switch.failed(error),
+    };
+    let sent = Some(Arc::clone(&connections.main));
+    let target = Target::Stream { address: address.clone(), uuid: [0; 16], relay: None, sent };
+    let moved = moved.map_err(|error| blame::lanes_lost(error, run));
+    conclude_stored(moved, target, &switch, directive, run)
+}
+
+fn conclude_stored(
+    moved: Result<towline_migration::Snapshot, Error>,
+    target: Target,
+    switch: &Switch,
+    directive: Directive,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    let (moved, error) = match moved {
+        Ok(moved) => (moved, None),
+        Err(error) => (towline_migration::Snapshot::default(), Some(error)),
+    };
+    let ends = Conclusion { switch, origin: ends::Origin::Stored, target, run, error };
+    let Concluded { source, destination, .. } = conclude(ends, directive)?;
+    Ok(run.done(moved, source, destination))
 }
 
 fn stream(
     image: &dyn StoredGuest,
     destination: &mut QmpDestination,
+    switch: &Arc<Switch>,
     run: &Run<'_>,
 ) -> Result<towline_migration::Snapshot, Error> {
     let connections = destination.start(run.lanes, run.options, run.cancel)?;
     let mut asked = Instant::now();
-    send(image, &connections, run, &mut || {
+    send(image, &connections, switch, run, &mut || {
         if asked.elapsed() > Duration::from_millis(250) {
             asked = Instant::now();
-            destination.is_loaded()?;
+            destination.has_not_failed()?;
         }
         Ok(())
     })
@@ -132,14 +155,15 @@ fn stream(
 
 /// Sends a guest that is here, and calls `look` again and again meanwhile.
 pub(super) fn send(
-    guest: &dyn towline_migration::Guest,
+    guest: &dyn StreamGuest,
     connections: &outgoing::Connections,
+    switch: &Arc<Switch>,
     run: &Run<'_>,
     look: &mut dyn FnMut() -> Result<(), Error>,
 ) -> Result<towline_migration::Snapshot, Error> {
     run.check_cancelled()?;
     run.observer.phase(Phase::Transfer);
-    let session = Arc::new(Session::default());
+    let session = switch.session();
     let statistics = Arc::new(Statistics::default());
     let options = outgoing::Options {
         return_path: run.options.return_path,
@@ -156,7 +180,7 @@ pub(super) fn send(
         run.report(&statistics, Progress::default());
         look()
     };
-    run.supervise(&session, &mut look, || engine.run(connections, guest))?;
+    run.supervise(&session, switch, &mut look, || engine.run(connections, guest))?;
     run.report(&statistics, Progress::default());
     Ok(statistics.snapshot())
 }

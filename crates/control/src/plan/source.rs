@@ -12,7 +12,7 @@ use towline_channel::{Address, Cancel, Listener};
 use towline_migration::Tuning;
 use towline_migration::incoming::{Connections, gather};
 use towline_qmp::commands::{
-    Capability, Migrate, MigrateCancel, MigrationParameters, MigrationStatus, RunState,
+    Capability, Migrate, MigrateCancel, MigrationInfo, MigrationParameters, MigrationStatus, RunState, Status,
 };
 use towline_qmp::{self as qmp, Event};
 
@@ -20,13 +20,14 @@ use super::converge::{self, Convergence};
 use super::fit::Guest;
 use super::private_dir::{PrivateDir, open_to_peer};
 use super::vsock::{self, Vsocks};
-use super::{Error, GuestState, Options, Progress, blame, compression};
-use crate::qemu::{Qemu, Settings, Wanted};
+use super::{Error, Options, Progress, SourceState, blame, compression};
+use crate::qemu::{self, Qemu, Settings, Wanted};
+use crate::switchover::{GuestRun, SourceView};
 
 /// A rate that no host reaches: QEMU's way to say "as fast as it goes".
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// How long a source may take to end a migration that is cancelled, failed or complete.
-const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long an answer is waited for before it is looked at everything else again.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
 /// How long lanes may come after the main channel.
 pub(super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often QEMU is asked how far it is.
@@ -38,8 +39,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 const CONNECT_LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a source may take to be done with a migration: the one before this, and this.
 const TIDY_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a source whose stream was closed may take to see that, before it is told to cancel.
-const GIVE_UP_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long a QEMU whose monitor is closed may take to end.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -71,8 +70,16 @@ const MUST_BE_OFF_LIVE: [Capability; 5] = [
 pub(super) struct QmpSource {
     qemu: Qemu,
     settings: Option<Settings>,
-    /// The guest ran when it was found.
+    /// The guest ran when it was found, or is run on for this copy.
     pub(super) ran: bool,
+    /// It is paused since an earlier copy, and is to be run on for this one, when everything has been checked.
+    resumes: bool,
+    /// It was.
+    resumed: bool,
+    /// The migration is that of this command.
+    started: bool,
+    /// The migration as it was seen last.
+    seen: Option<MigrationInfo>,
     dir: PrivateDir,
     asked: Instant,
     pub(super) progress: Progress,
@@ -114,20 +121,32 @@ impl QmpSource {
         if status == RunState::INMIGRATE {
             return Err(Error::NoGuest { socket, status: status.as_str().into() });
         }
-        if status == RunState::POSTMIGRATE {
-            if !options.resume {
-                return Err(Error::NeedsCont { socket });
-            }
-            qemu.cont()?;
-            qemu.refresh()?;
+        let resumes = status == RunState::POSTMIGRATE;
+        if resumes && !options.resume {
+            return Err(Error::NeedsCont { socket });
         }
-        let ran = qemu.facts().status.running;
+        let ran = qemu.facts().status.running || resumes;
         let dir = PrivateDir::new(qemu.facts().peer.as_ref())?;
         let (asked, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         let tuning = options.tuning.clone();
         let vsocks = if options.detach_vsock { Vsocks::find(&mut qemu)? } else { Vsocks::default() };
-        Ok(Self { qemu, settings: None, ran, dir, asked, progress, convergence, tuning, tuned: 0, vsocks })
+        Ok(Self {
+            qemu,
+            settings: None,
+            ran,
+            resumes,
+            resumed: false,
+            started: false,
+            seen: None,
+            dir,
+            asked,
+            progress,
+            convergence,
+            tuning,
+            tuned: 0,
+            vsocks,
+        })
     }
 
     /// What is known of its guest; all of it if that is compared with another QEMU.
@@ -138,6 +157,11 @@ impl QmpSource {
     /// Takes out of the guest what QEMU does not migrate.
     pub(super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
         self.vsocks.detach(&mut self.qemu, cancel)
+    }
+
+    /// The monitor's socket.
+    pub(super) fn socket(&self) -> &str {
+        self.qemu.socket()
     }
 
     /// QEMU's version with its package.
@@ -161,9 +185,24 @@ impl QmpSource {
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        self.qemu.client().execute(&Migrate::to_uri(format!("unix:{}", path.display())))?;
+        self.begin(&Migrate::to_uri(format!("unix:{}", path.display())))?;
         let deadline = Instant::now() + options.connect_timeout;
         self.connected(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
+    }
+
+    /// Runs a guest on that an earlier copy has paused, and has QEMU migrate it.
+    fn begin(&mut self, migrate: &Migrate) -> Result<(), Error> {
+        if self.resumes {
+            self.qemu.cont()?;
+            self.resumed = true;
+        }
+        self.started = true;
+        let begun = self.qemu.client().execute(migrate);
+        if matches!(begun, Err(qmp::Error::Refusal { .. })) {
+            self.started = false;
+        }
+        begun?;
+        Ok(())
     }
 
     /// Waits for QEMU's connections, and looks meanwhile whether it gave up or ended.
@@ -211,7 +250,7 @@ impl QmpSource {
     }
 
     fn has_not_failed(&mut self) -> Result<(), Error> {
-        let migration = self.qemu.migration()?;
+        let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
             let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -235,11 +274,6 @@ impl QmpSource {
     }
 
     /// Puts the settings back. Not while QEMU cleans up: it may look at them then, and abort over what it finds.
-    fn restore_settings_when_tidy(&mut self) -> Result<Vec<String>, Error> {
-        let is_tidy = self.wait_tidy()?;
-        Ok(self.restore_settings_if(is_tidy))
-    }
-
     fn restore_settings_if(&mut self, is_tidy: bool) -> Vec<String> {
         if is_tidy {
             return self.restore_settings();
@@ -321,7 +355,8 @@ impl QmpSource {
         self.tune();
         if self.asked.elapsed() >= ASK_INTERVAL {
             self.asked = Instant::now();
-            let migration = self.qemu.migration()?;
+            // A QEMU that completes answers nothing for as long as that takes.
+            let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(self.progress) };
             if migration.status == Some(MigrationStatus::FAILED) {
                 let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -332,30 +367,78 @@ impl QmpSource {
         Ok(self.progress)
     }
 
-    /// The migration went through on the wire: waits until QEMU says so too. Returns its downtime in milliseconds.
-    pub(super) fn completed(&mut self) -> Result<Option<u64>, Error> {
-        let deadline = Instant::now() + END_TIMEOUT;
-        loop {
-            let migration = self.qemu.migration()?;
-            let status = migration.status.clone().unwrap_or(MigrationStatus::NONE);
-            if status == MigrationStatus::COMPLETED {
-                return Ok(migration.downtime.and_then(|downtime| u64::try_from(downtime).ok()));
+    /// What becomes of its migration. An answer that does not come says nothing; a process that has exited does. `live`: a
+    /// background snapshot, whose guest runs on.
+    pub(super) fn view(&mut self, live: bool) -> SourceView {
+        match self.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(Some((migration, status))) => {
+                let view = self.seen(&migration, &status, live);
+                self.seen = Some(migration);
+                view
             }
-            let socket = self.qemu.socket().to_owned();
-            if status.is_final() {
-                let text =
-                    migration.error_desc.unwrap_or_else(|| format!("its status is {}", status.as_str()));
-                return Err(Error::SourceFailed { socket, text });
+            Ok(None) => SourceView::Unknown,
+            Err(error) => {
+                tracing::debug!(%error, "the source does not answer");
+                if self.has_ended() { SourceView::Exited } else { self.reconnect() }
             }
-            if Instant::now() >= deadline {
-                return Err(Error::NotCompleted {
-                    socket,
-                    status: status.as_str().into(),
-                    waited: END_TIMEOUT,
-                });
-            }
-            self.await_event();
         }
+    }
+
+    fn seen(&self, migration: &MigrationInfo, status: &Status, live: bool) -> SourceView {
+        let of_migration = migration.status.as_ref().filter(|_| self.started);
+        match of_migration {
+            Some(status) if !status.is_final() => SourceView::Migrating,
+            Some(done) if *done == MigrationStatus::COMPLETED => {
+                if status.running && !live {
+                    SourceView::CompletedAndRun
+                } else {
+                    SourceView::Completed
+                }
+            }
+            // A source that fails late is stopped for a moment before it runs on by itself.
+            Some(_) if status.status == RunState::FINISH_MIGRATE => SourceView::Migrating,
+            _ => SourceView::HasGuest,
+        }
+    }
+
+    /// The monitor is closed, and QEMU is not known to have exited: a proxy may have ended, and another one may be there.
+    fn reconnect(&mut self) -> SourceView {
+        if let Err(error) = self.qemu.reconnect() {
+            tracing::debug!(%error, "the monitor is not there again");
+            thread::sleep(POLL_INTERVAL);
+        }
+        SourceView::Unknown
+    }
+
+    /// Asks something that may not be answered for as long as QEMU completes a migration; `None`: not yet.
+    fn patiently<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Qemu) -> Result<T, qemu::Error>,
+    ) -> Result<Option<T>, Error> {
+        let deadline = self.qemu.client().deadline();
+        self.qemu.client().set_deadline(SILENCE_MAX);
+        let answer = ask(&mut self.qemu);
+        self.qemu.client().set_deadline(deadline);
+        match answer.map_err(Error::from) {
+            Ok(answer) => Ok(Some(answer)),
+            Err(error) if blame::is_silent(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Why it is not known what became of its migration.
+    pub(super) fn not_completed(&self, waited: Duration) -> Error {
+        let status = self.seen.as_ref().and_then(|seen| seen.status.as_ref());
+        let status = status.map_or("nothing", MigrationStatus::as_str).to_owned();
+        Error::NotCompleted { socket: self.qemu.socket().into(), status, waited }
+    }
+
+    /// Cancels the migration, if it is that of this command.
+    pub(super) fn cancel_own(&mut self) -> Result<(), Error> {
+        if self.started {
+            self.patiently(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
+        }
+        Ok(())
     }
 
     /// How long the guest stood still, in milliseconds. QEMU says that it is complete a moment before it has worked that out: it has
@@ -365,44 +448,57 @@ impl QmpSource {
         u64::try_from(downtime).ok()
     }
 
-    /// Waits until QEMU tells of a new migration status, but no longer than until it is worth asking.
-    fn await_event(&mut self) {
+    /// Waits until QEMU tells of a new migration status, at most this long.
+    pub(super) fn await_event(&mut self, at_most: Duration) {
         let is_migration = |event: &Event| MigrationStatus::of_event(event).is_some();
         let never = AtomicBool::new(false);
-        if let Err(error) = self.qemu.client().wait_event(is_migration, POLL_INTERVAL, &never) {
+        if let Err(error) = self.qemu.client().wait_event(is_migration, at_most, &never) {
             // A monitor that is gone is found so by the next question.
             tracing::trace!(%error, "no event");
         }
     }
 
-    /// After a copy: puts the settings back, and lets the guest run on if asked to.
-    pub(super) fn release(mut self, resume: bool) -> Result<Released, Error> {
-        // The copy is complete, whatever becomes of its source now.
-        let (downtime_ms, notes) = match self.wait_tidy() {
+    /// Puts the settings back, and runs the guest that this migration stopped if `resume`. `undoes`: the guest stays here, with
+    /// what was taken out of it.
+    pub(super) fn restore(&mut self, resume: bool, undoes: bool) -> Result<Released, Error> {
+        let tidy = self.wait_tidy();
+        let (downtime_ms, mut notes) = match tidy {
             Ok(is_tidy) => (self.downtime(), self.restore_settings_if(is_tidy)),
+            Err(error) if undoes => return Err(error),
+            // The copy is complete, whatever becomes of its source now.
             Err(error) => {
                 self.forget();
                 (None, vec![error.to_string()])
             }
         };
-        if resume && self.ran {
+        if undoes {
+            let attached = self.vsocks.attach(&mut self.qemu);
+            notes.extend(attached.err().map(|error| error.to_string()));
+        }
+        if undoes && self.resumed {
+            // It was paused when it was found, by an earlier copy.
+            self.qemu.stop()?;
+        } else if resume {
             self.qemu.cont()?;
         }
         Ok(Released { downtime_ms, notes })
     }
 
-    /// After a move: ends QEMU. The guest is elsewhere.
-    pub(super) fn end(mut self) -> Result<Released, Error> {
+    /// After a move: ends QEMU. The guest is elsewhere. Returns how long it stood still, in milliseconds.
+    pub(super) fn end(&mut self) -> Result<Option<u64>, Error> {
         self.forget();
         let downtime_ms = self.wait_tidy().ok().and_then(|_| self.downtime());
         self.qemu.quit()?;
-        Ok(Released { downtime_ms, notes: Vec::new() })
+        Ok(downtime_ms)
     }
 
-    /// Whether the monitor is lost and QEMU is known to have ended.
-    pub(super) fn is_gone(&mut self) -> bool {
-        let status = self.qemu.status().map_err(Error::from);
-        status.is_err_and(|error| blame::is_gone(&error)) && self.has_ended()
+    /// What the guest does here when the copy is complete.
+    pub(super) fn state_after(&self, options: &Options, exited: bool, guest: GuestRun) -> SourceState {
+        if exited || options.end_source {
+            return SourceState::Ended;
+        }
+        let live = options.live && self.ran;
+        if live || options.resume && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
     /// Whether QEMU is known to have ended, and the guest with it.
@@ -415,79 +511,6 @@ impl QmpSource {
         if let Some(settings) = self.settings.take() {
             settings.keep();
         }
-    }
-
-    /// After a failure: ends the migration and lets the guest run on if it ran. `part` says what the destination has of it.
-    pub(super) fn undo(mut self, part: &str) -> (GuestState, Vec<String>) {
-        let socket = self.qemu.socket().to_owned();
-        match self.try_undo() {
-            Ok(mut notes) => {
-                let attached = self.vsocks.attach(&mut self.qemu);
-                notes.extend(attached.err().map(|error| error.to_string()));
-                (GuestState::Safe, notes)
-            }
-            Err(error) if blame::is_gone(&error) => (GuestState::LookAt(self.leave(part)), Vec::new()),
-            Err(error) => {
-                let text = format!("the source, QEMU on {socket}, cannot be put back: {error}");
-                (GuestState::LookAt(text), Vec::new())
-            }
-        }
-    }
-
-    /// The monitor is lost, so that nothing can be put back. Says where the guest is.
-    fn leave(mut self, part: &str) -> String {
-        if let Some(settings) = self.settings.take() {
-            settings.keep();
-        }
-        let socket = self.qemu.socket();
-        match self.has_ended() {
-            true => format!("its source, QEMU on {socket}, has ended, and the guest with it; {part}"),
-            false => format!(
-                "at its source, QEMU on {socket}, if that still lives: its monitor is lost, and the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`); {part}"
-            ),
-        }
-    }
-
-    fn try_undo(&mut self) -> Result<Vec<String>, Error> {
-        let begun = Instant::now();
-        let deadline = begun + END_TIMEOUT;
-        let mut cancelled = false;
-        loop {
-            let status = self.qemu.migration()?.status.unwrap_or(MigrationStatus::NONE);
-            if status.is_final() {
-                break;
-            }
-            if !cancelled && begun.elapsed() >= GIVE_UP_TIMEOUT {
-                self.qemu.client().execute(&MigrateCancel)?;
-                cancelled = true;
-            }
-            if Instant::now() >= deadline {
-                let socket = self.qemu.socket().to_owned();
-                return Err(Error::NotCompleted {
-                    socket,
-                    status: status.as_str().into(),
-                    waited: END_TIMEOUT,
-                });
-            }
-            thread::sleep(POLL_INTERVAL);
-        }
-        let notes = self.restore_settings_when_tidy()?;
-        // A source that fails late stands still for a moment before it runs on by itself.
-        while self.ran {
-            let status = self.qemu.status()?;
-            if status.running {
-                break;
-            }
-            if Instant::now() >= deadline {
-                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-                return Err(Error::NotCompleted { socket, status, waited: END_TIMEOUT });
-            }
-            if status.status != RunState::FINISH_MIGRATE {
-                self.qemu.cont()?;
-            }
-            thread::sleep(POLL_INTERVAL);
-        }
-        Ok(notes)
     }
 
     /// Only when QEMU has cleaned up: it does so by the settings that it finds then, some time after it says that it is done, and

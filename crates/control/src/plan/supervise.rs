@@ -7,6 +7,8 @@ use std::time::Duration;
 use towline_channel::Cancel;
 use towline_migration::Session;
 
+use super::switch::Switch;
+
 /// How often the watcher looks.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -14,6 +16,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 /// makes `work` end.
 pub(super) fn supervise<T: Send>(
     session: &Session,
+    switch: &Switch,
     cancel: &Cancel,
     look: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
     work: impl FnOnce() -> T + Send,
@@ -21,6 +24,7 @@ pub(super) fn supervise<T: Send>(
     let watcher = thread::current();
     // Not the thread's end, which comes a moment after it woke us.
     let done = AtomicBool::new(false);
+    let mut asked = false;
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let result = work();
@@ -33,8 +37,12 @@ pub(super) fn supervise<T: Send>(
             if done.load(Ordering::Acquire) {
                 break;
             }
-            if cancel.is_cancelled() {
-                session.fail(towline_migration::Error::Cancelled);
+            if cancel.is_cancelled() && !asked {
+                asked = true;
+                // Not where the guest may run at its destination already.
+                if switch.cancel() {
+                    session.fail(towline_migration::Error::Cancelled);
+                }
             }
             if let Err(error) = look() {
                 session.fail(error);

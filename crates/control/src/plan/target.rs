@@ -2,21 +2,24 @@
 
 use std::sync::Arc;
 
-use towline_channel::Address;
+use towline_channel::{Address, Channel};
 #[cfg(feature = "store")]
 use towline_image::store::StoreWriter;
 use towline_image::{ImageWriter, Origin};
 use towline_migration::incoming::Connections;
 use towline_migration::synthetic::Checked;
 use towline_migration::{Relay, Session, Sink};
+use towline_protocol::session::Receiver;
 
+use super::conclude::RunFailed;
 use super::copy::Run;
 use super::destination::QmpDestination;
 use super::fit::{Guest, uuid_bytes};
 use super::survey::Survey;
 use super::vsock::Vsocks;
 use super::zero_copy::lane_options;
-use super::{Destination, DestinationState, Error, Phase, blame, memory};
+use super::{Destination, DestinationState, Error, blame, memory};
+use crate::switchover::{DestinationKind, DestinationView, Started};
 
 /// Where a stream goes.
 pub(super) enum Target {
@@ -32,6 +35,8 @@ pub(super) enum Target {
         address: Address,
         uuid: [u8; 16],
         relay: Option<Box<Relay>>,
+        /// The main channel of a guest that was sent without a relay.
+        sent: Option<Arc<dyn Channel>>,
     },
     Memory(Box<Checked>),
     Null(Survey),
@@ -60,7 +65,7 @@ impl Target {
             }
             Destination::Stream(address) => {
                 let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
-                Self::Stream { address: address.clone(), uuid, relay: None }
+                Self::Stream { address: address.clone(), uuid, relay: None, sent: None }
             }
             Destination::Memory(room) => Self::Memory(Box::new(memory::room(room)?)),
             Destination::Null => Self::Null(Survey::default()),
@@ -110,7 +115,7 @@ impl Target {
             Self::Qemu { destination, relay: to } => {
                 *to = relay(destination.start(run.lanes, run.options, run.cancel)?)?;
             }
-            Self::Stream { address, uuid, relay: to } => {
+            Self::Stream { address, uuid, relay: to, .. } => {
                 *to = relay(run.reach(address, *uuid)?)?;
             }
             _ => {}
@@ -131,24 +136,54 @@ impl Target {
         }
     }
 
-    pub(super) fn is_survey(&self) -> bool {
-        matches!(self, Self::Null(_))
-    }
-
     pub(super) fn surveyed(&self) -> bool {
         matches!(self, Self::Null(survey) if survey.is_complete())
     }
 
-    /// Somebody else decides whether the guest runs there.
-    pub(super) fn runs_by_itself(&self) -> bool {
-        matches!(self, Self::Stream { .. })
+    /// What the switchover has to do with.
+    pub(super) fn kind(&self) -> DestinationKind {
+        match self {
+            Self::Qemu { .. } => DestinationKind::Qemu,
+            Self::Stream { .. } => DestinationKind::Stream,
+            Self::Image(_) | Self::Memory(_) | Self::Null(_) => DestinationKind::Stored,
+            #[cfg(feature = "store")]
+            Self::Store(_) => DestinationKind::Stored,
+        }
     }
 
-    /// Whether the guest ran at its source, for a target that we run.
-    pub(super) fn guest_ran(&self) -> bool {
+    /// What a towline at the source is told becomes of its guest here.
+    pub(super) fn receiver(&self) -> Receiver {
+        match self.kind() {
+            DestinationKind::Qemu => Receiver::Waits,
+            DestinationKind::Stored => Receiver::Stores,
+            DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline => {
+                Receiver::RunsByItself
+            }
+        }
+    }
+
+    /// The main channel of a stream that was sent, behind which another towline may be.
+    pub(super) fn channel(&self) -> Option<Arc<dyn Channel>> {
         match self {
-            Self::Qemu { relay, .. } => relay.as_deref().and_then(Relay::guest_ran).unwrap_or(true),
-            _ => false,
+            Self::Stream { relay: Some(relay), .. } => Some(relay.main_channel()),
+            Self::Stream { sent: Some(channel), .. } => Some(Arc::clone(channel)),
+            _ => None,
+        }
+    }
+
+    /// What a destination that is driven does with the guest.
+    pub(super) fn view(&mut self) -> DestinationView {
+        match self {
+            Self::Qemu { destination, .. } => destination.view(),
+            _ => DestinationView::Loaded,
+        }
+    }
+
+    /// Runs the guest at a destination that is driven, and sees whether it does.
+    pub(super) fn run_guest(&mut self) -> Result<Started, RunFailed> {
+        match self {
+            Self::Qemu { destination, .. } => destination.run_guest(),
+            _ => Ok(Started::Live),
         }
     }
 
@@ -157,58 +192,44 @@ impl Target {
         matches!(self, Self::Qemu { destination, .. } if destination.is_to_blame(error))
     }
 
-    /// Whether it has the whole guest, or may have: was sent it. `is_finished`: the migration went through here.
-    pub(super) fn has_it(&self, is_finished: bool) -> bool {
+    /// The guest is here, and runs if it is to: puts everything in order. Returns what to note.
+    pub(super) fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
         match self {
-            Self::Image(_) | Self::Stream { .. } if is_finished => true,
-            Self::Qemu { relay, .. } => relay.as_deref().is_some_and(Relay::is_sent),
-            _ => false,
-        }
-    }
-
-    /// The guest was sent: waits until it is loaded. It does not run yet.
-    pub(super) fn wait_loaded(&mut self) -> Result<(), Error> {
-        match self {
-            Self::Qemu { destination, .. } => destination.wait_loaded(),
-            _ => Ok(()),
-        }
-    }
-
-    /// The guest is here: runs it if it may, and puts everything in order.
-    pub(super) fn release(&mut self, runs: bool, run: &Run<'_>) -> Result<DestinationState, Error> {
-        match self {
-            Self::Image(writer) => {
-                run.set_increment(writer);
-                Ok(DestinationState::Stored)
-            }
-            #[cfg(feature = "store")]
-            Self::Store(writer) => {
-                run.set_uploaded(writer.tally());
-                Ok(DestinationState::Stored)
-            }
-            Self::Stream { .. } => Ok(DestinationState::Loaded),
-            Self::Memory(memory) => {
-                run.set_memory(memory.outcome());
-                Ok(DestinationState::Received)
-            }
-            Self::Null(_) => Ok(DestinationState::Dropped),
             Self::Qemu { destination, .. } => {
-                if runs {
-                    destination.run()?;
-                    run.observer.phase(Phase::Running);
-                }
-                let notes = destination.release()?;
-                notes.iter().for_each(|note| run.observer.notice(note));
-                Ok(if runs { DestinationState::Running } else { DestinationState::Paused })
+                destination.wait_loaded()?;
+                return destination.release();
             }
+            Self::Image(writer) => run.set_increment(writer),
+            #[cfg(feature = "store")]
+            Self::Store(writer) => run.set_uploaded(writer.tally()),
+            Self::Memory(memory) => run.set_memory(memory.outcome()),
+            Self::Stream { .. } | Self::Null(_) => {}
+        }
+        Ok(Vec::new())
+    }
+
+    /// How a guest is kept here that is stored.
+    pub(super) fn stored_state(&self) -> DestinationState {
+        match self {
+            Self::Memory(_) => DestinationState::Received,
+            Self::Null(_) => DestinationState::Dropped,
+            // A towline at the other end has stored it.
+            Self::Stream { .. } => DestinationState::Loaded,
+            _ => DestinationState::Stored,
+        }
+    }
+
+    /// Lets go of a stream that failed.
+    pub(super) fn disconnect(&mut self) {
+        if let Self::Qemu { relay, .. } | Self::Stream { relay, .. } = self {
+            *relay = None;
         }
     }
 
     /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
-    pub(super) fn undo(self, error: Error, run: &Run<'_>) -> (Error, Vec<String>) {
+    pub(super) fn undo(&mut self, error: Error, run: &Run<'_>) -> (Error, Vec<String>) {
         match self {
-            Self::Qemu { mut destination, relay } => {
-                drop(relay);
+            Self::Qemu { destination, .. } => {
                 let error = destination.explain(error);
                 (error, destination.undo())
             }

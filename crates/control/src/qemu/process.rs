@@ -135,6 +135,18 @@ impl Process {
         }
     }
 
+    /// Whether both are known to be one process.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (
+                Self::Known { pid, start_time, .. },
+                Self::Known { pid: other_pid, start_time: other_start_time, .. },
+            ) => pid == other_pid && start_time == other_start_time,
+            _ => false,
+        }
+    }
+
     /// Whether it is known which process it is.
     #[must_use]
     pub fn is_known(&self) -> bool {

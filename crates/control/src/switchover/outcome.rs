@@ -68,6 +68,28 @@ pub(crate) enum Held {
 }
 
 impl Held {
+    /// As [`Self::text`], of a guest whose source is an image, which stays as it was.
+    pub(crate) fn text_of_image(self) -> &'static str {
+        match self {
+            Self::DestinationMayRun => {
+                "at its destination, which was sent everything and may run it: look there; the image is as it was"
+            }
+            Self::BothPaused => {
+                "paused at the destination, which has loaded it: run it there (`cont`), or end it; the image is as it was"
+            }
+            Self::StoppedAgain => {
+                "at its destination, where it was run and stopped again: look there; the image is as it was"
+            }
+            Self::DestinationLost => {
+                "in its image; its destination was lost when it was to run it, so it may have run there"
+            }
+            Self::DestinationUnknown => {
+                "in its image; whether it runs at its destination is not known: look there"
+            }
+            held => held.text(),
+        }
+    }
+
     /// Where the guest is, and what to do: one sentence each, to follow "the guest is".
     pub(crate) fn text(self) -> &'static str {
         match self {
@@ -104,7 +126,7 @@ impl Held {
             }
             Self::BothExited => "lost: both QEMUs have ended",
             Self::SourceExited => {
-                "lost: its source's QEMU has ended, and the destination has only a part of it"
+                "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
             }
             Self::SourceUnknown => {
                 "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)"

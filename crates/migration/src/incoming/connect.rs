@@ -138,6 +138,11 @@ impl Connections {
         Ok(Self { main, lanes, uuid: gathering.roster.uuid(), others: None, refused: Mutex::default() })
     }
 
+    /// The channel that carries everything but lanes.
+    pub fn main_channel(&self) -> Arc<dyn Channel> {
+        Arc::clone(&self.main)
+    }
+
     /// After a migration that went through: holds the connections until the source has closed its main channel, at most so
     /// long. A lane that breaks before its source is done lets that say that it failed, and run on.
     pub fn linger(self, at_most: Duration) {

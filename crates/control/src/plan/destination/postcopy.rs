@@ -8,7 +8,7 @@ use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_qmp as qmp;
 use towline_qmp::commands::{
-    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus,
+    Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
 };
 
 use super::super::private_dir::PrivateDir;
@@ -191,16 +191,32 @@ impl QmpDestination {
         Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
     }
 
+    /// Runs the guest if all of its devices are there, whatever of its memory is still to come. Returns whether it runs.
+    pub(in super::super) fn start_loaded(&mut self) -> Result<bool, Error> {
+        let Some(status) = self.patiently(|qemu| qemu.status())? else { return Ok(false) };
+        if super::is_live(&status) {
+            return Ok(true);
+        }
+        if status.status != RunState::PAUSED {
+            return Ok(false);
+        }
+        self.patiently(|qemu| qemu.cont())?;
+        Ok(self.patiently(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
+    }
+
+    /// Runs the guest if that is still to be done.
+    pub(in super::super) fn run_after_all(&mut self) -> Result<(), Error> {
+        if self.start_loaded()? { Ok(()) } else { self.check_runs() }
+    }
+
     /// The guest is to run; does it?
     pub(in super::super) fn check_runs(&mut self) -> Result<(), Error> {
         let status = self.qemu.status()?;
-        match status.running {
-            true => Ok(()),
-            false => {
-                let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
-                Err(Error::NotRunning { socket, status })
-            }
+        if super::is_live(&status) {
+            return Ok(());
         }
+        let (socket, status) = (self.qemu.socket().to_owned(), status.status.as_str().into());
+        Err(Error::NotRunning { socket, status })
     }
 
     /// Leaves QEMU as it is set, for whoever recovers it.
@@ -211,7 +227,7 @@ impl QmpDestination {
     }
 
     /// Asks something that may not be answered for a while.
-    fn patiently<T>(
+    pub(super) fn patiently<T>(
         &mut self,
         ask: impl FnOnce(&mut Qemu) -> Result<T, qemu::Error>,
     ) -> Result<Option<T>, Error> {

@@ -7,8 +7,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::super::copy::Run;
 use super::super::destination::{Fate, QmpDestination};
 use super::super::fit::Guest as Fits;
-use super::super::hand_over::look_at;
-use super::super::{Destination, Error, Failure, GuestState, blame};
+use super::super::{Destination, Error, Failure, GuestState, blame, look_at};
 use super::{PostcopyOptions, Stored};
 
 /// See the module's text.

@@ -13,14 +13,19 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::switchover::{DestinationKind, SourceKind};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
+use super::super::conclude::{self as ends, Conclusion, conclude};
 use super::super::copy::Run;
 use super::super::destination::{Fate, QmpDestination};
-use super::super::hand_over::{look_at, release};
 use super::super::source::QmpSource;
-use super::super::{Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame};
+use super::super::switch::Switch;
+use super::super::target::Target;
+use super::super::{
+    Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame, look_at,
+};
 use super::{BREAK_AFTER, PostcopyOptions, PostcopyReport, RECOVER_TIMEOUT};
 
 /// How often the QEMUs are asked.
@@ -42,18 +47,25 @@ pub(in super::super) fn migrate(
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }
     })?;
-    let mut target = match prepare(to, &mut source, run) {
-        Ok(target) => target,
-        Err(error) => return Err(undo(error, source, None)),
-    };
-    let runs = run.options.run.unwrap_or(source.ran);
+    let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
+    let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run);
     run.observer.phase(Phase::Connect);
-    let begun = target.start_postcopy(options.preempt, runs);
+    // It stays paused until the source has switched, or says that it is done without.
+    let begun = target.start_postcopy(options.preempt, false);
     let begun = begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.options));
-    if let Err(error) = begun.and_then(|()| switch(&mut source, run)) {
-        let error = target.explain(error);
-        return Err(undo(error, source, Some(target)));
-    }
+    let switched = match begun.and_then(|()| switch_over(&mut source, run)) {
+        Ok(switched) => switched,
+        Err(error) => {
+            let error = target.explain(error);
+            let directive = switch.failed(&error);
+            let origin = ends::Origin::Qemu(Box::new(source));
+            let target = Target::Qemu { destination: Box::new(target), relay: None };
+            let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
+            let concluded = conclude(ends, directive)?;
+            return Ok(run.done(Snapshot::default(), concluded.source, concluded.destination));
+        }
+    };
+    let runs = run.options.run.unwrap_or(switched);
     run.observer.phase(Phase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
     let mut live = Live { source, target, run, report, moved, runs, told: false };
@@ -69,38 +81,33 @@ fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDest
     Ok(target)
 }
 
-/// Waits for the end of the first pass, and switches.
-fn switch(source: &mut QmpSource, run: &Run<'_>) -> Result<(), Error> {
+/// Waits for the end of the first pass, and switches. Returns whether the guest was live then.
+fn switch_over(source: &mut QmpSource, run: &Run<'_>) -> Result<bool, Error> {
     run.observer.phase(Phase::Transfer);
-    let mut cancelled = false;
+    let (mut cancelled, mut live) = (false, source.ran);
     loop {
-        let migration = source.migration()?;
+        let Some(migration) = source.migration()? else { continue };
         run.observer.progress(&source.progress);
         match &migration.status {
-            Some(status) if *status == MigrationStatus::COMPLETED => return Ok(()),
+            Some(status) if *status == MigrationStatus::COMPLETED => return Ok(live),
             Some(status) if status.is_final() && cancelled => return Err(Error::Cancelled),
             Some(status) if status.is_final() => return Err(source.failed(&migration)),
             Some(status) if *status == MigrationStatus::ACTIVE => {
+                live = source.is_live()?.unwrap_or(live);
                 let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
                 if passes > 1 && !cancelled && !run.cancel.is_cancelled() {
-                    return source.switch();
+                    source.switch()?;
+                    return Ok(live);
                 }
             }
             _ => {}
         }
         if run.cancel.is_cancelled() && !cancelled {
             cancelled = true;
-            source.cancel()?;
+            source.cancel_own()?;
         }
         thread::sleep(ASK_INTERVAL);
     }
-}
-
-/// Before the switch: the guest runs on at its source.
-fn undo(error: Error, source: QmpSource, target: Option<QmpDestination>) -> Failure {
-    let (guest, mut notes) = source.undo("the destination has only a part of it, which does not run");
-    notes.extend(target.map(|mut target| target.undo()).unwrap_or_default());
-    Failure { error: Box::new(error), guest, notes }
 }
 
 /// From the switch on: the source holds the guest's memory, and the destination its processors.
@@ -119,7 +126,10 @@ impl Live<'_> {
     /// Until the source says that it is done. Returns how long the guest stood still, in milliseconds.
     fn follow(&mut self) -> Result<Option<u64>, Failure> {
         loop {
-            let migration = self.source.migration().map_err(|error| self.lost(error))?;
+            // A QEMU that does not answer just now says nothing of its guest.
+            let Some(migration) = self.source.migration().map_err(|error| self.lost(error))? else {
+                continue;
+            };
             self.run.observer.progress(&self.source.progress);
             self.look(&migration);
             match &migration.status {
@@ -138,10 +148,7 @@ impl Live<'_> {
     }
 
     fn look(&mut self, migration: &MigrationInfo) {
-        if self.runs
-            && self.report.running_after.is_none()
-            && self.target.runs_now().is_ok_and(|runs| runs == Some(true))
-        {
+        if self.runs && self.report.running_after.is_none() && is_over_there(migration) && self.starts() {
             self.report.running_after = Some(self.run.elapsed());
             self.run.observer.phase(Phase::Running);
         }
@@ -153,6 +160,17 @@ impl Live<'_> {
             self.told = true;
             let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
             self.run.observer.notice(text);
+        }
+    }
+
+    /// The source has given its guest away: the destination runs it as soon as it has its devices.
+    fn starts(&mut self) -> bool {
+        match self.target.start_loaded() {
+            Ok(runs) => runs,
+            Err(error) => {
+                tracing::debug!(%error, "the destination does not run the guest yet");
+                false
+            }
         }
     }
 
@@ -213,8 +231,9 @@ impl Live<'_> {
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
         self.run.observer.phase(Phase::Release);
+        let runs = self.runs;
         let finished = self.target.wait_completed();
-        let finished = finished.and_then(|()| if self.runs { self.target.check_runs() } else { Ok(()) });
+        let finished = finished.and_then(|()| if runs { self.target.run_after_all() } else { Ok(()) });
         let notes = match finished.and_then(|()| self.target.release()) {
             Ok(notes) => notes,
             Err(error) => {
@@ -226,12 +245,22 @@ impl Live<'_> {
             }
         };
         notes.iter().for_each(|note| self.run.observer.notice(note));
-        let (source, exact_ms) = release(self.source, self.run)?;
+        if runs && self.report.running_after.is_none() {
+            self.report.running_after = Some(self.run.elapsed());
+            self.run.observer.phase(Phase::Running);
+        }
+        let (source, exact_ms) = ends::release_source(&mut self.source, self.run)?;
         let downtime_ms = exact_ms.or(downtime_ms);
-        let state = if self.runs { DestinationState::Running } else { DestinationState::Paused };
+        let state = if runs { DestinationState::Running } else { DestinationState::Paused };
         let report = self.run.done(self.moved, source, state);
         Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
     }
+}
+
+/// Whether the source has sent everything but memory, and cannot run its guest any more.
+fn is_over_there(migration: &MigrationInfo) -> bool {
+    let status = migration.status.as_ref().map_or("", MigrationStatus::as_str);
+    status.starts_with("postcopy-") && status != "postcopy-device" || status == "completed"
 }
 
 fn moved(ram: &RamStats) -> Snapshot {

@@ -1,8 +1,9 @@
 //! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
 
 use towline_channel::Address;
-use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrateStartPostcopy, MigrationInfo};
+use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo};
 
+use super::super::destination::is_live;
 use super::super::{Error, Options, converge};
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
 use crate::qemu::Settings;
@@ -25,26 +26,26 @@ impl QmpSource {
         wanted.parameters.max_postcopy_bandwidth = Some(options.max_bandwidth.unwrap_or(0));
         self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
         self.wait_tidy()?;
-        self.qemu.client().execute(&Migrate::to_uri(address.to_string()))?;
-        Ok(())
+        self.begin(&Migrate::to_uri(address.to_string()))
     }
 
-    /// How the migration goes now.
-    pub(in super::super) fn migration(&mut self) -> Result<MigrationInfo, Error> {
-        let migration = self.qemu.migration()?;
-        self.progress = converge::progress(&migration);
+    /// How the migration goes now; `None`: QEMU does not answer just now.
+    pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
+        let migration = self.patiently(|qemu| qemu.migration())?;
+        if let Some(migration) = &migration {
+            self.progress = converge::progress(migration);
+        }
         Ok(migration)
+    }
+
+    /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now.
+    pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
+        Ok(self.patiently(|qemu| qemu.status())?.map(|status| is_live(&status)))
     }
 
     /// Has the guest go to its destination, and its memory follow.
     pub(in super::super) fn switch(&mut self) -> Result<(), Error> {
         self.qemu.client().execute(&MigrateStartPostcopy)?;
-        Ok(())
-    }
-
-    /// Ends it before that.
-    pub(in super::super) fn cancel(&mut self) -> Result<(), Error> {
-        self.qemu.client().execute(&MigrateCancel)?;
         Ok(())
     }
 

@@ -195,7 +195,7 @@ impl World {
             add(streams && up.all && up.open && down.open, Step::EngineCommits(index));
             let sent = towline.engine == Engine::Sent;
             add(sent && down.shut, Step::EngineAcknowledges(index));
-            let broken = !down.open && !(sent && down.shut) || !up.open && !(streams && up.all);
+            let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
             add(towline.engine != Engine::Ended && broken, Step::EngineFails(index));
             if let Some(directive) = towline.todo {
                 for reply in self.replies(index, directive) {

@@ -1,0 +1,132 @@
+//! The session with a towline at the other end, behind the end of the stream: frames over its main channel.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_channel::{
+    Channel, ChannelExt as _, Error as ChannelError, IoBuf, IoBufMut, RecvFlags, SendFlags,
+};
+use towline_protocol::Reader;
+use towline_protocol::return_path::Message;
+use towline_protocol::session::{FromDestination, FromSource};
+
+use super::Error;
+
+/// How long one look for a frame may take.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long a frame may take to be sent.
+const SEND_TIMEOUT: Duration = Duration::from_secs(10);
+/// More bytes than any frame has.
+const INPUT_BYTES: usize = 1024;
+
+/// The other towline.
+#[derive(Debug)]
+pub(super) struct Peer {
+    channel: Arc<dyn Channel>,
+    input: Vec<u8>,
+}
+
+/// What a look for a frame found.
+#[derive(Debug)]
+pub(super) enum Received<T> {
+    Frame(T),
+    /// Nothing yet.
+    Nothing,
+    /// The connection is lost, or what came is no frame.
+    Lost(Error),
+}
+
+impl Peer {
+    /// The towline at the other end of this channel, the main one of a migration that has ended.
+    pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
+        Self { channel, input: Vec::new() }
+    }
+
+    /// Sends a frame to the destination's towline.
+    pub(super) fn send_outcome(&self, frame: FromSource) -> Result<(), Error> {
+        let mut bytes = Vec::new();
+        frame.to_command().encode(&mut bytes);
+        self.send(&bytes)
+    }
+
+    /// Sends a frame to the source's towline.
+    pub(super) fn send_settled(&self, frame: &FromDestination) -> Result<(), Error> {
+        let mut bytes = Vec::new();
+        frame.to_message().encode(&mut bytes);
+        self.send(&bytes)
+    }
+
+    fn send(&self, bytes: &[u8]) -> Result<(), Error> {
+        self.channel.set_timeouts(None, Some(SEND_TIMEOUT))?;
+        Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
+    }
+
+    /// Looks for a frame of the source's towline.
+    pub(super) fn outcome(&mut self) -> Received<FromSource> {
+        self.receive(FromSource::decode)
+    }
+
+    /// Looks for a frame of the destination's towline. What a relay passes on besides is skipped.
+    pub(super) fn settled(&mut self) -> Received<FromDestination> {
+        self.receive(|reader| {
+            loop {
+                match Message::decode(reader)? {
+                    None => return Ok(None),
+                    Some(message) => {
+                        if let Some(frame) = FromDestination::of(&message) {
+                            return Ok(Some(frame));
+                        }
+                    }
+                }
+            }
+        })
+    }
+
+    fn receive<T>(
+        &mut self,
+        decode: impl Fn(&mut Reader<'_>) -> towline_protocol::Result<Option<T>>,
+    ) -> Received<T> {
+        let until = Instant::now() + LOOK;
+        loop {
+            let mut reader = Reader::new(&self.input);
+            match decode(&mut reader) {
+                Ok(Some(frame)) => {
+                    let taken = reader.position();
+                    self.input.drain(..taken);
+                    return Received::Frame(frame);
+                }
+                Ok(None) if self.input.len() < INPUT_BYTES => {}
+                Ok(None) => return Received::Lost(self.closed()),
+                Err(source) => {
+                    let peer = self.channel.peer().to_owned();
+                    return Received::Lost(towline_migration::Error::Protocol { peer, source }.into());
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Received::Nothing;
+            }
+            match self.more(left) {
+                Ok(()) => {}
+                Err(ChannelError::Timeout { .. }) => return Received::Nothing,
+                Err(error) => return Received::Lost(error.into()),
+            }
+        }
+    }
+
+    fn more(&mut self, within: Duration) -> Result<(), ChannelError> {
+        self.channel.set_timeouts(Some(within), None)?;
+        let mut bytes = [0; INPUT_BYTES];
+        match self.channel.recv(&mut [IoBufMut::from(&mut bytes[..])], RecvFlags::empty())? {
+            0 => Err(ChannelError::Cut { peer: self.channel.peer().to_owned() }),
+            received => {
+                self.input.extend_from_slice(&bytes[..received]);
+                Ok(())
+            }
+        }
+    }
+
+    fn closed(&self) -> Error {
+        ChannelError::Cut { peer: self.channel.peer().to_owned() }.into()
+    }
+}

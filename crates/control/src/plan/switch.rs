@@ -1,0 +1,158 @@
+//! The switchover of one command: its machine, asked by the engine's threads at the points of no return and by the plan's thread for
+//! all else.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use towline_migration::{Commit, Error as EngineError, Gate, LinkState, Session};
+use towline_protocol::session::{MoveId, Receiver};
+use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
+
+use crate::switchover::{
+    DestinationKind, Directive, GuestRun, Input, Link, Request, RunRequest, SourceAfter, SourceKind,
+    Switchover,
+};
+
+use super::Error;
+use super::copy::Run;
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) struct Switch {
+    machine: Mutex<Switchover>,
+    id: OnceLock<MoveId>,
+    /// What was directed when the engine reported its failure.
+    failed: OnceLock<Directive>,
+}
+
+impl Switch {
+    /// The switchover of a command between these two kinds of ends.
+    pub(super) fn new(source: SourceKind, destination: DestinationKind, run: &Run<'_>) -> Arc<Self> {
+        let options = run.options;
+        let after = match (options.end_source, options.resume && !options.live) {
+            (true, _) => SourceAfter::Quit,
+            (false, true) => SourceAfter::Resume,
+            (false, false) => SourceAfter::Stay,
+        };
+        let run = match options.run {
+            None => RunRequest::AsItWas,
+            Some(true) => RunRequest::Run,
+            Some(false) => RunRequest::Pause,
+        };
+        let machine = Mutex::new(Switchover::new(Request { source, destination, run, after }));
+        Arc::new(Self { machine, id: OnceLock::new(), failed: OnceLock::new() })
+    }
+
+    /// A session whose engine asks this at its points of no return.
+    pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
+        let session = Arc::new(Session::default());
+        let gate: Arc<dyn Gate> = Arc::<Self>::clone(self);
+        session.guard_by(gate);
+        session
+    }
+
+    /// Takes in what has happened; returns what to do.
+    pub(super) fn handle(&self, input: Input) -> Directive {
+        let directive = self.machine().handle(input);
+        tracing::debug!(?input, ?directive, "switchover");
+        directive
+    }
+
+    /// A guest that no engine of ours carried is loaded at its destination: what to do.
+    pub(super) fn loaded(&self, guest: GuestRun) -> Directive {
+        // The stream's own, where there was one, says the same.
+        if self.handle(Input::CommitRequested(guest)) == Directive::Refuse {
+            return self.failed(&Error::Cancelled);
+        }
+        self.handle(Input::Delivered)
+    }
+
+    /// The user's wish to cancel: whether the stream is to fail.
+    pub(super) fn cancel(&self) -> bool {
+        self.handle(Input::Cancel) == Directive::Abort
+    }
+
+    /// The stream, or what was done meanwhile, failed: what to do. The engine may have reported it before.
+    pub(super) fn failed(&self, error: &Error) -> Directive {
+        let refused = matches!(error, Error::Migration(error) if is_refusal(error));
+        *self.failed.get_or_init(|| self.handle(failure(refused)))
+    }
+
+    /// What is known of the guest, its destination and the stage.
+    pub(super) fn state(&self) -> Switchover {
+        *self.machine()
+    }
+
+    /// The name of this move, which both towlines have.
+    pub(super) fn id(&self) -> MoveId {
+        *self.id.get_or_init(|| std::array::from_fn(|_| fastrand::u8(..)))
+    }
+
+    fn machine(&self) -> MutexGuard<'_, Switchover> {
+        // Every input leaves it whole.
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn failure(refused: bool) -> Input {
+    if refused { Input::DestinationRefused } else { Input::Failed }
+}
+
+/// Whether the destination said that it could not load the guest.
+fn is_refusal(error: &EngineError) -> bool {
+    matches!(
+        error,
+        EngineError::Protocol { source: ProtocolError::Misbehaved(PeerMisbehaved::ShutWithError { .. }), .. }
+    )
+}
+
+impl Gate for Switch {
+    fn destination(&self, receiver: Option<Receiver>) {
+        let kind = match receiver {
+            Some(Receiver::Waits) => DestinationKind::Towline,
+            Some(Receiver::Stores) => DestinationKind::Stored,
+            Some(Receiver::RunsByItself) => DestinationKind::Relayed,
+            None => return,
+        };
+        self.machine().found_destination(kind);
+    }
+
+    fn source_reports(&self, id: MoveId) {
+        self.id.get_or_init(|| id);
+        self.machine().found_source_towline();
+    }
+
+    fn move_id(&self) -> MoveId {
+        self.id()
+    }
+
+    fn confirms_loading(&self) -> bool {
+        self.machine().destination() == DestinationKind::Stream
+    }
+
+    fn commit(&self, run_state: Option<&str>) -> Commit {
+        match self.handle(Input::CommitRequested(GuestRun::from_state(run_state))) {
+            Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
+            Directive::Proceed => Commit::Reversible,
+            _ => Commit::Refused,
+        }
+    }
+
+    fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
+        let input =
+            Input::AcknowledgeRequested { guest: GuestRun::from_state(run_state), source: link(source) };
+        self.handle(input) == Directive::Proceed
+    }
+
+    fn holds(&self, error: &EngineError) -> bool {
+        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error)))) == Directive::Hold
+    }
+}
+
+/// The same in the machine's words.
+pub(super) fn link(state: LinkState) -> Link {
+    match state {
+        LinkState::Open => Link::Open,
+        LinkState::Closed => Link::Closed,
+        LinkState::Reset => Link::Reset,
+    }
+}
