@@ -65,7 +65,7 @@ fn socat(near: &Path, far: &Path) -> Option<Killed> {
 fn qemu_that_listens_is_identified_and_its_exit_seen() {
     for binary in binaries("qemu_that_listens_is_identified_and_its_exit_seen") {
         let mut process = TestQemu::q35(&binary, &["-smp", "2"]);
-        let mut qemu = connect(&process);
+        let qemu = connect(&process);
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
         assert!(!qemu.has_ended(MOMENT));

@@ -25,6 +25,7 @@ use crate::limits;
 use crate::machine::BarrierForm;
 use crate::ram::{self, PAGE_SIZE, PageRef, RamBlock};
 use crate::section::{Command, CommandKind, SectionHeader, SectionType};
+use crate::session;
 use crate::wire::{Incomplete, Reader};
 use crate::{InvalidMessage, PeerIncompatible, PeerMisbehaved, Result};
 
@@ -354,6 +355,7 @@ fn refuse_foreign(command: &Command) -> Result<()> {
     let Command::Other { kind, .. } = command else { return Ok(()) };
     let feature = |what, switch| Err(PeerIncompatible::Feature { what, switch }.into());
     match *kind {
+        CommandKind(session::KIND) => Ok(()),
         CommandKind::POSTCOPY_ADVISE => {
             feature("postcopy, which needs a destination that runs the guest", "postcopy-ram")
         }

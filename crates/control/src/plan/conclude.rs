@@ -391,7 +391,7 @@ impl Conclude<'_> {
 
     fn failure(mut self, guest: GuestState) -> Failure {
         let error = self.ends.error.take().unwrap_or(Error::Cancelled);
-        let (error, notes) = self.ends.target.undo(error, self.ends.run);
+        let (error, notes) = self.ends.target.undo(error, self.ends.run, self.is_cut_over);
         self.notes.extend(notes);
         if let (Origin::Qemu(source), GuestState::LookAt(_)) = (&mut self.ends.origin, &guest) {
             source.forget();

@@ -226,11 +226,12 @@ impl Target {
         }
     }
 
-    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
-    pub(super) fn undo(&mut self, error: Error, run: &Run<'_>) -> (Error, Vec<String>) {
+    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left. `is_cut_over`: the guest was to run
+    /// here.
+    pub(super) fn undo(&mut self, error: Error, run: &Run<'_>, is_cut_over: bool) -> (Error, Vec<String>) {
         match self {
             Self::Qemu { destination, .. } => {
-                let error = destination.explain(error);
+                let error = if is_cut_over { error } else { destination.explain(error) };
                 (error, destination.undo())
             }
             Self::Stream { address, .. } if blame::peer_is(&error, &address.to_string()) => {

@@ -81,7 +81,7 @@ impl Held {
                 "at its destination, where it was run and stopped again: look there; the image is as it was"
             }
             Self::DestinationLost => {
-                "in its image; its destination was lost when it was to run it, so it may have run there"
+                "in its image; its destination was lost when it was to run it, so it may have run there; the image is as it was"
             }
             Self::DestinationUnknown => {
                 "in its image; whether it runs at its destination is not known: look there"
