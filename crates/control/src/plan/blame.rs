@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use towline_channel::Error as ChannelError;
+use towline_migration::Compression;
 use towline_migration::Error as MigrationError;
 use towline_qmp as qmp;
 
-use super::Error;
-use super::copy::Run;
+use super::error::Error;
 use crate::qemu;
 
 /// Whether `error` is of the monitor at `monitor`, or of the stream over the socket at `stream`.
@@ -59,8 +59,8 @@ pub(super) fn is_ours(error: &Error) -> bool {
 
 /// Says of lanes to somebody else's destination what it may mean that they are lost: one that wants fewer takes or keeps no
 /// others, and one that expects another compression none of these.
-pub(super) fn lanes_lost(error: Error, run: &Run<'_>) -> Error {
-    let (lanes, compression) = (run.lanes, run.options.compression.method().name());
+pub(super) fn lanes_lost(error: Error, lanes: usize, compression: Compression) -> Error {
+    let compression = compression.method().name();
     match error {
         Error::Migration(MigrationError::Channel(ChannelError::Timeout {
             op: "connect" | "TLS handshake" | "WebSocket handshake",

@@ -21,8 +21,14 @@ use std::thread;
 use towline_channel::{Address, Cancel};
 use towline_image::StoredGuest;
 
-use super::copy::{Run, checked};
-use super::{Destination, Error, Failure, Observer, Options, Phase, Report, Source, restore};
+use super::context::Run;
+use super::endpoint::{Destination, Source};
+use super::error::{Error, Failure};
+use super::options::Options;
+use super::progress::{Observer, Phase};
+use super::report::Report;
+use super::restore;
+use super::validate::checked;
 
 /// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;

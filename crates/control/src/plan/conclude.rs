@@ -15,12 +15,16 @@ use towline_channel::Channel;
 use towline_migration::look_at_link;
 use towline_protocol::session::{FromDestination, FromSource, Run as RunWord, Settled};
 
-use super::copy::Run;
+use super::context::Run;
+use super::destination::RunFailed;
+use super::error::look_at;
+use super::error::{Error, Failure, GuestState};
 use super::peer::{Peer, Received};
+use super::progress::Phase;
+use super::report::{DestinationState, SourceState};
 use super::source::QmpSource;
 use super::switch::{Switch, link};
 use super::target::Target;
-use super::{DestinationState, Error, Failure, GuestState, Phase, SourceState};
 use crate::switchover::{
     DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest, SourceView,
     Started,
@@ -407,11 +411,11 @@ pub(super) fn release_source(
     run: &Run<'_>,
 ) -> Result<(SourceState, Option<u64>), Failure> {
     if run.options.end_source {
-        let ended = source.end().map_err(|error| super::look_at(error, Held::SourceNotEnded.text()))?;
+        let ended = source.end().map_err(|error| look_at(error, Held::SourceNotEnded.text()))?;
         return Ok((SourceState::Ended, ended));
     }
     let released =
-        source.restore(false, false).map_err(|error| super::look_at(error, Held::SourceUnknown.text()))?;
+        source.restore(false, false).map_err(|error| look_at(error, Held::SourceUnknown.text()))?;
     released.notes.iter().for_each(|note| run.observer.notice(note));
     Ok((SourceState::Paused, released.downtime_ms))
 }
@@ -419,13 +423,6 @@ pub(super) fn release_source(
 /// Where a guest is that came without its vsock.
 const WITHOUT_VSOCK: &str =
     "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)";
-
-/// A guest that was to run, and does not, as far as is known.
-#[derive(Debug)]
-pub(super) struct RunFailed {
-    pub(super) started: Started,
-    pub(super) error: Box<Error>,
-}
 
 impl<T> Received<T> {
     fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use towline_migration::convergence::{Decision, Limits, Patience, Policy, Sample, Sampler};
 use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
-use super::{Error, Options, Progress};
+use super::error::Error;
+use super::options::Options;
+use super::progress::Progress;
 use crate::qemu::Facts;
 
 /// QEMU's own `max-cpu-throttle`, in percent.

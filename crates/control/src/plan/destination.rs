@@ -16,15 +16,15 @@ use towline_qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
 };
 
-use super::conclude::RunFailed;
+use super::error::Error;
 use super::fit::{Guest, uuid_bytes};
+use super::options::Options;
 use super::private_dir::PrivateDir;
+use super::progress::Observer;
 use super::vsock::Vsocks;
-use super::{Error, Observer, Options, blame, compression};
+use super::{blame, compression};
 use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
 use crate::switchover::{DestinationView, Started};
-
-pub(super) use postcopy::Fate;
 
 /// How long a QEMU that has everything may take to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
@@ -43,6 +43,26 @@ const MUST_BE_OFF: [Capability; 7] = [
     Capability::VALIDATE_UUID,
     Capability::SWITCHOVER_ACK,
 ];
+
+/// A guest that was to run, and does not, as far as is known.
+#[derive(Debug)]
+pub(super) struct RunFailed {
+    pub(super) started: Started,
+    pub(super) error: Box<Error>,
+}
+
+/// A QEMU whose connection was lost.
+#[derive(Debug)]
+pub(super) enum Fate {
+    /// It listens there again.
+    Listens(Address),
+    /// It is not ready to.
+    NotYet,
+    /// It has everything.
+    Complete,
+    /// It gave the guest up.
+    Failed(String),
+}
 
 /// A QEMU that waits for a guest.
 #[derive(Debug)]

@@ -10,7 +10,9 @@ use towline_compat::{Facts, Pair, Report, Severity, Way, judge};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
-use super::{Error, Observer, vsock};
+use super::error::Error;
+use super::progress::Observer;
+use super::vsock;
 use crate::check::{self, End};
 use crate::qemu::Qemu;
 

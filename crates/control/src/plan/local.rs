@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, pair};
 use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outgoing};
 
-use super::copy::Run;
+use super::context::Run;
+use super::error::Error;
 use super::switch::Switch;
-use super::{Error, blame, restore, zero_copy};
+use super::{blame, send, zero_copy};
 use crate::switchover::{DestinationKind, SourceKind};
 
 /// Bytes on the way between the two halves of a copy without lanes.
@@ -35,8 +36,8 @@ pub(super) fn copy(
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
         });
-        let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run);
-        let sent = restore::send(guest, &out, &switch, run, &mut || Ok(()));
+        let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run.options);
+        let sent = send::send(guest, &out, &switch, run, &mut || Ok(()));
         // Whether it failed or not, nothing more is to be sent.
         drop(out);
         if sent.is_err() {

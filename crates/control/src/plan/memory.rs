@@ -6,27 +6,20 @@
 //!   anything ─► mem:    populated ahead, verified (or hashed) before the source hears that its guest has arrived
 //! ```
 
-use std::num::NonZeroUsize;
 use std::path::Path;
-use std::thread;
 
 use towline_channel::Address;
 use towline_image::Origin;
-use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
-use towline_migration::{Guest, Memory, MemoryError, Snapshot};
+use towline_migration::synthetic::{Shape, Synthetic};
+use towline_migration::{Guest, Snapshot};
 
-use super::copy::Run;
-use super::{Destination, DestinationState, Error, Failure, Report, SourceState, local, restore};
-
-/// Memory of this process as a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryRoom {
-    /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
-    /// says so.
-    pub length: Option<u64>,
-    /// In reserved huge pages; needs a length.
-    pub is_huge: bool,
-}
+use super::context::Run;
+use super::endpoint::Destination;
+use super::endpoint::MemoryRoom;
+use super::error::{Error, Failure};
+use super::local;
+use super::report::{DestinationState, Report, SourceState};
+use super::{room, send_out};
 
 /// Sends a synthetic guest, which ends with this.
 pub(super) fn from_memory(
@@ -47,7 +40,7 @@ fn to_stream(shape: &Shape, address: &Address, run: &Run<'_>) -> Result<Report, 
     let engine = towline_migration::Error::from;
     let source = Synthetic::new(*shape).map_err(|error| Failure::untouched(engine(error)))?;
     run.check_cancelled().map_err(Failure::untouched)?;
-    let sent = source.run(|guest| restore::to_stream(guest, address, run));
+    let sent = source.run(|guest| send_out::to_stream(guest, address, run));
     sent.map_err(Failure::untouched)?
 }
 
@@ -77,7 +70,7 @@ fn copy(shape: &Shape, destination: &Destination, run: &Run<'_>) -> Result<Repor
             (moved, DestinationState::Stored)
         }
         Destination::Memory(room) => {
-            let memory = self::room(room)?;
+            let memory = room::room(room)?;
             let moved = within(&memory)?;
             run.set_memory(memory.outcome());
             (moved, DestinationState::Received)
@@ -100,35 +93,8 @@ fn to_image(source: &Synthetic, path: &Path, run: &Run<'_>) -> Result<Snapshot, 
 
 /// Copies an image into memory.
 pub(super) fn from_image(image: &dyn Guest, room: &MemoryRoom, run: &Run<'_>) -> Result<Report, Error> {
-    let memory = self::room(room)?;
+    let memory = room::room(room)?;
     let moved = local::copy(image, &memory, run.lanes, run)?;
     run.set_memory(memory.outcome());
     Ok(run.done(moved, SourceState::Unchanged, DestinationState::Received))
-}
-
-/// Makes room for a guest.
-pub(super) fn room(room: &MemoryRoom) -> Result<Checked, Error> {
-    let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
-    let memory = match room.length {
-        None => Memory::adopting(available_bytes()),
-        Some(length) => {
-            let failed = |source| {
-                let block = synthetic::BLOCK_NAME.to_owned();
-                towline_migration::Error::from(MemoryError::Map { block, length, source })
-            };
-            let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
-            // Its pages stay when this mapping of it goes.
-            synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
-            Memory::adopting_into(file, length)
-        }
-    };
-    Ok(Checked::new(memory, threads))
-}
-
-/// What the kernel says can be had without others losing theirs.
-fn available_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib * 1024)
 }

@@ -10,7 +10,7 @@ use towline_protocol::Reader;
 use towline_protocol::return_path::Message;
 use towline_protocol::session::{FromDestination, FromSource};
 
-use super::Error;
+use super::error::Error;
 
 /// How long one look for a frame may take.
 const LOOK: Duration = Duration::from_millis(50);

@@ -11,8 +11,8 @@
 
 mod end;
 mod live;
+mod stored;
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -20,96 +20,35 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, connect_with};
 use towline_image::WorkingSet;
-use towline_migration::postcopy::{FaultCounts, Link, Lost, Options as EngineOptions, Running};
-use towline_migration::{Compression, Guest, Postcopy, Session, Statistics, ZeroCopySend};
+use towline_migration::postcopy::{Link, Lost, Options as EngineOptions, Running};
+use towline_migration::{Postcopy, Session, Statistics};
 
-use super::copy::Run;
+use super::context::Run;
 use super::destination::Fate;
+use super::endpoint::Destination;
+use super::error::{Error, Failure, GuestState};
+use super::options::PostcopyOptions;
+use super::progress::{Phase, Progress};
+use super::report::PostcopyReport;
+use super::report::{DestinationState, Report, SourceState};
+use super::supervise::supervised;
 use super::switch::Switch;
-use super::{
-    Destination, DestinationState, Error, Failure, GuestState, Options, Phase, Progress, Report, Source,
-    SourceState, blame, tls,
-};
+use super::{blame, tls};
 use crate::switchover::{DestinationKind, SourceKind};
 use end::End;
 pub(super) use live::migrate;
+pub(super) use stored::Stored;
+use stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// How often a guest that is to run is looked at, and how often one that runs.
 const STARTS_INTERVAL: Duration = Duration::from_millis(1);
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 /// How long it is looked at so closely.
 const STARTS_MAX: Duration = Duration::from_secs(2);
-/// How long a lost connection is made again before somebody else has to.
-const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often that is tried.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Connections in a row that bring nothing forward.
 const IDLE_RECOVERIES_MAX: u32 = 5;
-/// When a destination that has not noticed by itself is told that its connection is lost.
-const BREAK_AFTER: Duration = Duration::from_secs(1);
-
-/// How a copy by postcopy is made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PostcopyOptions {
-    /// Pages that are waited for go on a channel of their own.
-    pub preempt: bool,
-    /// Goes on with a guest that runs at its destination, and whose memory stopped coming.
-    pub recover: bool,
-    /// Remembers beside the image what the guest needed at once, for the next time.
-    pub record_working_set: bool,
-}
-
-/// How a guest's memory followed it.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct PostcopyReport {
-    /// What it waited for.
-    pub faults: FaultCounts,
-    /// Pages that the working set of earlier restores named.
-    pub working_set_pages: u64,
-    /// From the first question to a guest that was seen to run; `None`: nobody could look.
-    pub running_after: Option<Duration>,
-    /// Connections that were lost and made again.
-    pub recoveries: u64,
-}
-
-/// Refuses what does not go with it, before anything is touched.
-pub(super) fn check(source: &Source, options: &Options) -> Result<(), Error> {
-    let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
-    let text = match source {
-        Source::Stream(_) => {
-            "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
-        }
-        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is none",
-        Source::Qmp(_) if recovers => {
-            "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
-        }
-        Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
-        _ if options.multifd_channels.is_some_and(|lanes| lanes > 0) => {
-            "--multifd-channels with --postcopy: QEMUs before 10.1 refuse it, and none takes pages on lanes once the guest runs; leave it out"
-        }
-        _ if options.compression != Compression::None => {
-            "--compression is of lanes, and --postcopy has none: leave it out"
-        }
-        _ if options.zero_copy_send == ZeroCopySend::On => {
-            "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
-        }
-        _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
-        _ if recovers && options.run.is_some() => {
-            "--recover goes on with a guest that runs or is paused already: leave --run and --paused out"
-        }
-        _ => return Ok(()),
-    };
-    Err(Error::Usage(text.into()))
-}
-
-/// A stored guest.
-pub(super) struct Stored<'a> {
-    pub(super) guest: &'a dyn Guest,
-    /// It ran when it was stored.
-    pub(super) ran: bool,
-    /// The image's path, beside which its working set is.
-    pub(super) path: Option<&'a Path>,
-}
 
 /// Runs it at `destination`.
 pub(super) fn restore(
@@ -203,8 +142,8 @@ impl<'a> Restore<'a> {
                 run.report(self.statistics, Progress::default());
                 Ok(())
             };
-            let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run);
-            run.supervise(&session, &switch, &mut look, || engine.offer(&session, &link))
+            let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run.options);
+            supervised(run, &session, &switch, &mut look, || engine.offer(&session, &link))
         })();
         let offered = offered.and_then(|offered| match run.check_cancelled() {
             Ok(()) => Ok(offered),

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use towline_qmp::PeerCredentials;
 
-use super::Error;
+use super::error::Error;
 
 /// Names tried at most.
 const NAMES_MAX: u32 = 10_000;

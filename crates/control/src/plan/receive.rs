@@ -11,15 +11,17 @@ use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 use towline_protocol::session::Receiver;
 
 use super::conclude::{self as ends, Concluded, Conclusion, conclude};
-use super::copy::Run;
+use super::context::Run;
+use super::endpoint::Destination;
+use super::error::{Error, Failure, GuestState};
+use super::progress::{Phase, Progress};
+use super::report::{DestinationState, Report, SourceState};
 use super::source::{LANES_TIMEOUT, QmpSource};
+use super::supervise::supervised;
 use super::survey::Survey;
 use super::switch::Switch;
 use super::target::Target;
-use super::{
-    Destination, DestinationState, Error, Failure, GuestState, Phase, Progress, Report, SourceState, blame,
-    postcopy, tls,
-};
+use super::{blame, postcopy, tls};
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
@@ -45,7 +47,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
     let how = if run.options.live { "qmp (background-snapshot)" } else { "qmp" };
     let origin = Origin { source: how.into(), qemu: Some(source.version_text()), ..Origin::default() };
     let mut target = Target::prepare(destination, Some(&guest), origin, run).map_err(Failure::untouched)?;
-    let switch = Switch::new(SourceKind::Qemu, target.kind(), run);
+    let switch = Switch::new(SourceKind::Qemu, target.kind(), run.options);
     let session = switch.session();
     let connections = match connect(&mut source, &mut target, &session, run) {
         Ok(connections) => connections,
@@ -117,7 +119,7 @@ pub(super) fn from_stream(
 ) -> Result<Report, Failure> {
     let origin = Origin { source: format!("stream to {address}"), ..Origin::default() };
     let mut target = Target::prepare(destination, None, origin, run).map_err(Failure::untouched)?;
-    let switch = Switch::new(SourceKind::Stream, target.kind(), run);
+    let switch = Switch::new(SourceKind::Stream, target.kind(), run.options);
     let session = switch.session();
     run.observer.phase(Phase::Connect);
     // The destination is as it was until somebody connects.
@@ -191,7 +193,8 @@ fn receive(
         receiver,
     };
     let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
-    let result = run.supervise(
+    let result = supervised(
+        run,
         session,
         switch,
         &mut || {
@@ -214,7 +217,7 @@ fn receive(
 
 /// Receives the stream that `source` listens for into `survey`, whose source is told that nothing arrived.
 pub(super) fn survey(address: &Address, survey: &Survey, run: &Run<'_>) -> Result<Snapshot, Failure> {
-    let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, run);
+    let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, run.options);
     let session = switch.session();
     run.observer.phase(Phase::Connect);
     let connections = listen(address, run).map_err(Failure::untouched)?;

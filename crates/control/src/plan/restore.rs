@@ -5,22 +5,24 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::Address;
 use towline_image::{Image, Origin, StoredGuest};
-use towline_migration::{Compression, Guest as StreamGuest, Outgoing, Statistics, outgoing};
+use towline_migration::Compression;
 
-use super::conclude::{self as ends, Concluded, Conclusion, conclude};
-use super::copy::Run;
+use super::context::Run;
 use super::destination::QmpDestination;
+use super::endpoint::Destination;
+use super::error::{Error, Failure};
 use super::fit::Guest;
+use super::options::Options;
 use super::postcopy::{self, Stored};
+use super::progress::{Observer, Phase};
+use super::report::{DestinationState, Report, SourceState};
+use super::send::send;
+use super::send_out;
 use super::switch::Switch;
 use super::target::Target;
-use super::{
-    Destination, DestinationState, Error, Failure, Observer, Options, Phase, Progress, Report, SourceState,
-    blame, local, memory,
-};
-use crate::switchover::{DestinationKind, Directive, GuestRun, Input, SourceKind};
+use super::{local, memory};
+use crate::switchover::{DestinationKind, GuestRun, SourceKind};
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
@@ -60,7 +62,7 @@ pub(super) fn restore_from(
     }
     match destination {
         Destination::Qmp(path) => to_qemu(image, path, run),
-        Destination::Stream(address) => to_stream(image, address, run),
+        Destination::Stream(address) => send_out::to_stream(image, address, run),
         Destination::Image(path) => to_image(image, path, run).map_err(Failure::untouched),
         #[cfg(feature = "store")]
         Destination::Store(location) => {
@@ -82,7 +84,7 @@ fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report
     let file = image.file_image().filter(|_| loads);
     let handed_over = file.is_some();
     run.observer.phase(Phase::Connect);
-    let switch = Switch::new(SourceKind::Stored, DestinationKind::Qemu, run);
+    let switch = Switch::new(SourceKind::Stored, DestinationKind::Qemu, run.options);
     let moved = match file {
         Some(file) => load(file, &mut destination, run),
         None => stream(image, &mut destination, &switch, run),
@@ -96,44 +98,8 @@ fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report
         Err(error) => switch.failed(error),
     };
     let target = Target::Qemu { destination: Box::new(destination), relay: None };
-    let report = conclude_stored(moved, target, &switch, directive, run)?;
+    let report = send_out::conclude_stored(moved, target, &switch, directive, run)?;
     Ok(Report { handed_over, ..report })
-}
-
-/// Sends a guest that is here to whoever listens at `address`: a QEMU that runs it by itself, or another towline.
-pub(super) fn to_stream(
-    guest: &dyn StreamGuest,
-    address: &Address,
-    run: &Run<'_>,
-) -> Result<Report, Failure> {
-    run.observer.phase(Phase::Connect);
-    let connections = run.reach(address, [0; 16]).map_err(Failure::untouched)?;
-    let switch = Switch::new(SourceKind::Stored, DestinationKind::Stream, run);
-    let moved = send(guest, &connections, &switch, run, &mut || Ok(()));
-    let directive = match &moved {
-        Ok(_) => switch.handle(Input::Delivered),
-        Err(error) => switch.failed(error),
-    };
-    let sent = Some(Arc::clone(&connections.main));
-    let target = Target::Stream { address: address.clone(), uuid: [0; 16], relay: None, sent };
-    let moved = moved.map_err(|error| blame::lanes_lost(error, run));
-    conclude_stored(moved, target, &switch, directive, run)
-}
-
-fn conclude_stored(
-    moved: Result<towline_migration::Snapshot, Error>,
-    target: Target,
-    switch: &Switch,
-    directive: Directive,
-    run: &Run<'_>,
-) -> Result<Report, Failure> {
-    let (moved, error) = match moved {
-        Ok(moved) => (moved, None),
-        Err(error) => (towline_migration::Snapshot::default(), Some(error)),
-    };
-    let ends = Conclusion { switch, origin: ends::Origin::Stored, target, run, error };
-    let Concluded { source, destination, .. } = conclude(ends, directive)?;
-    Ok(run.done(moved, source, destination))
 }
 
 fn stream(
@@ -151,38 +117,6 @@ fn stream(
         }
         Ok(())
     })
-}
-
-/// Sends a guest that is here, and calls `look` again and again meanwhile.
-pub(super) fn send(
-    guest: &dyn StreamGuest,
-    connections: &outgoing::Connections,
-    switch: &Arc<Switch>,
-    run: &Run<'_>,
-    look: &mut dyn FnMut() -> Result<(), Error>,
-) -> Result<towline_migration::Snapshot, Error> {
-    run.check_cancelled()?;
-    run.observer.phase(Phase::Transfer);
-    let session = switch.session();
-    let statistics = Arc::new(Statistics::default());
-    let options = outgoing::Options {
-        return_path: run.options.return_path,
-        max_bandwidth: run.options.max_bandwidth,
-        downtime_limit: run.options.downtime_limit,
-        answer_timeout: run.options.connect_timeout,
-        compression: run.options.compression,
-        zero_copy_send: run.options.zero_copy_send,
-        ..outgoing::Options::default()
-    };
-    let engine = Outgoing::new(Arc::clone(&session), Arc::clone(&statistics), options);
-    run.set_sending(&statistics);
-    let mut look = || {
-        run.report(&statistics, Progress::default());
-        look()
-    };
-    run.supervise(&session, switch, &mut look, || engine.run(connections, guest))?;
-    run.report(&statistics, Progress::default());
-    Ok(statistics.snapshot())
 }
 
 /// QEMU loads the file itself; if asked to, we hash it beside that, and no guest runs from a damaged image.

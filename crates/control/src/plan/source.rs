@@ -17,10 +17,14 @@ use towline_qmp::commands::{
 use towline_qmp::{self as qmp, Event};
 
 use super::converge::{self, Convergence};
+use super::error::Error;
 use super::fit::Guest;
+use super::options::Options;
 use super::private_dir::{PrivateDir, open_to_peer};
+use super::progress::Progress;
+use super::report::SourceState;
 use super::vsock::{self, Vsocks};
-use super::{Error, Options, Progress, SourceState, blame, compression};
+use super::{blame, compression};
 use crate::qemu::{self, Qemu, Settings, Wanted};
 use crate::switchover::{GuestRun, SourceView};
 

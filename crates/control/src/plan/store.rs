@@ -8,21 +8,12 @@ use towline_image::{Existing, Image, Origin, StoredGuest};
 use towline_migration::{Guest as _, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::copy::Run;
-use super::{
-    Destination, DestinationState, Error, Failure, Options, Phase, Progress, Report, SourceState, local,
-    restore,
-};
-
-/// Copies the image at `location`; it stays as it is.
-pub(super) fn restore(
-    location: &Location,
-    destination: &Destination,
-    run: &Run<'_>,
-) -> Result<Report, Failure> {
-    let image = open(location, run.options, run.cancel).map_err(Failure::untouched)?;
-    restore::restore_from(&image, destination, run)
-}
+use super::context::Run;
+use super::error::Error;
+use super::local;
+use super::options::Options;
+use super::progress::{Phase, Progress};
+use super::report::{DestinationState, Report, SourceState};
 
 /// Opens the image at `location`, to be read by any number of copies.
 pub(super) fn open(location: &Location, options: &Options, cancel: &Cancel) -> Result<StoredImage, Error> {

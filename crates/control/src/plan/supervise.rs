@@ -7,6 +7,8 @@ use std::time::Duration;
 use towline_channel::Cancel;
 use towline_migration::Session;
 
+use super::context::Run;
+use super::error::Error;
 use super::switch::Switch;
 
 /// How often the watcher looks.
@@ -52,5 +54,26 @@ pub(super) fn supervise<T: Send>(
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
         }
+    })
+}
+
+/// Runs the engine under supervision.
+pub(super) fn supervised<T: Send>(
+    run: &Run<'_>,
+    session: &Session,
+    switch: &Switch,
+    look: &mut dyn FnMut() -> Result<(), Error>,
+    work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
+) -> Result<T, Error> {
+    session.follow(&run.options.tuning);
+    let mut look = || look().map_err(towline_migration::Error::guest);
+    let result = supervise(session, switch, run.cancel, &mut look, work);
+    result.map_err(|error| match error {
+        towline_migration::Error::Cancelled => Error::Cancelled,
+        towline_migration::Error::Guest(error) => match error.downcast::<Error>() {
+            Ok(error) => *error,
+            Err(error) => Error::Migration(towline_migration::Error::Guest(error)),
+        },
+        error => Error::Migration(error),
     })
 }

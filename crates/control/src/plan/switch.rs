@@ -12,8 +12,8 @@ use crate::switchover::{
     Switchover,
 };
 
-use super::Error;
-use super::copy::Run;
+use super::error::Error;
+use super::options::Options;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -26,8 +26,7 @@ pub(super) struct Switch {
 
 impl Switch {
     /// The switchover of a command between these two kinds of ends.
-    pub(super) fn new(source: SourceKind, destination: DestinationKind, run: &Run<'_>) -> Arc<Self> {
-        let options = run.options;
+    pub(super) fn new(source: SourceKind, destination: DestinationKind, options: &Options) -> Arc<Self> {
         let after = match (options.end_source, options.resume && !options.live) {
             (true, _) => SourceAfter::Quit,
             (false, true) => SourceAfter::Resume,

@@ -11,14 +11,16 @@ use towline_migration::synthetic::Checked;
 use towline_migration::{Relay, Session, Sink};
 use towline_protocol::session::Receiver;
 
-use super::conclude::RunFailed;
-use super::copy::Run;
-use super::destination::QmpDestination;
+use super::context::Run;
+use super::destination::{QmpDestination, RunFailed};
+use super::endpoint::Destination;
+use super::error::Error;
 use super::fit::{Guest, uuid_bytes};
+use super::report::DestinationState;
 use super::survey::Survey;
 use super::vsock::Vsocks;
 use super::zero_copy::lane_options;
-use super::{Destination, DestinationState, Error, blame, memory};
+use super::{blame, room};
 use crate::switchover::{DestinationKind, DestinationView, Started};
 
 /// Where a stream goes.
@@ -67,7 +69,7 @@ impl Target {
                 let uuid = guest.and_then(|guest| guest.uuid.as_deref()).map_or([0; 16], uuid_bytes);
                 Self::Stream { address: address.clone(), uuid, relay: None, sent: None }
             }
-            Destination::Memory(room) => Self::Memory(Box::new(memory::room(room)?)),
+            Destination::Memory(room) => Self::Memory(Box::new(room::room(room)?)),
             Destination::Null => Self::Null(Survey::default()),
         })
     }
@@ -235,7 +237,7 @@ impl Target {
                 (error, destination.undo())
             }
             Self::Stream { address, .. } if blame::peer_is(&error, &address.to_string()) => {
-                (blame::lanes_lost(error, run), Vec::new())
+                (blame::lanes_lost(error, run.lanes, run.options.compression), Vec::new())
             }
             _ => (error, Vec::new()),
         }

@@ -18,7 +18,7 @@ use towline_channel::Cancel;
 use towline_compat::facts;
 use towline_qmp as qmp;
 
-use super::Error;
+use super::error::Error;
 use crate::qemu::Qemu;
 
 /// Its types, of which one knows the old virtio too.

@@ -14,7 +14,8 @@ use serde_json::{Map, Value, json};
 use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
-use super::super::{Destination, Error};
+use super::super::endpoint::Destination;
+use super::super::error::Error;
 
 /// How long a QEMU may take for each answer here.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);

@@ -11,9 +11,10 @@ use towline_qmp::commands::{
     Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
 };
 
+use super::super::blame;
+use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
-use super::super::{Error, blame};
-use super::QmpDestination;
+use super::{Fate, QmpDestination};
 use crate::qemu::{self, Qemu, Settings, Wanted};
 
 /// How long an answer of a QEMU is waited for whose machine may stand still for want of a page.
@@ -21,19 +22,6 @@ const SILENCE_MAX: Duration = Duration::from_millis(500);
 /// How long a destination that has everything may take to say so.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-
-/// A QEMU whose connection was lost.
-#[derive(Debug)]
-pub(in super::super) enum Fate {
-    /// It listens there again.
-    Listens(Address),
-    /// It is not ready to.
-    NotYet,
-    /// It has everything.
-    Complete,
-    /// It gave the guest up.
-    Failed(String),
-}
 
 impl QmpDestination {
     /// As [`QmpDestination::prepare`], of one that is to take a guest by postcopy.

@@ -4,11 +4,14 @@ use towline_channel::Address;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::super::copy::Run;
+use super::super::blame;
+use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
+use super::super::endpoint::Destination;
+use super::super::error::{Error, Failure, GuestState, look_at};
 use super::super::fit::Guest as Fits;
-use super::super::{Destination, Error, Failure, GuestState, blame, look_at};
-use super::{PostcopyOptions, Stored};
+use super::super::options::PostcopyOptions;
+use super::stored::Stored;
 
 /// See the module's text.
 pub(super) enum End {

@@ -17,16 +17,20 @@ use crate::switchover::{DestinationKind, SourceKind};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
+use super::super::blame;
 use super::super::conclude::{self as ends, Conclusion, conclude};
-use super::super::copy::Run;
+use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
+use super::super::endpoint::Destination;
+use super::super::error::{Error, Failure, GuestState, look_at};
+use super::super::options::PostcopyOptions;
+use super::super::progress::Phase;
+use super::super::report::PostcopyReport;
+use super::super::report::{DestinationState, Report};
 use super::super::source::QmpSource;
 use super::super::switch::Switch;
 use super::super::target::Target;
-use super::super::{
-    Destination, DestinationState, Error, Failure, GuestState, Phase, Report, blame, look_at,
-};
-use super::{BREAK_AFTER, PostcopyOptions, PostcopyReport, RECOVER_TIMEOUT};
+use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// How often the QEMUs are asked.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);
@@ -48,7 +52,7 @@ pub(in super::super) fn migrate(
         Failure { guest, ..Failure::untouched(error) }
     })?;
     let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
-    let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run);
+    let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run.options);
     run.observer.phase(Phase::Connect);
     // It stays paused until the source has switched, or says that it is done without.
     let begun = target.start_postcopy(options.preempt, false);

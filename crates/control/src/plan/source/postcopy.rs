@@ -3,8 +3,10 @@
 use towline_channel::Address;
 use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo};
 
+use super::super::converge;
 use super::super::destination::is_live;
-use super::super::{Error, Options, converge};
+use super::super::error::Error;
+use super::super::options::Options;
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
 use crate::qemu::Settings;
 

@@ -1,0 +1,124 @@
+//! What every part of one copy has at hand.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use towline_channel::{Address, Cancel};
+use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
+use towline_migration::{Snapshot, Statistics, outgoing, synthetic};
+
+use super::error::Error;
+use super::options::Options;
+use super::progress::{Observer, Progress};
+use super::report::{DestinationState, Report, SourceState};
+use super::{blame, tls};
+
+/// What every part of a copy needs to know.
+pub(super) struct Run<'a> {
+    pub(super) options: &'a Options,
+    pub(super) lanes: usize,
+    pub(super) cancel: &'a Cancel,
+    pub(super) observer: &'a dyn Observer,
+    begun: Instant,
+    memory: OnceLock<synthetic::Outcome>,
+    uploaded: OnceLock<Uploaded>,
+    sending: OnceLock<Arc<Statistics>>,
+    increment: OnceLock<Increment>,
+}
+
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        options: &'a Options,
+        lanes: usize,
+        cancel: &'a Cancel,
+        observer: &'a dyn Observer,
+    ) -> Self {
+        let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
+        let (sending, increment) = (OnceLock::new(), OnceLock::new());
+        let begun = Instant::now();
+        Self { options, lanes, cancel, observer, begun, memory, uploaded, sending, increment }
+    }
+
+    /// Begins the image that will be `path`.
+    pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
+        let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
+        let writer = ImageWriter::create(path, existing, origin)?;
+        Ok(match &self.options.base {
+            Some(base) => writer.based_on(base)?,
+            None => writer,
+        })
+    }
+
+    /// Notes how much an incremental image holds itself, for the report.
+    pub(super) fn set_increment(&self, writer: &ImageWriter) {
+        if let Some(increment) = writer.increment() {
+            self.increment.get_or_init(|| increment);
+        }
+    }
+
+    /// Notes who counts how each lane to the destination sends its pages.
+    pub(super) fn set_sending(&self, sending: &Arc<Statistics>) {
+        self.sending.get_or_init(|| Arc::clone(sending));
+    }
+
+    /// Notes what arrived in memory of this process, for the report.
+    pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
+        self.memory.get_or_init(|| outcome);
+    }
+
+    /// Notes what was sent to an object store, for the report.
+    #[cfg(feature = "store")]
+    pub(super) fn set_uploaded(&self, uploaded: Uploaded) {
+        self.uploaded.get_or_init(|| uploaded);
+    }
+
+    /// Connects to a stream's destination.
+    pub(super) fn reach(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
+        let deadline = Instant::now() + self.options.connect_timeout;
+        let options = tls::connecting(self.options)?;
+        let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
+        connected.map_err(|error| blame::lanes_lost(error.into(), self.lanes, self.options.compression))
+    }
+
+    /// Since the first question.
+    pub(super) fn elapsed(&self) -> std::time::Duration {
+        self.begun.elapsed()
+    }
+
+    /// Ends here if the user said so.
+    pub(super) fn check_cancelled(&self) -> Result<(), Error> {
+        match self.cancel.is_cancelled() {
+            true => Err(Error::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Tells how far the memory is.
+    pub(super) fn report(&self, statistics: &Statistics, progress: Progress) {
+        self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
+        if let Some(sending) = self.sending.get() {
+            self.observer.lanes(&sending.lane_sends());
+        }
+    }
+
+    /// A report of a copy that went well.
+    pub(super) fn done(&self, moved: Snapshot, source: SourceState, destination: DestinationState) -> Report {
+        Report {
+            moved,
+            total_time: self.begun.elapsed(),
+            downtime_ms: None,
+            multifd_channels: self.lanes,
+            compression: self.options.compression,
+            zero_copy_send: self.options.zero_copy_send,
+            lane_sends: self.sending.get().map(|sending| sending.lane_sends()).unwrap_or_default(),
+            handed_over: false,
+            source,
+            destination,
+            uploaded: self.uploaded.get().copied(),
+            memory: self.memory.get().cloned(),
+            increment: self.increment.get().copied(),
+            postcopy: None,
+        }
+    }
+}

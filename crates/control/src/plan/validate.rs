@@ -1,0 +1,355 @@
+//! What can be refused before anything is touched: options that do not go with each other, or with these two ends.
+
+use towline_channel::{Address, check_zero_copy};
+use towline_migration::{Compression, ZeroCopySend};
+
+use super::endpoint::{Destination, Source};
+use super::error::Error;
+use super::options::Options;
+use super::tls;
+
+/// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
+const LANES_DEFAULT: usize = 4;
+/// More than QEMU's parameter takes.
+const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
+
+/// Refuses what can be refused before anything is touched. Returns the options as they are meant for these two, and the lanes.
+pub(super) fn checked(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+) -> Result<(Options, usize), Error> {
+    let lanes = lanes(source, destination, options)?;
+    check_compression(source, destination, options, lanes)?;
+    check_tls(source, destination, options)?;
+    check_zero_copy_send(source, destination, options, lanes)?;
+    check_return_path(source, destination, options)?;
+    check_throttle(source, options)?;
+    check_end(source, destination, options)?;
+    check_vsock(source, destination, options)?;
+    check_base(destination, options)?;
+    check_live(source, destination, options)?;
+    Ok((one_guest(source, destination, options)?, lanes))
+}
+
+/// The same of a stream that is only looked at. Returns the lanes.
+pub(super) fn checked_survey(source: &Source, options: &Options) -> Result<usize, Error> {
+    let lanes = lanes(source, &Destination::Null, options)?;
+    check_compression(source, &Destination::Null, options, lanes)?;
+    check_tls(source, &Destination::Null, options)?;
+    Ok(lanes)
+}
+
+fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
+    if options.postcopy.is_some() {
+        check_postcopy(source, options)?;
+        return Ok(0);
+    }
+    let streams = [stream_address(source), destination_address(destination)];
+    let streams = || streams.iter().flatten();
+    let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
+    let lanes = options.multifd_channels.unwrap_or(default);
+    if lanes > LANES_MAX {
+        return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
+    }
+    if lanes > 0
+        && let Some(address) = streams().find(|address| {
+            !matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { .. })
+        })
+    {
+        return Err(Error::Usage(format!(
+            "--multifd-channels {lanes} with {address}: only tcp:, unix:, ws:// and wss:// have several connections; leave the option out"
+        )));
+    }
+    Ok(lanes)
+}
+
+fn stream_address(source: &Source) -> Option<&Address> {
+    match source {
+        Source::Stream(address) => Some(address),
+        _ => None,
+    }
+}
+
+fn destination_address(destination: &Destination) -> Option<&Address> {
+    match destination {
+        Destination::Stream(address) => Some(address),
+        _ => None,
+    }
+}
+
+/// Sees to it that a copy does not end with two guests that run.
+fn one_guest(source: &Source, destination: &Destination, options: &Options) -> Result<Options, Error> {
+    let mut options = options.clone();
+    if !options.resume || !matches!(source, Source::Qmp(_)) {
+        return Ok(options);
+    }
+    match destination {
+        Destination::Image(_) | Destination::Memory(_) | Destination::Null => {}
+        #[cfg(feature = "store")]
+        Destination::Store(_) => {}
+        Destination::Qmp(_) if options.run == Some(true) => {
+            return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
+        }
+        Destination::Qmp(_) => options.run = Some(false),
+        Destination::Stream(address) => {
+            return Err(Error::Usage(format!(
+                "--resume with {address}, which may run the guest by itself: the same guest would run twice"
+            )));
+        }
+    }
+    Ok(options)
+}
+
+fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
+    match source {
+        Source::Qmp(_) | Source::Memory(_) => Ok(()),
+        _ if options.throttle => Err(Error::Usage(
+            "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A source is ended only where its guest goes on, or is kept.
+fn check_end(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.end_source => return Ok(()),
+        (source, _) if !matches!(source, Source::Qmp(_)) => "only a qmp: source can be ended: copy this one",
+        (_, Destination::Memory(_)) => {
+            "mem: is gone with this process, so its source is not ended: copy to it"
+        }
+        (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
+        _ if options.resume => "a source that is ended cannot run on (--resume)",
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
+}
+
+/// A device that is taken out has to be put in somewhere.
+fn check_vsock(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.detach_vsock => return Ok(()),
+        (Source::Qmp(_), Destination::Qmp(_)) if !options.end_source => {
+            "--detach-vsock is for a move: after a copy both guests would claim one context"
+        }
+        (Source::Qmp(_), Destination::Qmp(_)) if options.postcopy.is_some() => {
+            "--detach-vsock goes with a guest whose memory comes first: leave --postcopy out"
+        }
+        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+        _ => "--detach-vsock needs a qmp: destination, where the device is put in again",
+    };
+    Err(Error::Usage(text.into()))
+}
+
+fn check_base(destination: &Destination, options: &Options) -> Result<(), Error> {
+    match (&options.base, destination) {
+        (None, _) | (Some(_), Destination::Image(_)) => Ok(()),
+        (Some(_), _) => {
+            Err(Error::Usage("--base is for an image that is to be stored: name one as DEST".into()))
+        }
+    }
+}
+
+/// QEMU's background-snapshot goes with little else.
+fn check_live(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        _ if !options.live => return Ok(()),
+        (Source::Qmp(_), Destination::Image(_)) => match options {
+            Options { multifd_channels: Some(1..), .. } => {
+                "--live with --multifd-channels: QEMU's background-snapshot has a single channel; leave the option out"
+            }
+            Options { max_bandwidth: Some(_), .. } => {
+                "--live with --max-bandwidth: QEMU sends a background snapshot as fast as it is taken; leave the limit out"
+            }
+            Options { throttle: true, .. } => {
+                "--live with --throttle: every page is sent once, whatever the guest writes; leave --throttle out"
+            }
+            Options { end_source: true, .. } => "--live lets its source run on: use `copy`",
+            _ => return Ok(()),
+        },
+        _ => "--live takes an image of a guest that runs on: from qmp: to an image",
+    };
+    Err(Error::Usage(text.into()))
+}
+
+fn check_return_path(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    if options.return_path {
+        return Ok(());
+    }
+    let from_stream = matches!(source, Source::Stream(_));
+    match (source, destination) {
+        (Source::Qmp(_), _) => Err(Error::Usage(
+            "--return-path off with a running guest: QEMU would end it though nobody has said that it arrived".into(),
+        )),
+        // An image is as safe afterwards as before, and so is the file behind a pipe.
+        (_, Destination::Stream(_)) if !from_stream => Ok(()),
+        (_, Destination::Qmp(_) | Destination::Stream(_)) => Err(only_streams()),
+        _ if from_stream => Ok(()),
+        _ => Err(only_streams()),
+    }
+}
+
+fn only_streams() -> Error {
+    Error::Usage(
+        "--return-path off is for a stream from an image to fd:, exec:, tcp: or unix:, or from one of these to an image".into(),
+    )
+}
+
+/// Refuses compression where it would do nothing.
+fn check_compression(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+    lanes: usize,
+) -> Result<(), Error> {
+    if options.compression == Compression::None {
+        return Ok(());
+    }
+    let name = options.compression.method().name();
+    if source.is_image() && destination.is_image() {
+        return Err(Error::Usage(format!(
+            "--compression {name} between two images, neither of which is a stream: leave the option out"
+        )));
+    }
+    match lanes {
+        0 => Err(Error::Usage(format!(
+            "--compression {name} with 0 lanes: only lanes are compressed, the main channel never is; give both ends the same --multifd-channels, at least 1"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses `on` where pages would be copied all the same, with the reason.
+fn check_zero_copy_send(
+    source: &Source,
+    destination: &Destination,
+    options: &Options,
+    lanes: usize,
+) -> Result<(), Error> {
+    if options.zero_copy_send != ZeroCopySend::On {
+        return Ok(());
+    }
+    let why = match destination {
+        Destination::Stream(Address::Tcp { .. }) => return zero_copy_over_tcp(options, lanes),
+        // Within this process, lanes are TCP over the loopback.
+        Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
+            return zero_copy_over_tcp(options, lanes);
+        }
+        Destination::Stream(address) => {
+            format!("{address} is no TCP connection, and the kernel has it for TCP only")
+        }
+        Destination::Qmp(_) => {
+            "the stream to a qmp: DEST goes through a Unix socket on this host, where the kernel always copies"
+                .to_owned()
+        }
+        _ => "nothing is sent to DEST".to_owned(),
+    };
+    Err(zero_copy_refused(&why))
+}
+
+fn zero_copy_over_tcp(options: &Options, lanes: usize) -> Result<(), Error> {
+    if lanes == 0 {
+        return Err(zero_copy_refused(
+            "only lanes have it; give both ends the same --multifd-channels, at least 1",
+        ));
+    }
+    if options.compression != Compression::None {
+        let name = options.compression.method().name();
+        return Err(zero_copy_refused(&format!(
+            "--compression {name} copies every page; leave one of the two out"
+        )));
+    }
+    if options.tls.is_some() {
+        return Err(zero_copy_refused("--tls-creds encrypts a copy of every page; leave one of the two out"));
+    }
+    Ok(check_zero_copy()?)
+}
+
+fn zero_copy_refused(why: &str) -> Error {
+    Error::Usage(format!("--zero-copy-send on: {why}; `auto` goes without where it must"))
+}
+
+/// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
+fn check_tls(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let from = match source {
+        Source::Stream(address) => Some(address),
+        _ => None,
+    };
+    let to = match destination {
+        Destination::Stream(address) => Some(address),
+        _ => None,
+    };
+    let streams = || [from, to].into_iter().flatten();
+    let Some(tls) = &options.tls else {
+        return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. })) {
+            Some(address) => {
+                Err(Error::Usage(format!("{address} needs --tls-creds DIR; ws:// is the one without TLS")))
+            }
+            None => Ok(()),
+        };
+    };
+    if from.is_none() && to.is_none() {
+        return Err(Error::Usage(
+            "--tls-creds is for a stream (tcp:, unix:), and neither end is one: between a qmp: QEMU and towline there is a private Unix socket, which needs none; leave the option out".into(),
+        ));
+    }
+    let carries = |address: &&Address| {
+        matches!(address, Address::Tcp { .. } | Address::Unix(_) | Address::WebSocket { secure: true, .. })
+    };
+    if let Some(address) = streams().find(|address| !carries(address)) {
+        return Err(Error::Usage(format!(
+            "--tls-creds with {address}: only tcp:, unix: and wss:// speak TLS; leave the option out"
+        )));
+    }
+    match (to, &tls.hostname) {
+        (None, Some(_)) => {
+            return Err(Error::Usage(
+                "--tls-hostname is the name of a destination that is connected to (tcp:, unix:), and here nobody is: leave the option out".into(),
+            ));
+        }
+        (Some(address @ Address::Unix(_)), None) => {
+            return Err(Error::Usage(format!(
+                "--tls-creds with {address}, which names no host: say with --tls-hostname which its certificate is for"
+            )));
+        }
+        _ => {}
+    }
+    if from.is_some() {
+        tls::listening(options)?;
+    }
+    if to.is_some() {
+        tls::connecting(options)?;
+    }
+    Ok(())
+}
+
+/// Refuses what does not go with it, before anything is touched.
+fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
+    let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
+    let text = match source {
+        Source::Stream(_) => {
+            "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
+        }
+        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is none",
+        Source::Qmp(_) if recovers => {
+            "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
+        }
+        Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
+        _ if options.multifd_channels.is_some_and(|lanes| lanes > 0) => {
+            "--multifd-channels with --postcopy: QEMUs before 10.1 refuse it, and none takes pages on lanes once the guest runs; leave it out"
+        }
+        _ if options.compression != Compression::None => {
+            "--compression is of lanes, and --postcopy has none: leave it out"
+        }
+        _ if options.zero_copy_send == ZeroCopySend::On => {
+            "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
+        }
+        _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
+        _ if recovers && options.run.is_some() => {
+            "--recover goes on with a guest that runs or is paused already: leave --run and --paused out"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
+}
