@@ -35,6 +35,7 @@ pub(crate) enum Command {
     Move(MoveArgs),
     Check(CheckArgs),
     Inspect(InspectArgs),
+    Repair(RepairArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
     Vsock(VsockArgs),
@@ -337,6 +338,24 @@ pub(crate) struct InspectArgs {
     pub(crate) tls: TlsArgs,
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Undo what a killed `copy` or `move` left changed in a QEMU
+///
+/// While it works on a QEMU, towline keeps a journal of the migration settings it changes, the devices it unplugs and its temporary files.
+/// If towline is killed, the next `copy` or `move` with this QEMU undoes them first; this command does only that. Exit codes: 0 done, or
+/// nothing to do; 1 failed, or another towline works on this QEMU; 2 usage.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline repair qmp:/run/vm/a.qmp
+")]
+pub(crate) struct RepairArgs {
+    /// The QEMU: qmp:PATH
+    #[arg(value_name = "QEMU")]
+    pub(crate) qemu: Endpoint,
     #[command(flatten)]
     pub(crate) output: Output,
 }

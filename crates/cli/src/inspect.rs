@@ -227,7 +227,7 @@ fn stored_image(
 }
 
 fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
-    let qemu = Qemu::connect(path, &qmp::Options::default())?;
+    let qemu = Qemu::inspect(path, &qmp::Options::default())?;
     let facts = qemu.facts();
     let blocks: Vec<Value> = facts
         .migrated_blocks()

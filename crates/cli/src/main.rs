@@ -22,6 +22,7 @@ mod net;
 mod notify;
 mod outcome;
 mod progress;
+mod repair;
 mod sandbox;
 mod sends;
 mod signals;
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         Command::Move(options) => copy::run_move(options, request),
         Command::Check(options) => check::run(options),
         Command::Inspect(options) => inspect::run(options),
+        Command::Repair(options) => Ok(repair::run(options)),
         Command::Net(options) => net::run(options),
         Command::Ctl(options) => ctl::run(options),
         Command::Vsock(options) => vsock::run(options),

@@ -84,7 +84,7 @@ impl End {
     pub fn facts(&self) -> Result<Facts, Error> {
         match self {
             Self::Qmp(path) => {
-                let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
+                let mut qemu = Qemu::inspect(path, &qmp::Options::default())?;
                 Ok(Subject::Qemu(Box::new(qemu.compatibility()?)).into())
             }
             Self::Image(path) => Ok(image(&Image::open(path)?)),

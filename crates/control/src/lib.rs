@@ -5,7 +5,8 @@
 //! device    devices as QMP shows them; statistics: what is counted, in QEMU's shape
 //! check     would it run there? the facts of both ends
 //! plan      copy a guest from somewhere to somewhere, with undo
-//! qemu      what one QEMU is and waits for; settings that are put back afterwards
+//! qemu      what one QEMU is and waits for; its process; settings that are put back afterwards
+//! journal   what is changed in a QEMU, in a file that outlives a towline that is killed
 //! ```
 //!
 //! This crate drives stock QEMU over its control socket, with `towline_qmp`. The stream and the memory are `towline_migration`'s, which the
@@ -15,6 +16,7 @@
 
 pub mod check;
 pub mod device;
+pub mod journal;
 pub mod monitor;
 pub mod plan;
 pub mod qemu;

@@ -8,11 +8,13 @@ mod device_tree;
 mod drives;
 mod process;
 mod ram_block;
+mod repair;
 mod settings;
 mod virtio;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -23,8 +25,12 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Client, Options, PeerCredentials};
 
+use crate::journal::{self, Entry, Journal, Record};
+
+pub(crate) use process::start_time;
 pub use process::{Process, ProcessState};
 pub use ram_block::{RamBlock, RamBlockError};
+pub use repair::Repaired;
 pub use settings::{ApplyError, RestoreError, Settings, Wanted};
 
 /// What QEMU appends to a machine type's name to name its QOM type.
@@ -61,6 +67,9 @@ pub enum Error {
         /// The socket.
         socket: String,
     },
+    /// Another towline works on it, or its journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] journal::Error),
     /// This QEMU has no such capability.
     #[error(
         "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
@@ -165,28 +174,77 @@ impl Incoming {
 #[derive(Debug)]
 pub struct Qemu {
     client: Client,
-    process: Process,
+    process: Arc<Process>,
     facts: Facts,
+    journal: Option<Journal>,
+    repaired: Option<Repaired>,
 }
 
 impl Qemu {
-    /// Connects to the monitor at `path` and asks for the facts.
+    /// Connects to the monitor at `path`, to change something: takes its journal, puts back what a towline that was killed left changed
+    /// ([`Qemu::repaired`]), and asks for the facts.
+    ///
+    /// A journal that cannot be kept is logged, and the QEMU used without one.
+    ///
+    /// # Errors
+    /// As [`Qemu::inspect`]; [`journal::Error::InUse`] while another towline works on this QEMU.
+    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let mut qemu = Self::inspect(path, options)?;
+        match qemu.take_journal(path) {
+            Ok(()) => {}
+            Err(error @ Error::Journal(journal::Error::InUse { .. })) => return Err(error),
+            Err(Error::Journal(error)) => {
+                let socket = qemu.socket();
+                tracing::warn!(
+                    "if this process is killed, the settings of QEMU on {socket} are not put back: {error}"
+                );
+            }
+            Err(error) => return Err(error),
+        }
+        if let Some(repaired) = &qemu.repaired {
+            tracing::warn!("{repaired}");
+        }
+        Ok(qemu)
+    }
+
+    /// Connects to the monitor at `path` and asks for the facts. Changes nothing.
     ///
     /// # Errors
     /// Those of [`Client::connect`] and of [`Qemu::refresh`].
-    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+    pub fn inspect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
         Self::new(Client::connect(path, options)?)
     }
 
-    /// Asks for the facts on a connection that is there.
+    /// Asks for the facts on a connection that is there. What is changed is recorded in no journal.
     ///
     /// # Errors
     /// Those of [`Qemu::refresh`].
     pub fn new(mut client: Client) -> Result<Self, Error> {
         // Before the facts: they prove that QEMU still ran after its process was identified.
-        let process = Process::identify(&mut client)?;
+        let process = Arc::new(Process::identify(&mut client)?);
         let facts = facts(&mut client)?;
-        Ok(Self { client, process, facts })
+        Ok(Self { client, process, facts, journal: None, repaired: None })
+    }
+
+    /// What of an earlier towline was put back by [`Qemu::connect`]; `None`: there was nothing.
+    #[must_use]
+    pub fn repaired(&self) -> Option<&Repaired> {
+        self.repaired.as_ref()
+    }
+
+    /// Records in the journal what undoes a change, before it is made. `None` without a journal; one that cannot be written is logged.
+    pub fn record(&self, record: &Record) -> Option<Entry> {
+        match self.journal.as_ref()?.write(record) {
+            Ok(entry) => Some(entry),
+            Err(error) => {
+                let socket = self.socket();
+                tracing::warn!(
+                    "if this process is killed, a change of QEMU on {socket} is not undone: {error}"
+                );
+                None
+            }
+        }
     }
 
     /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
@@ -307,6 +365,9 @@ impl Qemu {
             let socket = self.client.socket().to_owned();
             let command = "quit (its process's end)".to_owned();
             return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+        }
+        if let Some(journal) = &self.journal {
+            journal.clear();
         }
         Ok(())
     }

@@ -96,7 +96,7 @@ impl QmpDestination {
                 return Err(Error::UsedUp { socket, status: status.as_str().into() });
             }
         }
-        let dir = PrivateDir::new(facts.peer.as_ref())?;
+        let dir = PrivateDir::for_qemu(&qemu)?;
         Ok(Self { qemu, settings: None, dir, fdset: None, told: false, listened: 0 })
     }
 

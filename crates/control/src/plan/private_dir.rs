@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use towline_qmp::PeerCredentials;
 
 use super::error::Error;
+use crate::journal::{Entry, Record};
+use crate::qemu::Qemu;
 
 /// Names tried at most.
 const NAMES_MAX: u32 = 10_000;
@@ -18,6 +20,7 @@ const NAMES_MAX: u32 = 10_000;
 #[derive(Debug)]
 pub(super) struct PrivateDir {
     path: PathBuf,
+    entry: Option<Entry>,
 }
 
 impl PrivateDir {
@@ -25,12 +28,22 @@ impl PrivateDir {
     pub(super) fn new(peer: Option<&PeerCredentials>) -> Result<Self, Error> {
         let path = made()?;
         let failed = |source| Error::PrivateDir { path: path.clone(), source };
-        let dir = Self { path: path.clone() };
+        let dir = Self { path: path.clone(), entry: None };
         if let Some(peer) = peer
             && peer.uid != rustix::process::getuid().as_raw()
         {
             chown(&path, Some(peer.uid), Some(peer.gid)).map_err(failed)?;
         }
+        Ok(dir)
+    }
+
+    /// Makes one for `qemu`, and records it in its journal.
+    pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
+        let mut dir = Self::new(qemu.facts().peer.as_ref())?;
+        let record = Record::directory(&dir.path);
+        dir.entry = record
+            .map_err(|source| Error::PrivateDir { path: dir.path.clone(), source })
+            .map(|record| qemu.record(&record))?;
         Ok(dir)
     }
 
@@ -62,8 +75,11 @@ pub(super) fn open_to_peer(socket: &Path) -> Result<(), Error> {
 
 impl Drop for PrivateDir {
     fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.path) {
-            tracing::debug!(path = %self.path.display(), %error, "a private directory stays");
+        match fs::remove_dir_all(&self.path) {
+            Ok(()) => self.entry.iter().for_each(Entry::done),
+            Err(error) => {
+                tracing::debug!(path = %self.path.display(), %error, "a private directory stays");
+            }
         }
     }
 }

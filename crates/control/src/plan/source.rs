@@ -130,7 +130,7 @@ impl QmpSource {
             return Err(Error::NeedsCont { socket });
         }
         let ran = qemu.facts().status.running || resumes;
-        let dir = PrivateDir::new(qemu.facts().peer.as_ref())?;
+        let dir = PrivateDir::for_qemu(&qemu)?;
         let (asked, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         let tuning = options.tuning.clone();
@@ -201,8 +201,8 @@ impl QmpSource {
             self.resumed = true;
         }
         self.started = true;
-        let begun = self.qemu.client().execute(migrate);
-        if matches!(begun, Err(qmp::Error::Refusal { .. })) {
+        let begun = self.qemu.migrate(migrate);
+        if matches!(begun, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
             self.started = false;
         }
         begun?;

@@ -19,6 +19,7 @@ use towline_compat::facts;
 use towline_qmp as qmp;
 
 use super::error::Error;
+use crate::journal::{Entry, Record};
 use crate::qemu::Qemu;
 
 /// Its types, of which one knows the old virtio too.
@@ -48,6 +49,8 @@ pub(super) struct Vsocks {
     all: Vec<Vsock>,
     /// How many of them the guest was asked to give up.
     asked: usize,
+    /// In the source's journal: those that were unplugged there.
+    entries: Vec<Entry>,
 }
 
 /// Whether QEMU's reason not to migrate is such a device.
@@ -74,7 +77,7 @@ impl Vsocks {
                 }
             }
         }
-        Ok(Self { all, asked: 0 })
+        Ok(Self { all, asked: 0, entries: Vec::new() })
     }
 
     /// Refuses a destination that could not take them.
@@ -120,9 +123,11 @@ impl Vsocks {
                 let text = "it is paused, and only a guest that runs can give a device up: `cont` it first";
                 return Err(refused(text.into(), qemu));
             }
+            let entry = qemu.record(&vsock.record());
             match qemu.client().execute_raw("device_del", Some(one("id", &vsock.path))) {
-                Ok(_) => {}
+                Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
+                    entry.iter().for_each(Entry::done);
                     let text = format!("{desc} (it has to be behind a pcie-root-port)");
                     return Err(refused(text, qemu));
                 }
@@ -158,6 +163,8 @@ impl Vsocks {
             }
             vsock.add(qemu)?;
         }
+        // At the destination too: the guest has them again, and its source must not.
+        self.entries.iter().for_each(Entry::done);
         Ok(())
     }
 }
@@ -188,14 +195,24 @@ impl Vsock {
         Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_reason(reason)))
     }
 
-    fn add(&self, qemu: &mut Qemu) -> Result<(), Error> {
+    /// What undoes that it is unplugged.
+    fn record(&self) -> Record {
+        Record::Device { path: self.path.clone(), add: self.arguments() }
+    }
+
+    /// Of `device_add`.
+    fn arguments(&self) -> Map<String, Value> {
         let mut arguments = self.properties.clone();
         arguments.insert("driver".into(), self.driver.clone().into());
         arguments.insert("bus".into(), self.bus.clone().into());
         if let Some(id) = &self.id {
             arguments.insert("id".into(), id.clone().into());
         }
-        match qemu.client().execute_raw("device_add", Some(arguments)) {
+        arguments
+    }
+
+    fn add(&self, qemu: &mut Qemu) -> Result<(), Error> {
+        match qemu.client().execute_raw("device_add", Some(self.arguments())) {
             Ok(_) => Ok(()),
             Err(qmp::Error::Refusal { desc, .. }) => {
                 Err(Error::NotAttached { socket: qemu.socket().into(), device: self.to_string(), text: desc })

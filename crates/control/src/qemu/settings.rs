@@ -4,6 +4,9 @@
 //! nothing else, so that somebody else's change in between survives. Neither trusts its memory of the present: both
 //! ask QEMU first.
 //!
+//! Each change is recorded in the QEMU's [journal](crate::journal) before it is made, so that it can be put back after a towline that
+//! is killed. The record is done when everything is put back; it stays while QEMU runs with a changed setting.
+//!
 //! Capabilities and parameters exclude each other (zero-copy and compression, say), and QEMU checks after each
 //! command. So: first what goes off, then parameters, then what comes on.
 
@@ -17,6 +20,7 @@ use towline_qmp::commands::{
 };
 
 use super::{Error, Qemu};
+use crate::journal::{Changed, Entry, Record};
 
 /// How a QEMU shall be set.
 #[derive(Clone, Debug, PartialEq, Default)]
@@ -38,6 +42,7 @@ pub struct Settings {
     parameters: Map<String, Value>,
     /// Parameters that QEMU did not show before: there is no value to put back.
     unset_before: Vec<String>,
+    entries: Vec<Entry>,
     ended: bool,
 }
 
@@ -93,6 +98,7 @@ impl Settings {
                 .filter(|name| !change.parameters_before.contains_key(*name))
                 .cloned()
                 .collect(),
+            entries: change.record().and_then(|record| qemu.record(&record)).into_iter().collect(),
             ended: false,
         };
         match change.make(qemu) {
@@ -115,10 +121,10 @@ impl Settings {
     /// QEMU's refusals.
     pub fn change(&mut self, qemu: &mut Qemu, parameters: MigrationParameters) -> Result<(), Error> {
         let before = qemu.parameters_now()?.to_map();
-        for name in parameters.to_map().keys() {
-            if let Some(value) = before.get(name) {
-                self.parameters.entry(name.clone()).or_insert_with(|| value.clone());
-            }
+        let change = Change::of_parameters(parameters.to_map(), &before);
+        self.entries.extend(change.record().and_then(|record| qemu.record(&record)));
+        for (name, value) in change.parameters_before {
+            self.parameters.entry(name).or_insert(value);
         }
         qemu.client().execute(&MigrateSetParameters(parameters))?;
         Ok(())
@@ -141,12 +147,16 @@ impl Settings {
         };
         left.extend(self.unset_before.iter().map(|name| format!("{name} (was unset)")));
         match made {
-            Ok(()) if left.is_empty() => Ok(()),
+            Ok(()) if left.is_empty() => {
+                self.entries.iter().for_each(Entry::done);
+                qemu.end_migrations();
+                Ok(())
+            }
             made => Err(RestoreError { socket: self.socket.clone(), left, cause: made.err().map(Box::new) }),
         }
     }
 
-    /// Leaves QEMU as it is now set: it has ended, or its user shall have it so.
+    /// Leaves QEMU as it is now set, because it has ended or cannot be asked. If it runs, its journal has what was there before.
     pub fn keep(mut self) {
         self.ended = true;
     }
@@ -176,7 +186,7 @@ impl Drop for Settings {
 }
 
 /// What differs between a QEMU and how it shall be.
-struct Change {
+pub(super) struct Change {
     capabilities: BTreeMap<Capability, bool>,
     parameters: Map<String, Value>,
     /// Of `parameters`, those that QEMU shows now.
@@ -184,7 +194,39 @@ struct Change {
 }
 
 impl Change {
-    fn between(
+    /// Of parameters alone.
+    fn of_parameters(parameters: Map<String, Value>, now: &Map<String, Value>) -> Self {
+        let mut change = Self { capabilities: BTreeMap::new(), parameters, parameters_before: now.clone() };
+        change.keep_what_differs();
+        change
+    }
+
+    fn keep_what_differs(&mut self) {
+        self.parameters.retain(|name, value| self.parameters_before.get(name) != Some(value));
+        self.parameters_before.retain(|name, _| self.parameters.contains_key(name));
+    }
+
+    /// What undoes it; `None` if nothing changes.
+    fn record(&self) -> Option<Record> {
+        if self.capabilities.is_empty() && self.parameters.is_empty() {
+            return None;
+        }
+        let capabilities = self.capabilities.iter();
+        let parameters = self.parameters.iter();
+        Some(Record::Settings {
+            capabilities: capabilities
+                .map(|(name, &set)| (name.clone(), Changed { before: Some(!set), set }))
+                .collect(),
+            parameters: parameters
+                .map(|(name, set)| {
+                    let before = self.parameters_before.get(name).cloned();
+                    (name.clone(), Changed { before, set: set.clone() })
+                })
+                .collect(),
+        })
+    }
+
+    pub(super) fn between(
         qemu: &mut Qemu,
         capabilities: &BTreeMap<Capability, bool>,
         parameters: &Map<String, Value>,
@@ -203,8 +245,7 @@ impl Change {
             parameters_before: qemu.parameters_now()?.to_map(),
         };
         change.capabilities.retain(|name, state| now.get(name) != Some(state));
-        change.parameters.retain(|name, value| change.parameters_before.get(name) != Some(value));
-        change.parameters_before.retain(|name, _| change.parameters.contains_key(name));
+        change.keep_what_differs();
         Ok(change)
     }
 
@@ -215,7 +256,7 @@ impl Change {
     }
 
     /// As [`Change::make`], but goes on after a refusal. The error is the first.
-    fn make_what_can_be(self, qemu: &mut Qemu) -> Result<(), Error> {
+    pub(super) fn make_what_can_be(self, qemu: &mut Qemu) -> Result<(), Error> {
         let off = self.set_capabilities(qemu, false);
         let parameters = self.set_parameters(qemu);
         let on = self.set_capabilities(qemu, true);

@@ -39,7 +39,7 @@ impl QmpDestination {
             let status = facts.migration.status.as_ref().map_or("none", MigrationStatus::as_str).to_owned();
             return Err(Error::NothingToRecover { socket: qemu.socket().into(), status });
         }
-        let dir = PrivateDir::new(facts.peer.as_ref())?;
+        let dir = PrivateDir::for_qemu(&qemu)?;
         Ok(Self { qemu, settings: None, dir, fdset: None, told: true, listened: 0 })
     }
 

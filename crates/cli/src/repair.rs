@@ -1,0 +1,66 @@
+//! `towline repair`: puts back what a towline that was killed has left changed in a QEMU.
+
+use serde_json::json;
+use towline_control::plan::Source;
+use towline_control::qemu::{Qemu, Repaired};
+use towline_qmp::Options;
+
+use crate::Exit;
+use crate::args::RepairArgs;
+use crate::progress::Reporter;
+
+/// Runs `repair`.
+pub(crate) fn run(args: &RepairArgs) -> Exit {
+    let reporter = Reporter::new(&args.output);
+    let path = match args.qemu.source() {
+        Ok(Source::Qmp(path)) => path,
+        Ok(_) => {
+            return usage(&format!(
+                "{}: only a QEMU can be repaired, by its QMP socket: qmp:PATH",
+                args.qemu
+            ));
+        }
+        Err(text) => return usage(&text),
+    };
+    let socket = path.display().to_string();
+    match Qemu::repair(&path, &Options::default()) {
+        Ok(None) => {
+            reporter.event(
+                "repaired",
+                json!({ "socket": socket, "owner-pid": null, "done": [], "left": [], "exit": 0 }),
+            );
+            reporter.line(&format!("QEMU on {socket}: nothing to repair"));
+            Exit::Done
+        }
+        Ok(Some(repaired)) => tell(&reporter, &repaired),
+        Err(error) => {
+            reporter.event(
+                "failed",
+                json!({ "socket": socket, "error": error.to_string(), "exit": Exit::Safe.code() }),
+            );
+            eprintln!("towline: {error}");
+            Exit::Safe
+        }
+    }
+}
+
+fn tell(reporter: &Reporter, repaired: &Repaired) -> Exit {
+    let Repaired { socket, owner, done, left, .. } = repaired;
+    let exit = if left.is_empty() { Exit::Done } else { Exit::Safe };
+    let fields =
+        json!({ "socket": socket, "owner-pid": owner, "done": done, "left": left, "exit": exit.code() });
+    reporter.event("repaired", fields);
+    reporter.line(&format!("QEMU on {socket} was left changed by a towline that is gone (process {owner})"));
+    for text in done {
+        reporter.line(&format!("  repaired      {text}"));
+    }
+    for text in left {
+        reporter.line(&format!("  not repaired  {text}"));
+    }
+    exit
+}
+
+fn usage(text: &str) -> Exit {
+    eprintln!("towline: {text}");
+    Exit::Usage
+}

@@ -1,0 +1,331 @@
+//! What towline has changed in a QEMU and not put back yet, in a file that outlives a towline that is killed.
+//!
+//! ```text
+//!   connect ─► lock the QEMU's journal ─► each change: record it, make it, ─► put it back: record done ─► no records left: remove
+//!                 │ locked: another towline works on this QEMU
+//!                 └ records of a towline that is gone: put back first (crate::qemu)
+//! ```
+//! A journal is a file of lines of JSON below the runtime directory ([`Directory`]), named by the process of its QEMU: its id and start
+//! time. A record is written and synced before the change that it undoes, by one `write`; a line that was cut off at the end was of a
+//! change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
+//!
+//! Where the process of a QEMU is not known, the journal is named by the device and inode of the monitor's socket, and holds its path
+//! and, where the file system knows it, the time at which it was made. Then a journal that was written through one monitor is not found
+//! through another one.
+
+mod directory;
+mod record;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
+use rustix::io::Errno;
+use rustix::process::getpid;
+
+use crate::qemu::{Process, ProcessState, start_time};
+
+pub use directory::{Directory, DirectoryError};
+pub(crate) use record::now_ms;
+pub use record::{Changed, Record};
+use record::{Contents, Header, Line, VERSION};
+
+/// Maximum size of a journal that is read.
+const BYTES_MAX: u64 = 1 << 20;
+/// How often a journal that its owner removed in the same moment is opened again.
+const ATTEMPTS_MAX: u32 = 16;
+
+/// Why a journal cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Its owner lives.
+    #[error(
+        "another towline{} works on QEMU at {socket}: wait until it has ended, or end it first", owner_text(*.pid)
+    )]
+    InUse {
+        /// The monitor's socket.
+        socket: String,
+        /// The owner's process, if it is known.
+        pid: Option<i32>,
+    },
+    /// There is no place for it.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// It cannot be read or written.
+    #[error("journal {path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// It holds something else than records of this version.
+    #[error(
+        "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it is of another version of \
+         towline, which can repair the QEMU; or remove it"
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// What does not fit.
+        reason: String,
+    },
+}
+
+fn owner_text(pid: Option<i32>) -> String {
+    pid.map(|pid| format!(" (process {pid})")).unwrap_or_default()
+}
+
+/// The locked journal of one QEMU. Clones are of the same one.
+///
+/// The file is removed when the last of them is dropped, if it has no records or its QEMU has exited.
+#[derive(Clone, Debug)]
+pub struct Journal(Arc<Mutex<State>>);
+
+/// A record that is written.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    journal: Journal,
+    id: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    file: File,
+    directory: Arc<OwnedFd>,
+    name: String,
+    path: PathBuf,
+    header: Header,
+    records: BTreeMap<u64, Record>,
+    next_id: u64,
+    process: Arc<Process>,
+}
+
+impl Journal {
+    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also the id of the process that left the records in it, if
+    /// there are any.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] if another towline has it, [`Error::Io`], [`Error::Format`].
+    pub fn open(
+        directory: &Directory,
+        socket: &Path,
+        process: &Arc<Process>,
+    ) -> Result<(Self, Option<i32>), Error> {
+        let header = Header::of(socket).map_err(|source| Error::Io { path: socket.into(), source })?;
+        let name = header.name(process);
+        let path = directory.path().join(&name);
+        let failed = |source: io::Error| Error::Io { path: path.clone(), source };
+        for _ in 0..ATTEMPTS_MAX {
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::APPEND | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let fd = openat(directory.fd(), &name, flags, Mode::RUSR | Mode::WUSR)
+                .map_err(|errno| failed(errno.into()))?;
+            let mut file = File::from(fd);
+            let is_ours = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => true,
+                Err(Errno::AGAIN) => false,
+                Err(errno) => return Err(failed(errno.into())),
+            };
+            let text = read(&mut file).map_err(failed)?;
+            if !is_ours {
+                return Err(in_use(socket, &path, &text));
+            }
+            // The owner before removed it while we opened it.
+            if !is_named(&file, directory, &name) {
+                continue;
+            }
+            let Contents { owner, records } = record::parse(&text).map_err(|bad| Error::Format {
+                path: path.clone(),
+                line: bad.line,
+                reason: bad.reason,
+            })?;
+            if owner.as_ref().is_some_and(Header::owner_lives) {
+                return Err(in_use(socket, &path, &text));
+            }
+            let state = State {
+                file,
+                directory: directory.shared_fd(),
+                name,
+                path,
+                header,
+                next_id: records.keys().max().map_or(1, |id| id + 1),
+                records,
+                process: Arc::clone(process),
+            };
+            return state.take_over(owner, text.ends_with('\n'));
+        }
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and made over and over")))
+    }
+
+    /// Records what undoes a change, durably, before the change is made.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn write(&self, record: &Record) -> Result<Entry, Error> {
+        let mut state = self.state();
+        let id = state.next_id;
+        state.append(&Line::Record { id, record: record.clone() })?;
+        state.next_id += 1;
+        state.records.insert(id, record.clone());
+        Ok(Entry { journal: self.clone(), id })
+    }
+
+    /// What is not put back, the newest first.
+    #[must_use]
+    pub fn records(&self) -> Vec<(Entry, Record)> {
+        let entry = |id: &u64| Entry { journal: self.clone(), id: *id };
+        self.state().records.iter().rev().map(|(id, record)| (entry(id), record.clone())).collect()
+    }
+
+    /// The migrations in it are over.
+    pub(crate) fn end_migrations(&self) {
+        let records = self.records().into_iter();
+        let migrations = records.filter(|(_, record)| matches!(record, Record::Migration { .. }));
+        migrations.for_each(|(entry, _)| entry.done());
+    }
+
+    /// Drops all records: nothing is left to be put back.
+    pub fn clear(&self) {
+        for (entry, _) in self.records() {
+            entry.done();
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Entry {
+    /// The change is undone, or nothing is left of it. A journal that cannot be written is logged: what it has is undone once more.
+    pub fn done(&self) {
+        let mut state = self.journal.state();
+        if state.records.remove(&self.id).is_none() {
+            return;
+        }
+        let written = match state.records.is_empty() {
+            true => state.restart(),
+            false => state.append(&Line::Done { id: self.id }),
+        };
+        if let Err(error) = written {
+            tracing::warn!(%error, "a record that is done stays in the journal");
+        }
+    }
+}
+
+impl State {
+    /// Names us as the owner behind the one before, whose records stay if they are of the same QEMU.
+    fn take_over(mut self, before: Option<Header>, is_whole: bool) -> Result<(Journal, Option<i32>), Error> {
+        let left_by = before
+            .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
+            .map(|found| found.pid);
+        if left_by.is_some() {
+            // A line that was cut off ends here.
+            let begun = if is_whole { "" } else { "\n" };
+            self.append_after(begun, &Line::Begun(self.header.clone()))?;
+        } else {
+            self.records.clear();
+            self.restart()?;
+        }
+        Ok((Journal(Arc::new(Mutex::new(self))), left_by))
+    }
+
+    /// Without records.
+    fn restart(&mut self) -> Result<(), Error> {
+        self.file.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
+        self.append(&Line::Begun(self.header.clone()))
+    }
+
+    fn append(&mut self, line: &Line) -> Result<(), Error> {
+        self.append_after("", line)
+    }
+
+    fn append_after(&mut self, before: &str, line: &Line) -> Result<(), Error> {
+        let written = serde_json::to_string(line)
+            .map_err(io::Error::from)
+            .and_then(|text| self.file.write_all(format!("{before}{text}\n").as_bytes()))
+            .and_then(|()| self.file.sync_data());
+        written.map_err(|source| Error::Io { path: self.path.clone(), source })
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        if self.records.is_empty() || self.process.state() == ProcessState::Exited {
+            // Its lock is held until the file is closed.
+            if let Err(errno) = unlinkat(&*self.directory, &self.name, AtFlags::empty()) {
+                tracing::debug!(%errno, path = %self.path.display(), "a journal stays");
+            }
+        }
+    }
+}
+
+/// Removes the journals of QEMUs that have exited.
+pub(crate) fn sweep(directory: &Directory) {
+    for name in directory.names() {
+        let Some((pid, started)) = record::process_of(&name) else { continue };
+        let gone = match start_time(pid) {
+            Ok(now) => now != started,
+            Err(error) => error.kind() == io::ErrorKind::NotFound,
+        };
+        if gone && let Err(error) = remove_stale(directory, &name) {
+            tracing::debug!(%error, name, "the journal of a QEMU that exited stays");
+        }
+    }
+}
+
+fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
+    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    let text = read(&mut file)?;
+    let Ok(Contents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
+    // In another pid namespace, that QEMU may live under this id.
+    if !header.is_of_our_namespace() || header.owner_lives() {
+        return Ok(());
+    }
+    records.values().filter_map(Record::remove_files).for_each(drop);
+    if is_named(&file, directory, name) {
+        unlinkat(directory.fd(), name, AtFlags::empty())?;
+    }
+    Ok(())
+}
+
+fn read(file: &mut File) -> io::Result<String> {
+    let mut text = String::new();
+    file.rewind()?;
+    file.take(BYTES_MAX).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// Whether the file is what its name leads to.
+fn is_named(file: &File, directory: &Directory, name: &str) -> bool {
+    let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
+    else {
+        return false;
+    };
+    (open.dev(), open.ino()) == (named.st_dev, named.st_ino)
+}
+
+fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
+    let pid = record::parse(text).ok().and_then(|contents| contents.owner).map(|owner| owner.pid);
+    tracing::debug!(path = %path.display(), "the journal is locked");
+    Error::InUse { socket: socket.display().to_string(), pid }
+}
+
+/// Our own process, and when it started.
+fn own_process() -> io::Result<(i32, u64)> {
+    let pid = getpid().as_raw_pid();
+    Ok((pid, start_time(pid)?))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,301 @@
+//! Puts back what a towline that was killed has left changed in a QEMU, by its journal.
+//!
+//! Settings can be put back only when no migration is under way: one that was begun by that towline is cancelled, and any is waited for.
+//! One in postcopy is left alone: it can go on, and cancelling it would cost the guest. What somebody else has changed since stays.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde_json::{Map, Value};
+use towline_qmp as qmp;
+use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
+
+use super::settings::Change;
+use super::{Error, Incoming, Qemu};
+use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
+
+/// How long a migration whose towline is gone may take to end, and to be cleaned up.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How far the time at which a migration was begun may be from the time that its age says.
+const BEGUN_WITHIN_MS: u64 = 5000;
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// What was put back, and what could not be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Repaired {
+    /// The monitor's socket.
+    pub socket: String,
+    /// The process of the towline that left it.
+    pub owner: i32,
+    /// What was done, in words.
+    pub done: Vec<String>,
+    /// What is as that towline left it, and why. It stays in the journal.
+    pub left: Vec<String>,
+}
+
+impl fmt::Display for Repaired {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { socket, owner, done, left } = self;
+        write!(f, "QEMU on {socket} was left changed by a towline that is gone (process {owner})")?;
+        if !done.is_empty() {
+            write!(f, "; repaired: {}", done.join(", "))?;
+        }
+        if !left.is_empty() {
+            write!(f, "; not repaired: {}", left.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+/// What became of one change.
+enum Outcome {
+    /// It is undone, or nothing is left to be undone: in words.
+    Done(Vec<String>),
+    /// It stays: why.
+    Left(String),
+}
+
+impl Outcome {
+    fn done(text: String) -> Self {
+        Self::Done(vec![text])
+    }
+}
+
+impl Qemu {
+    /// Puts back what an earlier towline left changed in the QEMU whose monitor is at `path`. `None`: there was nothing.
+    ///
+    /// # Errors
+    /// As [`Qemu::connect`], and those of its journal.
+    pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<Repaired>, Error> {
+        let path = path.as_ref();
+        let mut qemu = Self::inspect(path, options)?;
+        qemu.take_journal(path)?;
+        Ok(qemu.repaired.take())
+    }
+
+    /// Begins a migration, which is recorded first. The record is done when the settings of this QEMU are put back.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
+        let to = serde_json::to_value(&command.target).map(|target| target.to_string()).unwrap_or_default();
+        let entry = self.record(&Record::migration(to));
+        let begun = self.client.execute(command);
+        if matches!(begun, Err(qmp::Error::Refusal { .. }))
+            && let Some(entry) = entry
+        {
+            entry.done();
+        }
+        begun?;
+        Ok(())
+    }
+
+    /// QEMU takes settings only when no migration is under way: those that were recorded are over.
+    pub(super) fn end_migrations(&self) {
+        if let Some(journal) = &self.journal {
+            journal.end_migrations();
+        }
+    }
+
+    pub(super) fn take_journal(&mut self, path: &Path) -> Result<(), Error> {
+        let directory = Directory::open().map_err(JournalError::from)?;
+        let (journal, owner) = Journal::open(&directory, path, &self.process)?;
+        self.journal = Some(journal.clone());
+        sweep(&directory);
+        if let Some(owner) = owner {
+            self.repaired = Some(self.put_back(&journal, owner)?);
+            self.refresh()?;
+        }
+        Ok(())
+    }
+
+    fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<Repaired, Error> {
+        let records = journal.records();
+        let begun = records.iter().filter_map(|(_, record)| match record {
+            Record::Migration { begun_ms, .. } => Some(*begun_ms),
+            _ => None,
+        });
+        let begun: Vec<u64> = begun.collect();
+        let unsettled = self.settle(&begun)?;
+        let mut repaired =
+            Repaired { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
+        for (entry, record) in records {
+            let outcome = match (&unsettled, record.remove_files()) {
+                (_, Some(Ok(done))) => Outcome::done(done),
+                (_, Some(Err(error))) => Outcome::Left(format!("{}: {error}", name(&record))),
+                (Some(text), None) => Outcome::Left(format!("{}: {text}", name(&record))),
+                (None, None) => self.undo(&record)?,
+            };
+            match outcome {
+                Outcome::Done(done) => {
+                    entry.done();
+                    repaired.done.extend(done);
+                }
+                Outcome::Left(left) => repaired.left.push(left),
+            }
+        }
+        Ok(repaired)
+    }
+
+    /// Waits until no migration is under way, and cancels one that was begun at one of these times. If one still is: why.
+    fn settle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
+        let deadline = Instant::now() + SETTLE_TIMEOUT;
+        let mut cancelled = false;
+        loop {
+            let migration = self.migration()?;
+            let status = migration.status.clone().unwrap_or(MigrationStatus::NONE);
+            if status.is_final() && !self.cleans_up_migration()? {
+                return Ok(None);
+            }
+            if status.as_str().starts_with("postcopy") {
+                return Ok(Some(format!("its migration is in postcopy (status {status})")));
+            }
+            if self.facts.incoming == Incoming::Listening {
+                return Ok(Some("it waits for a guest".into()));
+            }
+            let is_ours = || begun.iter().any(|begun| was_begun_at(&migration, *begun));
+            if !cancelled && !status.is_final() && is_ours() {
+                self.client.execute(&MigrateCancel)?;
+                cancelled = true;
+            }
+            if Instant::now() >= deadline {
+                let waited = SETTLE_TIMEOUT.as_secs();
+                return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    /// Whether QEMU still holds a migration that it says is over; settings that change meanwhile can make it abort.
+    fn cleans_up_migration(&mut self) -> Result<bool, Error> {
+        match self.client.execute_raw("query-yank", None) {
+            Ok(instances) => {
+                let mut instances = instances.as_array().into_iter().flatten();
+                Ok(instances.any(|instance| instance["type"] == "migration"))
+            }
+            Err(error) if error.is_command_not_found() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Undoes one change.
+    fn undo(&mut self, record: &Record) -> Result<Outcome, Error> {
+        Ok(match record {
+            Record::Settings { capabilities, parameters } => {
+                self.put_settings_back(capabilities, parameters)?
+            }
+            Record::Device { path, add } => self.plug_again(path, add)?,
+            Record::Migration { to, .. } => Outcome::done(format!("migration to {to} has ended")),
+            Record::PartialImage { path } => Outcome::done(format!(
+                "partial image {} stays: the next copy to the same name replaces it",
+                path.display()
+            )),
+            Record::Directory { .. } => Outcome::Done(Vec::new()),
+        })
+    }
+
+    fn put_settings_back(
+        &mut self,
+        capabilities: &BTreeMap<Capability, Changed<bool>>,
+        parameters: &BTreeMap<String, Changed<Value>>,
+    ) -> Result<Outcome, Error> {
+        let capabilities_now = self.capabilities_now()?;
+        let parameters_now = self.parameters_now()?.to_map();
+        let mut done = Vec::new();
+        let mut wanted = BTreeMap::new();
+        for (name, changed) in capabilities {
+            let now = capabilities_now.get(name);
+            if let Some(before) = changed.before_if_unchanged_since(now, name.as_str(), &mut done) {
+                wanted.insert(name.clone(), before);
+            }
+        }
+        let mut wanted_parameters = Map::new();
+        for (name, changed) in parameters {
+            let now = parameters_now.get(name);
+            if let Some(before) = changed.before_if_unchanged_since(now, name, &mut done) {
+                wanted_parameters.insert(name.clone(), before);
+            }
+        }
+        let put = Change::between(self, &wanted, &wanted_parameters)
+            .and_then(|change| change.make_what_can_be(self));
+        Ok(match put {
+            Ok(()) => {
+                done.extend(
+                    wanted
+                        .iter()
+                        .map(|(name, state)| format!("{name} {}", if *state { "on" } else { "off" })),
+                );
+                done.extend(wanted_parameters.iter().map(|(name, value)| format!("{name} {value}")));
+                Outcome::Done(done)
+            }
+            Err(Error::Qmp(error @ qmp::Error::Refusal { .. })) => {
+                Outcome::Left(format!("migration settings: {error}"))
+            }
+            Err(error) => return Err(error),
+        })
+    }
+
+    fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<Outcome, Error> {
+        let (place, device) = path.rsplit_once('/').unwrap_or_default();
+        let arguments = Map::from_iter([("path".to_owned(), place.into())]);
+        let listed = match self.client.execute_raw("qom-list", Some(arguments)) {
+            Ok(listed) => listed,
+            Err(qmp::Error::Refusal { .. }) => Value::Null,
+            Err(error) => return Err(error.into()),
+        };
+        if listed.as_array().into_iter().flatten().any(|entry| entry["name"] == device) {
+            return Ok(Outcome::done(format!("device {device} was not unplugged")));
+        }
+        if self.status()?.status == RunState::POSTMIGRATE {
+            return Ok(Outcome::done(format!("device {device} stays unplugged: the guest was migrated")));
+        }
+        match self.client.execute_raw("device_add", Some(add.clone())) {
+            Ok(_) => Ok(Outcome::done(format!("device {device} plugged again"))),
+            Err(qmp::Error::Refusal { desc, .. }) => {
+                Ok(Outcome::Left(format!("device {device} is unplugged: {desc}")))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Whether this migration, which is under way, is the one that was begun then, and not somebody's later one.
+fn was_begun_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
+    // QEMU tells its age once it is set up.
+    let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok()).unwrap_or_default();
+    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= BEGUN_WITHIN_MS
+}
+
+impl<T: Clone + PartialEq + fmt::Display> Changed<T> {
+    /// What it is to be set to; `None` if nothing is to be done. Notes what else there is to say of it.
+    fn before_if_unchanged_since(&self, now: Option<&T>, name: &str, notes: &mut Vec<String>) -> Option<T> {
+        match (&self.before, now) {
+            (before, now) if before.as_ref() == now => None,
+            (_, Some(now)) if *now != self.set => {
+                notes.push(format!("{name} {now} stays: it was changed since"));
+                None
+            }
+            (Some(before), _) => Some(before.clone()),
+            (None, _) => {
+                notes.push(format!("{name} {} stays: QEMU cannot unset it", self.set));
+                None
+            }
+        }
+    }
+}
+
+fn name(record: &Record) -> String {
+    match record {
+        Record::Settings { capabilities, parameters } => {
+            let names =
+                capabilities.keys().map(Capability::as_str).chain(parameters.keys().map(String::as_str));
+            names.collect::<Vec<_>>().join(", ")
+        }
+        Record::Device { path, .. } => format!("device {path}"),
+        Record::Migration { to, .. } => format!("migration to {to}"),
+        Record::Directory { path, .. } | Record::PartialImage { path } => path.display().to_string(),
+    }
+}

@@ -1,0 +1,218 @@
+//! What is left changed in a stock QEMU is put back by its journal.
+
+#![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
+
+#[path = "../../qmp/tests/common/mod.rs"]
+mod common;
+
+use std::os::unix::net::UnixListener;
+
+use common::{Binary, TestQemu, binaries, skipped, until};
+use serde_json::{Map, json};
+use towline_control::journal::{self, Directory, Record};
+use towline_control::qemu::{Error, Qemu, Repaired, Settings, Wanted};
+use towline_qmp::Options;
+use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationStatus};
+
+/// The QEMUs, if this user has a place for journals.
+fn with_journals(test: &str) -> Vec<Binary> {
+    match Directory::open() {
+        Ok(_) => binaries(test),
+        Err(error) => {
+            skipped(test, &error.to_string());
+            Vec::new()
+        }
+    }
+}
+
+fn connect(process: &TestQemu) -> Qemu {
+    // Its monitor is there once a client had it.
+    drop(process.client());
+    Qemu::connect(process.path("qmp"), &Options::default()).unwrap()
+}
+
+fn repair(process: &TestQemu) -> Option<Repaired> {
+    Qemu::repair(process.path("qmp"), &Options::default()).unwrap()
+}
+
+fn wanted() -> Wanted {
+    Wanted {
+        capabilities: [(Capability::EVENTS, true), (Capability::MULTIFD, true)].into(),
+        parameters: MigrationParameters { multifd_channels: Some(5), ..MigrationParameters::default() },
+    }
+}
+
+/// As by a kill: what a dropped `Settings` has changed stays, and stays in the journal.
+fn leave_changed(mut qemu: Qemu) -> MigrationParameters {
+    let before = qemu.facts().parameters.clone();
+    let mut settings = Settings::apply(&mut qemu, &wanted()).unwrap();
+    let more = MigrationParameters { max_bandwidth: Some(4711), ..MigrationParameters::default() };
+    settings.change(&mut qemu, more).unwrap();
+    drop(settings);
+    assert_eq!(qemu.refresh().unwrap().parameters.max_bandwidth, Some(4711));
+    before
+}
+
+#[test]
+fn settings_are_put_back_through_a_monitor_of_any_process() {
+    let test = "settings_are_put_back_through_a_monitor_of_any_process";
+    for binary in with_journals(test) {
+        // Without vCPUs the process is not known, and the journal is named by the socket.
+        for args in [["-machine", "q35"], ["-machine", "none"]] {
+            let process = TestQemu::start(&binary, &args);
+            let before = leave_changed(connect(&process));
+            let repaired = repair(&process).unwrap();
+            assert_eq!(repaired.left, [""; 0]);
+            assert_eq!(repaired.owner, i32::try_from(std::process::id()).unwrap());
+            for text in ["events off", "multifd off", "multifd-channels 2"] {
+                assert!(repaired.done.iter().any(|done| done == text), "{text} is not in {repaired:?}");
+            }
+            let qemu = connect(&process);
+            assert!(qemu.repaired().is_none());
+            assert_eq!(qemu.facts().parameters, before);
+            assert!(!qemu.facts().capabilities[&Capability::EVENTS]);
+        }
+    }
+}
+
+#[test]
+fn settings_that_are_put_back_leave_no_record() {
+    for binary in with_journals("settings_that_are_put_back_leave_no_record") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        let settings = Settings::apply(&mut qemu, &wanted()).unwrap();
+        qemu.record(&Record::migration("unix:a")).unwrap();
+        settings.restore(&mut qemu).unwrap();
+        drop(qemu);
+        assert_eq!(repair(&process), None);
+    }
+}
+
+#[test]
+fn two_at_once_are_refused() {
+    for binary in with_journals("two_at_once_are_refused") {
+        let process = TestQemu::q35(&binary, &["-qmp", "unix:{dir}/second,server=on,wait=off"]);
+        let first = connect(&process);
+        let path = process.path("second");
+        let connected = Qemu::connect(&path, &Options::default()).unwrap_err();
+        let repaired = Qemu::repair(&path, &Options::default()).unwrap_err();
+        for error in [connected, repaired] {
+            assert!(
+                matches!(&error, Error::Journal(journal::Error::InUse { pid: Some(pid), .. })
+                    if *pid == i32::try_from(std::process::id()).unwrap()),
+                "{error}"
+            );
+        }
+        assert!(Qemu::inspect(process.path("second"), &Options::default()).is_ok());
+        drop(first);
+        assert!(Qemu::connect(process.path("second"), &Options::default()).is_ok());
+    }
+}
+
+#[test]
+fn unplugged_devices_are_plugged_again() {
+    for binary in with_journals("unplugged_devices_are_plugged_again") {
+        let process = TestQemu::q35(&binary, &["-device", "pcie-root-port,id=rp1,chassis=1,addr=6"]);
+        let device = |id: &str, driver: &str| Record::Device {
+            path: format!("/machine/peripheral/{id}"),
+            add: Map::from_iter(
+                [("driver", driver), ("id", id), ("bus", "rp1")]
+                    .map(|(key, value)| (key.to_owned(), json!(value))),
+            ),
+        };
+        let qemu = connect(&process);
+        qemu.record(&device("rng9", "virtio-rng-pci")).unwrap();
+        qemu.record(&device("rp1", "pcie-root-port")).unwrap();
+        qemu.record(&device("odd0", "no-such-device")).unwrap();
+        drop(qemu);
+        let repaired = repair(&process).unwrap();
+        assert_eq!(repaired.done, ["device rp1 was not unplugged", "device rng9 plugged again"]);
+        assert!(repaired.left[0].starts_with("device odd0 is unplugged: "), "{repaired:?}");
+        let again = repair(&process).unwrap();
+        assert_eq!((again.done.len(), &again.left), (0, &repaired.left), "what failed is kept");
+        let peripheral = Map::from_iter([("path".to_owned(), json!("/machine/peripheral"))]);
+        let listed = connect(&process).client().execute_raw("qom-list", Some(peripheral)).unwrap();
+        assert!(listed.as_array().unwrap().iter().any(|entry| entry["name"] == "rng9"), "{listed}");
+    }
+}
+
+/// The migration that a killed towline began goes to where nobody reads any more.
+#[test]
+fn its_own_migration_is_cancelled_and_another_is_not() {
+    for binary in with_journals("its_own_migration_is_cancelled_and_another_is_not") {
+        for begun_by in [Begun::Us, Begun::Others, Begun::OthersLater] {
+            let process = TestQemu::q35(&binary, &[]);
+            let mut qemu = connect(&process);
+            let settings = Settings::apply(&mut qemu, &wanted_without_lanes()).unwrap();
+            let path = process.path("stream");
+            let listener = UnixListener::bind(&path).unwrap();
+            let command = Migrate::to_uri(format!("unix:{}", path.display()));
+            if begun_by == Begun::OthersLater {
+                qemu.record(&Record::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+            }
+            match begun_by {
+                Begun::Us => qemu.migrate(&command).unwrap(),
+                Begun::Others | Begun::OthersLater => _ = qemu.client().execute(&command).unwrap(),
+            }
+            let (_stream, _) = listener.accept().unwrap();
+            until("a migration under way", || {
+                (qemu.migration().unwrap().status == Some(MigrationStatus::ACTIVE)).then_some(())
+            });
+            drop(settings);
+            drop(qemu);
+            let repaired = repair(&process).unwrap();
+            let status = connect_without_repair(&process).migration().unwrap().status.unwrap();
+            if begun_by == Begun::Us {
+                assert_eq!(
+                    (repaired.left.len(), status),
+                    (0, MigrationStatus::CANCELLED),
+                    "{:?}",
+                    repaired.left
+                );
+            } else {
+                assert_eq!(status, MigrationStatus::ACTIVE);
+                let left = repaired.left.last().unwrap();
+                let expected = "events, max-bandwidth: its migration has not ended within";
+                assert!(left.starts_with(expected), "{repaired:?}");
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Begun {
+    Us,
+    Others,
+    /// After ours, which is recorded.
+    OthersLater,
+}
+
+fn wanted_without_lanes() -> Wanted {
+    Wanted {
+        capabilities: [(Capability::EVENTS, true)].into(),
+        // Slow enough that its memory, which is all zeroes, does not go through meanwhile.
+        parameters: MigrationParameters { max_bandwidth: Some(4096), ..MigrationParameters::default() },
+    }
+}
+
+fn connect_without_repair(process: &TestQemu) -> Qemu {
+    Qemu::inspect(process.path("qmp"), &Options::default()).unwrap()
+}
+
+/// After `quit`, nothing is left of it.
+#[test]
+fn journal_goes_with_its_qemu() {
+    for binary in with_journals("journal_goes_with_its_qemu") {
+        let process = TestQemu::q35(&binary, &[]);
+        let mut qemu = connect(&process);
+        Settings::apply(&mut qemu, &wanted()).unwrap().keep();
+        let names = || {
+            let entries = std::fs::read_dir(Directory::open().unwrap().path()).unwrap();
+            let prefix = format!("qemu-{}-", process.child.id());
+            entries.flatten().filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count()
+        };
+        assert_eq!(names(), 1);
+        qemu.quit().unwrap();
+        assert_eq!(names(), 0);
+    }
+}

@@ -1,0 +1,118 @@
+//! What these tests share.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use tempfile::TempDir;
+use towline_lab::expect::qmp;
+use towline_lab::{Finished, Qemu, Towline, towline_binary, wait_until};
+
+/// For anything that must come.
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
+
+/// A directory for images, and one for towline's temporary files.
+pub(crate) struct Place(TempDir);
+
+impl Place {
+    pub(crate) fn new() -> Self {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
+        for name in ["work", "tmp", "run"] {
+            let mut builder = std::fs::DirBuilder::new();
+            builder.mode(0o700).create(directory.path().join(name)).unwrap();
+        }
+        Self(directory)
+    }
+
+    pub(crate) fn name(&self, name: &str) -> String {
+        self.0.path().join("work").join(name).display().to_string()
+    }
+
+    /// The names of towline's temporary files.
+    pub(crate) fn temporary(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.0.path().join("tmp")).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
+    }
+
+    /// Whether a journal of this QEMU is there.
+    pub(crate) fn is_journaled(&self, qemu: &Qemu) -> bool {
+        let base = if user() == 0 { PathBuf::from("/run") } else { self.0.path().join("run") };
+        let entries = std::fs::read_dir(base.join("towline/journal")).unwrap();
+        let prefix = format!("qemu-{}-", qemu.pid());
+        entries.flatten().any(|entry| entry.file_name().to_string_lossy().starts_with(&prefix))
+    }
+
+    /// Starts `towline` with these arguments, which spaces separate.
+    pub(crate) fn towline(&self, arguments: &str) -> Towline {
+        self.start(&[], arguments)
+    }
+
+    /// Starts it by another command, which gets towline's command line as its last arguments.
+    pub(crate) fn start(&self, by: &[&str], arguments: &str) -> Towline {
+        let tmp = format!("TMPDIR={}", self.0.path().join("tmp").display());
+        let binary = towline_binary().unwrap().display().to_string();
+        // Of use to other users than root, whose is /run.
+        let run = format!("XDG_RUNTIME_DIR={}", self.0.path().join("run").display());
+        let line = [tmp.as_str(), &run].into_iter().chain(by.iter().copied()).chain([binary.as_str()]);
+        Towline::start(Path::new("/usr/bin/env"), line.chain(arguments.split(' '))).unwrap()
+    }
+
+    /// Runs `towline` to its end.
+    pub(crate) fn run(&self, arguments: &str) -> Finished {
+        self.towline(arguments).wait(WITHIN).unwrap()
+    }
+
+    /// Starts a copy that takes long, and waits until a MiB was moved.
+    pub(crate) fn copy_slowly(&self, source: &Qemu, destination: &str) -> Towline {
+        let options = "--json --max-bandwidth 4M --downtime-limit 77 --multifd-channels 3";
+        let mut towline = self.towline(&format!("copy {options} {} {destination}", qmp(source)));
+        wait_until("a MiB", WITHIN, || {
+            assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
+            let events = towline.stdout();
+            let events = events.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            let moved = events.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+            Ok((moved >= Some(1 << 20)).then_some(()))
+        })
+        .unwrap();
+        towline
+    }
+}
+
+/// A copy that was killed (SIGKILL) under way; its process.
+pub(crate) fn killed_copy(place: &Place, source: &Qemu) -> u32 {
+    let mut towline = place.copy_slowly(source, &place.name("killed.img"));
+    let pid = towline.pid();
+    towline.kill().unwrap();
+    pid
+}
+
+/// How a QEMU is set for migrations.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Settings {
+    pub(crate) capabilities: BTreeMap<String, bool>,
+    pub(crate) parameters: Map<String, Value>,
+}
+
+pub(crate) fn settings(qemu: &Qemu) -> Settings {
+    let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
+    let parameters = qemu.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
+    let one =
+        |state: &Value| (state["capability"].as_str().unwrap().to_owned(), state["state"].as_bool().unwrap());
+    Settings {
+        capabilities: capabilities.as_array().unwrap().iter().map(one).collect(),
+        parameters: parameters.as_object().unwrap().clone(),
+    }
+}
+
+/// The user of this test.
+pub(crate) fn user() -> u32 {
+    std::fs::metadata("/proc/self").unwrap().uid()
+}
+
+/// Sends a signal to a process that this test started.
+pub(crate) fn signal(pid: u32, name: &str) {
+    let status = std::process::Command::new("kill").args([name, &pid.to_string()]).status().unwrap();
+    assert!(status.success(), "kill {name} {pid}");
+}
