@@ -16,6 +16,8 @@ use object_store::client::{
     HttpResponse, HttpResponseBody, HttpService,
 };
 
+use super::hold::Gate;
+
 /// How long a connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take to answer a request, its body sent.
@@ -24,11 +26,21 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Makes clients.
-#[derive(Debug, Default)]
-pub(super) struct Connector;
+#[derive(Debug)]
+pub(super) struct Connector {
+    gate: Gate,
+}
+
+impl Connector {
+    /// Whose clients' requests pass `gate` if they change something.
+    pub(super) fn new(gate: Gate) -> Self {
+        Self { gate }
+    }
+}
 
 #[derive(Debug)]
 struct Service {
+    gate: Gate,
     client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
 }
 
@@ -61,13 +73,17 @@ impl HttpConnector for Connector {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .build(https);
-        Ok(HttpClient::new(Service { client }))
+        Ok(HttpClient::new(Service { gate: self.gate.clone(), client }))
     }
 }
 
 #[async_trait::async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        if !request.method().is_safe() {
+            // Of this kind none is tried again.
+            self.gate.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
+        }
         let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.client.request(request)).await;
         let answer = answer.map_err(|_| HttpError::new(HttpErrorKind::Timeout, Silent))?;
         let answer = answer.map_err(|error| {
