@@ -115,3 +115,49 @@ fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
     }
     HttpErrorKind::Unknown
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::super::clock::Clock;
+    use super::super::hold::Hold;
+    use super::*;
+
+    /// The error of a request to a port that nobody listens on.
+    async fn error_of(client: &HttpClient, method: hyper::Method) -> String {
+        let request = hyper::Request::builder().method(method).uri("http://127.0.0.1:9/vm/chunks/aa");
+        let error = client.execute(request.body(HttpRequestBody::empty()).unwrap()).await.unwrap_err();
+        let mut cause: Option<&dyn StdError> = Some(&error);
+        let mut text = String::new();
+        while let Some(error) = cause {
+            text += &format!("{error}: ");
+            cause = error.source();
+        }
+        text
+    }
+
+    #[test]
+    fn once_the_lease_is_lost_no_attempt_that_changes_something_is_sent() {
+        let hold = Arc::new(Hold::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
+        let gate = Gate::default();
+        gate.depend_on(&hold);
+        let options = ClientOptions::new().with_allow_http(true);
+        let client = Connector::new(gate).connect(&options).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            use hyper::Method;
+
+            let changes = [Method::PUT, Method::DELETE, Method::POST];
+            for method in changes.clone() {
+                assert!(!error_of(&client, method).await.contains("lease"));
+            }
+            hold.lose("it was removed".into());
+            for method in changes {
+                let error = error_of(&client, method).await;
+                assert!(error.contains("the lease of this process was lost: it was removed"), "{error}");
+            }
+            assert!(!error_of(&client, Method::GET).await.contains("lease"));
+        });
+    }
+}

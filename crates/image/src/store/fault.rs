@@ -10,9 +10,6 @@ pub(super) enum Fault {
     /// The clock of leases stands while its host is suspended.
     #[cfg(test)]
     SuspendedTimeIgnored,
-    /// Attempts of a request do not pass the gate.
-    #[cfg(test)]
-    GateOpen,
     /// An index is put without a look at the upload's lease.
     IndexUnchecked,
     /// A collector removes without a look at its own lease.

@@ -168,7 +168,8 @@ impl Upload {
             state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
         }
         match state.failed.take() {
-            Some(error) => Err(error),
+            // Without a lease nothing is sent any more, which is the reason then.
+            Some(error) => self.lease.hold().check().and(Err(error)),
             None => Ok(()),
         }
     }

@@ -44,8 +44,7 @@ impl Actor {
 
     /// A timer of its process.
     pub(in crate::store) fn sleep(&self, time: Duration) -> impl Future<Output = ()> + Send + use<> {
-        let slot = self.world.timer(self.number, time);
-        async move { Answer(slot).await }
+        Answer(self.world.timer(self.number, time))
     }
 
     /// As a runtime's `spawn`.

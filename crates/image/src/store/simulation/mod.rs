@@ -37,7 +37,7 @@ use super::fault::Fault;
 /// Scenarios of an ordinary run.
 const SEEDS: u64 = 600;
 /// Most scenarios in which a fault has to be found.
-const SEEDS_OF_FAULT: u64 = 20_000;
+const SEEDS_OF_FAULT: u64 = 10_000;
 
 fn seeds() -> Range<u64> {
     let Ok(text) = std::env::var("TOWLINE_SEEDS") else { return 0..SEEDS };
@@ -72,7 +72,7 @@ fn every_order_leaves_whole_images_and_no_garbage() {
     if seeds == (0..SEEDS) {
         // A simulation in which nothing happens finds nothing.
         for (what, count) in tally.counts() {
-            assert!(count >= 5, "{what}: only {count}");
+            assert!(count > 0, "no {what}");
         }
     }
 }
@@ -103,11 +103,11 @@ fn each_fault_that_is_put_back_is_found() {
 /// The first seeds that find each fault: for the table above, and in the soak.
 #[test]
 fn every_fault_has_seeds_that_find_it() {
-    if std::env::var_os("TOWLINE_FIND_FAULTS").is_none() {
-        return;
-    }
+    // `all`, or the names of some.
+    let Ok(wanted) = std::env::var("TOWLINE_FIND_FAULTS") else { return };
+    let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
     let mut first = BTreeMap::new();
-    for fault in scenario::ALL_FAULTS {
+    for fault in scenario::ALL_FAULTS.into_iter().filter(is_wanted) {
         let found = (0..SEEDS_OF_FAULT).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
         let shown = found.as_ref().map(|(seed, error)| format!("{seed}: {}", error.lines().next().unwrap()));
         writeln!(io::stderr(), "{fault:?}: {shown:?}").unwrap();

@@ -73,10 +73,11 @@ impl Part {
         let pages = (0..rng.usize(1..=3)).map(|_| rng.u8(4..PAGES)).collect();
         let upload = Self::Upload { image, pages, replaces: true, rest: slow(rng) };
         let collect = |rng: &mut Rng| Self::Collect { age_min: Duration::ZERO, rest: slow(rng) };
-        match rng.u8(..4) {
+        match rng.u8(..6) {
             0 => vec![Self::Read { image, rest: 1200.0 }, upload, collect(rng)],
             1 => vec![Self::Read { image, rest: slow(rng) }, Self::Remove { image, how }, collect(rng)],
             2 => vec![upload, collect(rng)],
+            3 | 4 => vec![collect(rng), upload],
             _ => vec![upload, collect(rng), collect(rng)],
         }
     }

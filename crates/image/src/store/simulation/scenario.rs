@@ -11,11 +11,10 @@ use super::roles::{self, Part};
 use super::world::{Tally, World};
 
 /// All that can be put back.
-pub(super) const ALL_FAULTS: [Fault; 13] = [
+pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::SharedCollection,
     Fault::GapHeals,
     Fault::SuspendedTimeIgnored,
-    Fault::GateOpen,
     Fault::IndexUnchecked,
     Fault::RemovalUnchecked,
     Fault::UploadLooksFirst,
@@ -72,8 +71,11 @@ impl Scenario {
         let more = if parts.is_empty() { rng.usize(3..=7) } else { rng.usize(0..=2) };
         parts.extend((0..more).map(|_| Part::random(&mut rng)));
         let mut starts: Vec<_> = parts.iter().map(|_| span * rng.f64()).collect();
-        if rng.u8(..3) > 0 {
-            starts.sort_by(f64::total_cmp);
+        match rng.u8(..3) {
+            0 => {}
+            1 => starts.sort_by(f64::total_cmp),
+            // Whoever is suspended in time is taken for dead by the others.
+            _ => starts.iter_mut().skip(1).for_each(|start| *start = 3600.0 + 9000.0 * rng.f64()),
         }
         let parts = starts.into_iter().map(Duration::from_secs_f64).zip(parts).collect();
         Self { seed, conditions: kinds[rng.usize(..4)], chaos, parts }

@@ -33,6 +33,8 @@ pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Longest time that a request whose client has given up is on its way: docs/store.md says why it is not longer.
 const LATE_MAX_S: f64 = 1200.0;
+/// How often such a request is late that publishes or removes.
+const LATE_DECISIVE: f64 = 0.3;
 /// Longest scenario; nobody does anything for so long.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
 /// The prefix.
@@ -119,10 +121,13 @@ struct State {
     trace: Option<String>,
 }
 
+/// Where a turn is given back, and where the next one comes from.
+type Parking = (Sender<()>, Arc<Mutex<Receiver<()>>>);
+
 #[derive(Default)]
 struct ActorState {
     turn: Option<Sender<()>>,
-    parked: Option<(Sender<()>, Arc<Mutex<Receiver<()>>>)>,
+    parked: Option<Parking>,
     is_done: bool,
     is_dead: bool,
     suspended_until: Duration,
@@ -246,12 +251,14 @@ impl World {
     pub(super) fn send(&self, actor: usize, request: Request) -> Slot<Answered> {
         let (mut state, slot) = (self.lock(), Slot::default());
         let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
-        let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
         let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
+        // What matters most is late most often, or hardly any would get so far.
+        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE } else { failing };
+        let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
         if fate < failing {
             // It does not arrive.
             state.add(now + PATIENCE, failure);
-        } else if fate < 2.0 * failing {
+        } else if fate < failing + late {
             let late =
                 if state.rng.bool() { state.delay(0.01, LATE_MAX_S) } else { state.delay(60.0, LATE_MAX_S) };
             state.add(now + late, arrive(true));
@@ -517,6 +524,15 @@ impl State {
 }
 
 impl Request {
+    /// What publishes an image, or removes what one may need.
+    fn is_decisive(&self) -> bool {
+        match self {
+            Self::Put { key, .. } => key.ends_with(SUFFIX),
+            Self::Delete { key } => key.contains("/chunks/"),
+            _ => false,
+        }
+    }
+
     fn is_write(&self) -> bool {
         matches!(self, Self::Put { .. } | Self::Delete { .. })
     }
