@@ -37,7 +37,7 @@ use super::fault::Fault;
 /// Scenarios of an ordinary run.
 const SEEDS: u64 = 600;
 /// Most scenarios in which a fault has to be found.
-const SEEDS_OF_FAULT: u64 = 10_000;
+const SEEDS_OF_FAULT: u64 = 50_000;
 
 fn seeds() -> Range<u64> {
     let Ok(text) = std::env::var("TOWLINE_SEEDS") else { return 0..SEEDS };
@@ -86,7 +86,19 @@ fn a_seed_replays_its_run() {
 }
 
 /// Each fault, and the first seed that finds it, so that the ordinary tests need not look for it.
-const FAULTS: &[(Fault, u64)] = &[];
+const FAULTS: &[(Fault, u64)] = &[
+    (Fault::SharedCollection, 4388),
+    (Fault::GapHeals, 113),
+    (Fault::SuspendedTimeIgnored, 1106),
+    (Fault::IndexUnchecked, 116),
+    (Fault::RemovalUnchecked, 272),
+    (Fault::UploadLooksFirst, 2159),
+    (Fault::ReadersIgnored, 1828),
+    (Fault::ReaderUnconfirmed, 287),
+    (Fault::UnknownIndexIgnored, 637),
+    (Fault::LateIndexIgnored, 4915),
+    (Fault::LateRemovalIgnored, 4251),
+];
 
 #[test]
 fn each_fault_that_is_put_back_is_found() {
