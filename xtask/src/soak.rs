@@ -252,6 +252,12 @@ const SOAKS: &[Soak] = &[
             )
         },
     },
+    Soak {
+        name: "store-leases",
+        about: "100,000 orders of uploads, readers and collections on a model of a store, others with TOWLINE_SEEDS; then how soon each \
+            fault that was mended is found",
+        run: store_leases,
+    },
 ];
 
 /// Runs the named one; without a name, lists them.
@@ -297,6 +303,17 @@ fn vsock() -> Result<()> {
         command.env("TOWLINE_SEEDS", "100000");
     }
     run_command(&mut command)
+}
+
+/// Uploads, readers and collections in simulated time: `TOWLINE_SEEDS` says how many.
+fn store_leases() -> Result<()> {
+    let mut command =
+        cargo(["test", "--release", "--package", "towline-image", "--features", "store", "--lib"]);
+    command.args(["--", "--nocapture", "store::simulation"]);
+    if std::env::var_os("TOWLINE_SEEDS").is_none() {
+        command.env("TOWLINE_SEEDS", "100000");
+    }
+    run_command(command.env("TOWLINE_FIND_FAULTS", "all"))
 }
 
 fn listing() -> String {

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::json;
 use towline_control::plan::Source;
-use towline_image::store::Garbage;
+use towline_image::store::{ConditionalWrites, Garbage};
 
 use crate::Exit;
 use crate::args::InspectArgs;
@@ -44,6 +44,9 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
             "location": prefix.to_string(),
             "images": found.images,
             "uploads": found.uploads,
+            "readers": found.readers,
+            "kept": { "chunks": found.kept.0, "bytes": found.kept.1, "readers": found.kept_for },
+            "conditional-writes": found.conditional_writes.map(|found| conditions(found).0),
             "used": { "chunks": found.used.0, "bytes": found.used.1 },
             "young": { "chunks": found.young.0, "bytes": found.young.1 },
             "garbage": { "objects": found.objects.len(), "bytes": bytes },
@@ -63,10 +66,40 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
         if removes { "removed" } else { "not removed (--remove-garbage)" }
     ));
     reporter.line(&format!(
-        "  too young     {} chunks in {} (--garbage-age); uploads under way: {}",
+        "  too young     {} chunks in {} (--garbage-age); uploads under way: {}, readers: {}",
         count(found.young.0),
         size(found.young.1),
-        found.uploads
+        found.uploads,
+        found.readers
     ));
+    if found.kept.0 > 0 {
+        reporter.line(&format!(
+            "  kept          {} chunks in {}, of images that were replaced or removed while they are read by {}",
+            count(found.kept.0),
+            size(found.kept.1),
+            found.kept_for.join(", ")
+        ));
+    }
+    if let Some(found) = found.conditional_writes {
+        reporter.line(&format!("  conditions    {}", conditions(found).1));
+    }
     Ok(Exit::Done)
+}
+
+/// What the store enforces, for programs and for people.
+fn conditions(writes: ConditionalWrites) -> (&'static str, &'static str) {
+    match writes {
+        ConditionalWrites::All => (
+            "all",
+            "the store enforces conditions: a lease that is gone cannot come back, an image is replaced as it was seen",
+        ),
+        ConditionalWrites::Create => (
+            "create",
+            "the store creates conditionally only: of two --overwrite of one image at once the last one stays",
+        ),
+        ConditionalWrites::None => (
+            "none",
+            "the store enforces no conditions: of two images of one name stored at once the last one stays",
+        ),
+    }
 }

@@ -10,12 +10,11 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
-use std::time::Duration;
 
 use bytes::Bytes;
 
 use super::spool::Number;
-use super::{Error, Result};
+use super::{Error, Result, Runtime};
 
 /// The state of every chunk that is not absent.
 #[derive(Debug, Default)]
@@ -138,6 +137,7 @@ impl Cache {
         &self,
         thread: Option<ThreadId>,
         number: Number,
+        runtime: &Runtime,
         look: &dyn Fn() -> Result<()>,
     ) -> Result<Option<Turn>> {
         let mut state = self.lock();
@@ -166,8 +166,7 @@ impl Cache {
                     return Err(error);
                 }
                 Some(Chunk::Fetching | Chunk::Filling) => {
-                    let waited = self.changed.wait_timeout(state, Duration::from_millis(50));
-                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    state = runtime.pause(&self.changed, &self.state, state);
                     look()?;
                 }
             }
@@ -207,10 +206,14 @@ mod tests {
         std::thread::current().id()
     }
 
+    fn runtime() -> Runtime {
+        Runtime::start().unwrap()
+    }
+
     fn bring(cache: &Cache, number: Number) {
         assert!(cache.claim(number, 9, 9));
         cache.fetched(number, Ok(Bytes::from_static(b"x")));
-        let turn = cache.take(Some(thread()), number, &|| Ok(())).unwrap();
+        let turn = cache.take(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
         assert!(matches!(turn, Some(Turn::Fill(_))), "{turn:?}");
         cache.filled(Some(thread()), number, true);
     }
@@ -220,7 +223,7 @@ mod tests {
         let cache = Cache::default();
         (0..3).for_each(|number| bring(&cache, number));
         let other = std::thread::spawn(thread).join().unwrap();
-        assert!(matches!(cache.take(Some(other), 0, &|| Ok(())), Ok(Some(Turn::Here))));
+        assert!(matches!(cache.take(Some(other), 0, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
         let mut gone = Vec::new();
         cache.release(thread(), 1, |number| gone.push(number));
         assert_eq!(gone, [1, 2]);
@@ -234,9 +237,9 @@ mod tests {
         let cache = Cache::default();
         assert!(cache.claim(4, 9, 9));
         cache.fetched(4, Ok(Bytes::from_static(b"x")));
-        assert!(matches!(cache.take(None, 4, &|| Ok(())), Ok(Some(Turn::Fill(_)))));
+        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Fill(_)))));
         cache.filled(None, 4, true);
-        assert!(matches!(cache.take(None, 4, &|| Ok(())), Ok(Some(Turn::Here))));
+        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
         let mut gone = Vec::new();
         cache.release(thread(), 0, |number| gone.push(number));
         cache.give_back([4, 5].into_iter(), |number| gone.push(number));
@@ -254,8 +257,8 @@ mod tests {
         );
         cache.fetched(1, Err(Error::Cancelled));
         assert!(cache.claim(2, 1, 1));
-        assert!(matches!(cache.take(Some(thread()), 1, &|| Ok(())), Err(Error::Cancelled)));
-        assert!(cache.take(Some(thread()), 1, &|| Ok(())).unwrap().is_none());
+        assert!(matches!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
+        assert!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
         assert!(cache.claim(1, 2, 2));
     }
 
@@ -263,7 +266,7 @@ mod tests {
     fn who_waits_may_be_told_to_end() {
         let cache = Cache::default();
         assert!(cache.claim(1, 1, 1));
-        let error = cache.take(Some(thread()), 1, &|| Err(Error::Cancelled)).unwrap_err();
+        let error = cache.take(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
         assert!(matches!(error, Error::Cancelled));
     }
 }

@@ -16,6 +16,8 @@ use object_store::client::{
     HttpResponse, HttpResponseBody, HttpService,
 };
 
+use super::hold::Gate;
+
 /// How long a connection may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take to answer a request, its body sent.
@@ -24,11 +26,21 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Makes clients.
-#[derive(Debug, Default)]
-pub(super) struct Connector;
+#[derive(Debug)]
+pub(super) struct Connector {
+    gate: Gate,
+}
+
+impl Connector {
+    /// Whose clients' requests pass `gate` if they change something.
+    pub(super) fn new(gate: Gate) -> Self {
+        Self { gate }
+    }
+}
 
 #[derive(Debug)]
 struct Service {
+    gate: Gate,
     client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
 }
 
@@ -61,13 +73,17 @@ impl HttpConnector for Connector {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .build(https);
-        Ok(HttpClient::new(Service { client }))
+        Ok(HttpClient::new(Service { gate: self.gate.clone(), client }))
     }
 }
 
 #[async_trait::async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        if !request.method().is_safe() {
+            // Of this kind none is tried again.
+            self.gate.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
+        }
         let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.client.request(request)).await;
         let answer = answer.map_err(|_| HttpError::new(HttpErrorKind::Timeout, Silent))?;
         let answer = answer.map_err(|error| {
@@ -98,4 +114,50 @@ fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
         cause = error.source();
     }
     HttpErrorKind::Unknown
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "tests")]
+
+    use super::super::clock::Clock;
+    use super::super::hold::Hold;
+    use super::*;
+
+    /// The error of a request to a port that nobody listens on.
+    async fn error_of(client: &HttpClient, method: hyper::Method) -> String {
+        let request = hyper::Request::builder().method(method).uri("http://127.0.0.1:9/vm/chunks/aa");
+        let error = client.execute(request.body(HttpRequestBody::empty()).unwrap()).await.unwrap_err();
+        let mut cause: Option<&dyn StdError> = Some(&error);
+        let mut text = String::new();
+        while let Some(error) = cause {
+            text += &format!("{error}: ");
+            cause = error.source();
+        }
+        text
+    }
+
+    #[test]
+    fn once_the_lease_is_lost_no_attempt_that_changes_something_is_sent() {
+        let hold = Arc::new(Hold::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
+        let gate = Gate::default();
+        gate.depend_on(&hold);
+        let options = ClientOptions::new().with_allow_http(true);
+        let client = Connector::new(gate).connect(&options).unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            use hyper::Method;
+
+            let changes = [Method::PUT, Method::DELETE, Method::POST];
+            for method in changes.clone() {
+                assert!(!error_of(&client, method).await.contains("lease"));
+            }
+            hold.lose("it was removed".into());
+            for method in changes {
+                let error = error_of(&client, method).await;
+                assert!(error.contains("the lease of this process was lost: it was removed"), "{error}");
+            }
+            assert!(!error_of(&client, Method::GET).await.contains("lease"));
+        });
+    }
 }

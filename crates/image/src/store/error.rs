@@ -92,37 +92,54 @@ pub enum Error {
         /// The limit.
         limit: u64,
     },
-    /// Somebody removes garbage.
+    /// Another process removes garbage.
     #[error(
-        "{store}: somebody removes garbage there ({object}); try again when that is done, or in an hour if it was broken off"
+        "{store}: garbage is being removed there by {owner}: try again when that has ended, or in an hour if it was broken off"
     )]
     Collecting {
         /// The prefix.
         store: String,
-        /// The object that says so.
-        object: String,
+        /// The other process and its lease.
+        owner: String,
     },
-    /// Somebody stores an image.
+    /// Another process stores an image.
     #[error(
-        "{store}: {count} upload(s) go on there, or were broken off within the last hour ({object}): wait for them; nothing was removed"
+        "{store}: {count} upload(s) go on there, or were broken off within the last hour, one of them of {owner}: try again when they have ended; nothing was removed"
     )]
     Uploading {
         /// The prefix.
         store: String,
         /// How many.
         count: usize,
-        /// One of the objects that say so.
-        object: String,
+        /// One of the processes and its lease.
+        owner: String,
     },
-    /// The upload's own sign was not kept alive, so chunks may have been taken for garbage.
+    /// The lease was not held all the time, so chunks may have been taken for garbage.
     #[error(
-        "{store}: the store did not answer for {seconds} s, so chunks may have been taken for garbage meanwhile; store the guest again, what is there is not sent again"
+        "{store}: the lease of this process was lost: {why}; others may have taken what it counts on for garbage; run the command again, chunks that are there are not sent again"
     )]
-    Absent {
+    Lost {
         /// The prefix.
         store: String,
-        /// For how long.
-        seconds: u64,
+        /// How.
+        why: String,
+    },
+    /// An image that is read is not to be removed.
+    #[error(
+        "{image}: it is being read by {readers}: try again when they have ended, or in an hour if they were broken off; nothing was removed",
+        readers = readers.join(", ")
+    )]
+    InUse {
+        /// The image.
+        image: String,
+        /// The processes and their leases.
+        readers: Vec<String>,
+    },
+    /// Others replace the same object all the time.
+    #[error("{object}: other processes replace it again and again; run the command when they have ended")]
+    Changed {
+        /// Which.
+        object: String,
     },
     /// An image that cannot be read keeps all chunks.
     #[error(
@@ -195,6 +212,53 @@ impl Error {
     ) -> impl FnOnce(object_store::Error) -> Self {
         let object = object.into();
         move |answer| Self::Store { op, object, answer: Box::new(answer) }
+    }
+
+    /// Whether the request certainly did nothing, and will not. Of one that failed in another way it may still arrive.
+    pub(super) fn is_final(&self) -> bool {
+        use object_store::Error as Answer;
+
+        match self {
+            Self::Store { answer, .. } => matches!(
+                **answer,
+                Answer::PermissionDenied { .. }
+                    | Answer::Unauthenticated { .. }
+                    | Answer::NotSupported { .. }
+                    | Answer::NotImplemented { .. }
+                    | Answer::InvalidPath { .. }
+                    | Answer::UnknownConfigurationKey { .. }
+            ),
+            Self::Lost { .. } | Self::Exists { .. } | Self::Changed { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Whether the store does not know this kind of request.
+    pub(super) fn is_unsupported(&self) -> bool {
+        use object_store::Error as Answer;
+
+        let Self::Store { answer, .. } = self else { return false };
+        matches!(**answer, Answer::NotSupported { .. } | Answer::NotImplemented { .. })
+    }
+
+    /// Whether the store lets this process only read.
+    pub(super) fn is_read_only(&self) -> bool {
+        use object_store::Error as Answer;
+
+        let Self::Store { answer, .. } = self else { return false };
+        if let Answer::PermissionDenied { .. } | Answer::Unauthenticated { .. } = **answer {
+            return true;
+        }
+        // A directory answers with what the kernel said.
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**answer);
+        while let Some(error) = cause {
+            let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+            if let Some(io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) = kind {
+                return true;
+            }
+            cause = error.source();
+        }
+        self.is_unsupported()
     }
 }
 

@@ -24,11 +24,13 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
 use super::cache::{Cache, Turn};
-use super::location::{Location, SUFFIX};
+use super::images::{self, ReadIndex};
+use super::lease::Lease;
+use super::location::Location;
 use super::spool::Number;
 use super::upload::{first_reason, threads};
 use super::{AHEAD_BYTES, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
-use crate::index::{INDEX_BYTES_MAX, Index};
+use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
 /// What is needed now waits for nothing else.
@@ -38,6 +40,8 @@ const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
 #[derive(Debug)]
 pub struct StoredImage {
     image: String,
+    /// Keeps the chunks that the index names.
+    lease: Option<Lease>,
     store: Arc<Store>,
     index: Index,
     /// As the index has them.
@@ -60,12 +64,13 @@ impl StoredImage {
     /// # Errors
     /// There is no such image, it is damaged, or the store cannot be reached or refuses.
     pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
-        let image = location.to_string();
         let store = Arc::new(Store::open(&location.parent(), cancel)?);
-        let key = format!("{}{SUFFIX}", location.name()?);
-        let found = store.get(&key, INDEX_BYTES_MAX)?;
-        let bytes =
-            found.ok_or_else(|| Error::NoImage { image: image.clone(), object: store.shown(&key) })?;
+        Self::open_in(store, location.to_string(), &images::key(location)?)
+    }
+
+    /// As [`Self::open`], in a store that is open.
+    pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
+        let ReadIndex { bytes, lease } = images::read(&store, &image, key)?;
         let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
         let device_state = device_state(&store, &image, &index)?;
         let blocks = index.blocks();
@@ -80,13 +85,14 @@ impl StoredImage {
                     Region::reserved(length)
                         .map_err(|why| Error::Host { what: "addresses for the guest's memory", why })?,
                 ),
-                Err(_) => return Err(Error::TooLong { object: store.shown(&key), limit: usize::MAX as u64 }),
+                Err(_) => return Err(Error::TooLong { object: store.shown(key), limit: usize::MAX as u64 }),
             });
         }
         let (configuration, index_bytes) = (index.configuration(), bytes.len() as u64);
         let cache = Arc::default();
         Ok(Self {
             image,
+            lease,
             store,
             index,
             configuration,
@@ -133,6 +139,11 @@ impl StoredImage {
             let joined = workers.into_iter().map(|worker| worker.join().expect("comparing does not panic"));
             first_reason(joined.collect()).map(drop)
         })
+    }
+
+    /// Whether a lease keeps the image's chunks while it is read: not where this process may only read.
+    pub fn is_leased(&self) -> bool {
+        self.lease.is_some()
     }
 
     /// Its index.
@@ -236,7 +247,7 @@ impl StoredImage {
         let look = || self.store.check_cancelled();
         let object = loop {
             self.ask(block, index, AT_ONCE);
-            match self.cache.take(thread, number, &look)? {
+            match self.cache.take(thread, number, self.store.runtime(), &look)? {
                 None => {}
                 Some(Turn::Here) => return Ok(()),
                 Some(Turn::Fill(object)) => break object,
@@ -261,7 +272,7 @@ impl StoredImage {
         Ok(())
     }
 
-    fn make_ready(&self, page: PageRef, length: u64) -> Result<()> {
+    pub(super) fn make_ready(&self, page: PageRef, length: u64) -> Result<()> {
         let chunk_bytes = self.index.chunk_bytes();
         let limit = (CACHE_BYTES / chunk_bytes) as usize;
         if !self.is_given_back {

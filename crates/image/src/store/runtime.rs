@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::io;
 use std::sync::mpsc;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -11,15 +12,29 @@ use tokio::sync::oneshot;
 use towline_channel::Cancel;
 
 use super::Error;
+#[cfg(test)]
+use super::simulation::Actor;
 
 /// How often who waits looks whether somebody wants to stop.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+/// As [`LOOK_INTERVAL`], where a change is notified.
+const NOTIFIED_INTERVAL: Duration = Duration::from_millis(50);
 /// Threads for files, which have no asynchronous form: a store in a directory uses them.
 const FILE_THREADS: usize = 4;
 
+/// Where requests are made.
+#[derive(Debug)]
+pub(super) enum Runtime {
+    /// A thread of its own.
+    Thread(Worker),
+    /// A simulated participant, which does everything in its one thread.
+    #[cfg(test)]
+    Simulated(Actor),
+}
+
 /// A runtime in a thread of its own; what is under way ends with it.
 #[derive(Debug)]
-pub(crate) struct Runtime {
+pub(super) struct Worker {
     handle: Handle,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -27,7 +42,7 @@ pub(crate) struct Runtime {
 
 impl Runtime {
     /// Starts the thread.
-    pub(crate) fn start() -> io::Result<Self> {
+    pub(super) fn start() -> io::Result<Self> {
         let runtime =
             Builder::new_current_thread().enable_all().max_blocking_threads(FILE_THREADS).build()?;
         let handle = runtime.handle().clone();
@@ -37,19 +52,58 @@ impl Runtime {
             let _ = runtime.block_on(stopped);
         };
         let thread = thread::Builder::new().name("store".into()).spawn(serve)?;
-        Ok(Self { handle, stop: Some(stop), thread: Some(thread) })
+        Ok(Self::Thread(Worker { handle, stop: Some(stop), thread: Some(thread) }))
     }
 
     /// Has something done there, and does not wait.
-    pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
-        drop(self.handle.spawn(work));
+    pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        match self {
+            Self::Thread(worker) => drop(worker.handle.spawn(work)),
+            #[cfg(test)]
+            Self::Simulated(actor) => actor.spawn(Box::pin(work)),
+        }
     }
 
     /// Has something done there and waits for it.
     ///
     /// # Errors
     /// [`Error::Cancelled`]; the work is dropped.
-    pub(crate) fn wait<T: Send + 'static>(
+    pub(super) fn wait<T: Send + 'static>(
+        &self,
+        cancel: Option<&Cancel>,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T, Error> {
+        match self {
+            Self::Thread(worker) => worker.wait(cancel, work),
+            #[cfg(test)]
+            Self::Simulated(actor) => actor.wait(Box::pin(work)),
+        }
+    }
+
+    /// Waits until `changed` is notified, or for a short time.
+    pub(super) fn pause<'a, T>(
+        &self,
+        changed: &Condvar,
+        mutex: &'a Mutex<T>,
+        guard: MutexGuard<'a, T>,
+    ) -> MutexGuard<'a, T> {
+        match self {
+            Self::Thread(_) => {
+                let _ = mutex;
+                changed.wait_timeout(guard, NOTIFIED_INTERVAL).unwrap_or_else(PoisonError::into_inner).0
+            }
+            #[cfg(test)]
+            Self::Simulated(actor) => {
+                drop(guard);
+                actor.pause();
+                mutex.lock().unwrap_or_else(PoisonError::into_inner)
+            }
+        }
+    }
+}
+
+impl Worker {
+    fn wait<T: Send + 'static>(
         &self,
         cancel: Option<&Cancel>,
         work: impl Future<Output = T> + Send + 'static,
@@ -73,7 +127,7 @@ impl Runtime {
     }
 }
 
-impl Drop for Runtime {
+impl Drop for Worker {
     fn drop(&mut self) {
         self.stop.take();
         // Who drops it last may be a task of its own, which cannot wait for its end.

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Mutex;
+use std::time::Duration;
 
 use towline_channel::{Cancel, gather};
 use towline_migration::{ExtentKind, Guest, Pages, Sink, Stream};
@@ -10,7 +11,10 @@ use towline_protocol::device_state::{self, DeviceState};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use super::{CACHE_BYTES, CHUNK_BYTES, Location, StoreWriter, StoredImage};
+use super::{
+    CACHE_BYTES, CHUNK_BYTES, Error, Garbage, InUse, Location, StoreWriter, StoredImage, readers,
+    remove_image,
+};
 use crate::{Existing, Origin};
 
 const PAGE: usize = PAGE_SIZE as usize;
@@ -142,4 +146,145 @@ fn more_than_the_cache_is_read_and_what_goes_comes_again() {
     for offset in (0..length as u64).step_by(2 << 20).chain([0, 2 << 20]) {
         read(&image, PageRef { block: BlockIndex(0), offset }, 2 << 20, &memory[0]);
     }
+}
+
+/// Memory without zeros.
+fn filled(lengths: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<u8>> {
+    let mut of_length = |&length: &usize| {
+        let mut bytes = vec![0; length];
+        random.fill(&mut bytes);
+        bytes
+    };
+    lengths.iter().map(&mut of_length).collect()
+}
+
+/// The objects of a store in a directory, and what they are.
+fn objects(directory: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let (mut found, mut left) = (Vec::new(), vec![directory.to_owned()]);
+    while let Some(directory) = left.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { &mut left } else { &mut found }.push(path);
+        }
+    }
+    found.sort();
+    found
+}
+
+/// Everything that the image delivers: head, blocks, memory and device state; or why not.
+fn delivered(location: &Location) -> Result<Vec<Vec<u8>>, Error> {
+    let image = StoredImage::open(location, None)?;
+    image.verify(&|_| {})?;
+    let mut parts =
+        vec![image.configuration().machine_type.clone().into_bytes(), image.device_state().unwrap()];
+    parts.push(vec![image.ram_section_id() as u8]);
+    for (number, block) in image.blocks().iter().enumerate() {
+        let page = PageRef { block: BlockIndex(number as u32), offset: 0 };
+        image.make_ready(page, block.length)?;
+        let mut bytes = vec![0; block.length as usize];
+        gather(&[image.memory(page, block.length)], &mut bytes);
+        parts.extend([block.name.clone().into_bytes(), bytes]);
+    }
+    Ok(parts)
+}
+
+/// Flipped bits of each object, spread over it; `index` and `chunk` flip every one of theirs.
+const FLIPS_MAX: usize = 100;
+
+#[test]
+fn a_flipped_bit_of_any_object_is_found_or_changes_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(8);
+    let chunk = CHUNK_BYTES as usize;
+    store(&location, &filled(&[PAGE, chunk + PAGE], &mut random), &mut random);
+    // Chunks that changed after they were sent.
+    Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+    let expected = delivered(&location).unwrap();
+    let objects = objects(directory.path());
+    // An index, the chunks of two blocks and that of the device state.
+    assert_eq!(objects.len(), 5, "{objects:?}");
+    for object in objects {
+        let whole = std::fs::read(&object).unwrap();
+        let (bits, mut found) = (8 * whole.len(), 0);
+        let step = bits.div_ceil(FLIPS_MAX).max(1);
+        for bit in (0..bits).step_by(step) {
+            let mut bytes = whole.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(&object, bytes).unwrap();
+            match delivered(&location) {
+                // zstd's frame has a few bits that say nothing.
+                Ok(parts) => assert!(parts == expected, "bit {bit} of {}", object.display()),
+                Err(Error::Index { .. } | Error::Damaged { .. } | Error::DeviceState { .. }) => found += 1,
+                Err(error) => panic!("bit {bit} of {}: {error}", object.display()),
+            }
+        }
+        assert!(found * 100 >= bits.div_ceil(step) * 90, "{}: only {found} found", object.display());
+        // Cut, longer, and of another name.
+        for bytes in [&whole[..whole.len() - 1], b"".as_slice(), &[&whole[..], b"x"].concat()] {
+            std::fs::write(&object, bytes).unwrap();
+            let error = delivered(&location).unwrap_err();
+            let is_named = matches!(error, Error::Index { .. } | Error::Damaged { .. });
+            assert!(is_named, "{} with {} bytes: {error}", object.display(), bytes.len());
+        }
+        std::fs::write(&object, &whole).unwrap();
+    }
+    assert!(delivered(&location).unwrap() == expected);
+}
+
+#[test]
+fn a_second_collection_is_refused_and_names_the_first() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(9);
+    store(&location, &filled(&[PAGE], &mut random), &mut random);
+    std::fs::remove_file(directory.path().join("vm/a.towline")).unwrap();
+    let prefix = location.parent();
+    let mut others = Vec::new();
+    let removed = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {
+        // In the middle of the first one.
+        others.push(Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap_err().to_string());
+        others.push(
+            StoreWriter::create(&location, Existing::Refuse, Origin::default(), &Cancel::new().unwrap())
+                .unwrap_err()
+                .to_string(),
+        );
+    });
+    assert_eq!(removed.unwrap().objects.len(), others.len() / 2);
+    let owner = format!("garbage is being removed there by process {} of host", std::process::id());
+    assert!(others.len() >= 4 && others.iter().all(|error| error.contains(&owner)), "{others:?}");
+    assert!(objects(directory.path()).is_empty());
+}
+
+#[test]
+fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
+    let directory = tempfile::tempdir().unwrap();
+    let location = location(&directory);
+    let mut random = fastrand::Rng::with_seed(10);
+    let memory = filled(&[40 * PAGE], &mut random);
+    store(&location, &memory, &mut random);
+    Garbage::remove(&location.parent(), Duration::ZERO, None, &mut |_| {}).unwrap();
+    let reader = StoredImage::open(&location, None).unwrap();
+    assert!(reader.is_leased());
+    let found = readers(&location, None).unwrap();
+    assert_eq!(found.len(), 1, "{found:?}");
+    let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
+    assert!(error.to_string().contains(&found[0].shown), "{error}");
+    assert_eq!(remove_image(&location, InUse::KeepChunks, None).unwrap(), found);
+    let prefix = location.parent();
+    let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
+    assert_eq!(
+        (collected.kept.0, collected.kept_for.len(), collected.objects.len()),
+        (2, 1, 0),
+        "{collected:?}"
+    );
+    read(&reader, PageRef { block: BlockIndex(0), offset: 0 }, 40 * PAGE_SIZE, &memory[0]);
+    // By another program, without a copy of its index: everything stays while it is read.
+    std::fs::remove_dir_all(directory.path().join("vm/retired")).unwrap();
+    let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
+    assert_eq!((collected.kept.0, collected.objects.len()), (2, 0), "{collected:?}");
+    drop(reader);
+    Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
+    assert!(objects(directory.path()).is_empty());
+    assert!(matches!(remove_image(&location, InUse::KeepChunks, None), Err(Error::NoImage { .. })));
 }

@@ -7,15 +7,16 @@ use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use towline_channel::Cancel;
 use towline_migration::{Guest as _, Snapshot};
 use towline_protocol::BlockIndex;
 
-use super::access::{Put, Store};
-use super::location::{Location, SUFFIX};
-use super::presence::Presence;
+use super::access::Store;
+use super::images;
+use super::lease::Lease;
+use super::location::Location;
+use super::objects::Put;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
@@ -24,8 +25,6 @@ use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 const KNOWN_MAX: usize = 4 << 20;
 /// Threads that hash and compress.
 const THREADS_MAX: usize = 8;
-/// How often who waits for requests looks whether somebody wants to end.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// An image on its way into a store.
 #[derive(Debug)]
@@ -37,7 +36,7 @@ pub(super) struct Upload {
     shared: Arc<Shared>,
     tally: Counters,
     known: Mutex<Known>,
-    presence: Presence,
+    lease: Lease,
 }
 
 #[derive(Debug, Default)]
@@ -73,7 +72,6 @@ struct Counters {
 impl Upload {
     /// Asks the store for what it has. After this, what can be refused has been.
     pub(super) fn begin(image: &Location, existing: Existing, cancel: Cancel) -> Result<Self> {
-        let name = image.name()?;
         if !image.scheme().is_writable() {
             let text = format!(
                 "{image}: http:// and https:// are only read: store it at s3://, gs://, az:// or store:"
@@ -81,11 +79,20 @@ impl Upload {
             return Err(Error::Location { text });
         }
         let store = Arc::new(Store::open(&image.parent(), Some(cancel))?);
-        let key = format!("{name}{SUFFIX}");
-        if existing == Existing::Refuse && store.head(&key)?.is_some() {
-            return Err(Error::Exists { image: image.to_string() });
+        Self::begin_in(store, image.to_string(), images::key(image)?, existing)
+    }
+
+    /// As [`Self::begin`], in a store that is open.
+    pub(super) fn begin_in(
+        store: Arc<Store>,
+        image: String,
+        key: String,
+        existing: Existing,
+    ) -> Result<Self> {
+        if existing == Existing::Refuse && store.find(&key)?.is_some() {
+            return Err(Error::Exists { image });
         }
-        let presence = Presence::upload(&store, &image.to_string())?;
+        let lease = Lease::upload(&store, &key)?;
         let mut known = Known::default();
         store.list(chunk::DIRECTORY, &mut |object| {
             // An empty object is a crash's remainder in a directory.
@@ -97,7 +104,7 @@ impl Upload {
             Ok(())
         })?;
         let (shared, tally, known) = (Arc::default(), Counters::default(), Mutex::new(known));
-        Ok(Self { store, image: image.to_string(), key, existing, shared, tally, known, presence })
+        Ok(Self { store, image, key, existing, shared, tally, known, lease })
     }
 
     /// The image, for people.
@@ -158,21 +165,20 @@ impl Upload {
         let mut state = self.shared.lock();
         while state.under_way > 0 && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.shared.wait(state);
+            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
         }
         match state.failed.take() {
-            Some(error) => Err(error),
+            // Without a lease nothing is sent any more, which is the reason then.
+            Some(error) => self.lease.hold().check().and(Err(error)),
             None => Ok(()),
         }
     }
 
     /// Makes the image visible. Everything that `index` names is in the store.
     pub(super) fn publish(&self, index: &Index) -> Result<()> {
-        self.presence.check()?;
         let bytes = index.encode();
-        let bytes = bytes.map_err(|why| Error::Index { image: self.image.clone(), why })?;
-        let mode = if self.existing == Existing::Refuse { Put::Create } else { Put::Replace };
-        self.store.put_anyway(&self.key, bytes.into(), mode)
+        let bytes = bytes.map_err(|why| Error::Index { image: self.image.clone(), why })?.into();
+        images::publish(&self.store, &self.lease, &self.key, &bytes, self.existing)
     }
 
     /// Whether the chunk is in the store, or on its way there; if not, it is the caller's now.
@@ -184,7 +190,7 @@ impl Upload {
             }
             known.is_partial
         };
-        Ok(is_partial && self.store.head(&chunk::key(&name))?.is_some())
+        Ok(is_partial && self.store.find(&chunk::key(&name))?.is_some())
     }
 
     /// Waits until one more request may be made.
@@ -192,7 +198,7 @@ impl Upload {
         let mut state = self.shared.lock();
         while state.under_way >= REQUESTS_MAX && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.shared.wait(state);
+            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
         }
         self.store.check_cancelled()?;
         if let Some(error) = state.failed.take() {
@@ -208,10 +214,6 @@ impl Upload {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0
     }
 }
 

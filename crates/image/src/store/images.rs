@@ -1,0 +1,240 @@
+//! The index objects of a prefix: who reads them, how one is replaced and removed.
+//!
+//! ```text
+//!   publish   is the old index read? then keep a copy as retired/BLAKE3 ─► put the new one, if the old one is still the one that was seen
+//!   remove    the same ─► remove the index
+//! ```
+//!
+//! An image in a store has no companions beside its chunks: whatever describes it is in its index, which one request replaces. So
+//! there is the old image or the new one, whenever the process ends. What the old one names is garbage afterwards, unless a reader's
+//! lease names the old index: a collector finds what that one names in the copy, or, if somebody else than towline removed the
+//! index, leaves everything alone while the reader is alive.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use bytes::Bytes;
+use object_store::ObjectMeta;
+use towline_channel::Cancel;
+
+use super::access::Store;
+use super::fault::Fault;
+use super::lease::{Kind, Lease, leases};
+use super::location::{Location, SUFFIX};
+use super::objects::{Put, version};
+use super::{Error, Result};
+use crate::Existing;
+use crate::index::INDEX_BYTES_MAX;
+use crate::manifest::Digest;
+
+/// Where copies of indexes are that were replaced or removed while somebody read them.
+pub(super) const RETIRED: &str = "retired";
+/// Attempts to replace or to read an index that somebody else replaces meanwhile.
+const ATTEMPTS_MAX: usize = 8;
+
+/// What becomes of an image that is read while it is removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InUse {
+    /// It stays, and its readers are named.
+    Refuse,
+    /// It is removed; its chunks stay until its readers end.
+    KeepChunks,
+}
+
+/// A process that reads an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reader {
+    /// Process, host and lease, for people.
+    pub shown: String,
+    /// The BLAKE3 of the index that it reads.
+    pub index: Digest,
+}
+
+/// Who reads the image now, or was killed while it did within the last hour.
+///
+/// # Errors
+/// The store cannot be reached or refuses.
+pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+    let store = Arc::new(Store::open(&image.parent(), cancel)?);
+    readers_in(&store, &key(image)?)
+}
+
+/// Removes an image from its store; chunks that only it named are garbage then. Gives the readers for which they stay.
+///
+/// # Errors
+/// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store cannot be reached or refuses.
+pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+    if !image.scheme().is_writable() {
+        return Err(Error::Location { text: format!("{image}: http:// and https:// are only read") });
+    }
+    let store = Arc::new(Store::open(&image.parent(), cancel)?);
+    remove_in(&store, &image.to_string(), &key(image)?, in_use)
+}
+
+/// The key of an image's index.
+pub(super) fn key(image: &Location) -> Result<String> {
+    Ok(format!("{}{SUFFIX}", image.name()?))
+}
+
+pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+    if store.find(key)?.is_none() {
+        return Err(Error::NoImage { image: image.into(), object: store.shown(key) });
+    }
+    let readers = retire(store, key, in_use)?;
+    store.delete(key)?;
+    Ok(readers)
+}
+
+/// The readers of the image with this key. All leases count, also old ones: this process has no lease of its own to tell their age by.
+fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<Reader>> {
+    let mut readers = Vec::new();
+    for lease in leases(store, Kind::Reader, SystemTime::UNIX_EPOCH)? {
+        let Some(Ok(owner)) = lease.owner(store)? else { continue };
+        if let (Some(image), Some(index)) = (&owner.image, owner.index)
+            && image == key
+        {
+            readers.push(Reader { shown: lease.shown(store), index });
+        }
+    }
+    Ok(readers)
+}
+
+/// Keeps a copy of the index with this key for its readers, and gives these.
+fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+    let mut readers = readers_in(store, key)?;
+    if readers.is_empty() {
+        return Ok(readers);
+    }
+    let Some(bytes) = store.get(key, INDEX_BYTES_MAX)? else { return Ok(Vec::new()) };
+    let index = Digest::of(&bytes);
+    readers.retain(|reader| reader.index == index);
+    if in_use == InUse::Refuse && !readers.is_empty() {
+        let image = store.shown(key.strip_suffix(SUFFIX).unwrap_or(key));
+        let readers = readers.into_iter().map(|reader| reader.shown).collect();
+        return Err(Error::InUse { image, readers });
+    }
+    if !readers.is_empty() {
+        store.wait(store.putting(&retired(index), bytes, Put::Replace))?;
+    }
+    Ok(readers)
+}
+
+/// The key of the copy of an index.
+pub(super) fn retired(index: Digest) -> String {
+    format!("{RETIRED}/{index}")
+}
+
+/// Makes an image visible whose chunks are all there: its index is put, or nothing happens.
+///
+/// # Errors
+/// [`Error::Lost`] if the upload's lease was not held; [`Error::Exists`], [`Error::Changed`]. If it is not known whether the index is
+/// there, it is looked for; if it may still arrive, the lease stays.
+pub(super) fn publish(
+    store: &Arc<Store>,
+    lease: &Lease,
+    key: &str,
+    bytes: &Bytes,
+    existing: Existing,
+) -> Result<()> {
+    for _ in 0..ATTEMPTS_MAX {
+        let (found, readers) = match existing {
+            Existing::Refuse => (None, Vec::new()),
+            Existing::Replace => {
+                let found = store.wait_anyway(store.finding(key))?;
+                let readers =
+                    if found.is_some() { retire(store, key, InUse::KeepChunks)? } else { Vec::new() };
+                (found, readers)
+            }
+        };
+        for reader in readers {
+            tracing::info!(
+                reader = reader.shown,
+                image = key,
+                "the replaced image's chunks stay for its reader"
+            );
+        }
+        let mode = match (existing, found) {
+            (Existing::Refuse, _) => Put::Create,
+            (Existing::Replace, Some(found)) if lease.writes() == super::ConditionalWrites::All => {
+                Put::Update(version(&found))
+            }
+            (Existing::Replace, _) => Put::Replace,
+        };
+        match put(store, lease, key, bytes, mode) {
+            Err(Error::Changed { .. }) => {}
+            done => return done,
+        }
+    }
+    Err(Error::Changed { object: store.shown(key) })
+}
+
+/// Puts an index, and finds out what became of it if the store does not say.
+fn put(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: Put) -> Result<()> {
+    let (objects, hold) = (store.objects().clone(), Arc::clone(lease.hold()));
+    let request = {
+        let (key, bytes) = (key.to_owned(), bytes.clone());
+        async move { objects.put_held(&key, bytes, mode, &hold).await }
+    };
+    let error = match store.wait_anyway(request) {
+        Ok(_) => return Ok(()),
+        Err(error) if error.is_final() => return Err(error),
+        Err(error) => error,
+    };
+    if !store.has(Fault::LateIndexIgnored) {
+        lease.leave();
+    }
+    match store.wait_anyway(store.getting(key, bytes.len() as u64)) {
+        Ok(Some(found)) if found == *bytes => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// An index, and the lease that keeps what it names.
+#[derive(Debug)]
+pub(super) struct ReadIndex {
+    /// The object's bytes.
+    pub(super) bytes: Bytes,
+    /// `None`: the store lets this process only read.
+    pub(super) lease: Option<Lease>,
+}
+
+/// Reads an index for a long time: nothing that it names is removed while the lease is held.
+///
+/// # Errors
+/// [`Error::NoImage`], or the store cannot be reached or refuses.
+pub(super) fn read(store: &Arc<Store>, image: &str, key: &str) -> Result<ReadIndex> {
+    for _ in 0..ATTEMPTS_MAX {
+        let found = store.wait(store.getting_version(key, INDEX_BYTES_MAX))?;
+        let none = || Error::NoImage { image: image.into(), object: store.shown(key) };
+        let (bytes, meta) = found.ok_or_else(none)?;
+        if !store.location().scheme().is_writable() {
+            return Ok(ReadIndex { bytes, lease: None });
+        }
+        let lease = match Lease::reader(store, key, Digest::of(&bytes)) {
+            Ok(lease) => lease,
+            Err(error) if error.is_read_only() => {
+                tracing::warn!(
+                    %error,
+                    image,
+                    "the store takes no lease of this reader: whoever removes garbage does not know of it"
+                );
+                return Ok(ReadIndex { bytes, lease: None });
+            }
+            Err(error) => return Err(error),
+        };
+        // Whoever replaced or removed it before the lease was there did not see the lease.
+        if store.has(Fault::ReaderUnconfirmed) || is_still(store, key, &meta, &bytes)? {
+            return Ok(ReadIndex { bytes, lease: Some(lease) });
+        }
+    }
+    Err(Error::Changed { object: store.shown(key) })
+}
+
+/// Whether the object is the one that was read.
+fn is_still(store: &Arc<Store>, key: &str, meta: &ObjectMeta, bytes: &Bytes) -> Result<bool> {
+    if meta.e_tag.is_some() || meta.version.is_some() {
+        let found = store.find(key)?;
+        return Ok(found.is_some_and(|found| version(&found) == version(meta)));
+    }
+    Ok(store.get(key, INDEX_BYTES_MAX)?.is_some_and(|found| found == *bytes))
+}

@@ -1,0 +1,449 @@
+//! Leases: what a process that stores, reads or collects holds in the store, so that nobody removes what it counts on.
+//!
+//! ```text
+//!   upload      uploads/ID      put it ─► is a collection alive? then end ─► list chunks ─► … ─► check · put the index ─► remove it
+//!   reader      readers/ID      get the index ─► put it, naming the index ─► is the index still that one? ─► … ─► remove it
+//!   collection  collections/ID  put it ─► is another collection or an upload alive? then end ─► list ─► (check · remove)… ─► remove it
+//! ```
+//!
+//! - Each raises its own lease before it looks for the others', so on a store that is consistent, as they all are, at least one
+//!   of two sees the other.
+//! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that is gone is lost. A gap of [`LEASE_GAP_MAX`]
+//!   loses it for ever, by a clock that counts suspended time ([`Hold`]).
+//! - A lease that is not renewed for [`LEASE_AGE_MAX`], by the store's own times, belongs to a dead process. That is twice
+//!   the gap, so whoever is taken for dead knows it already; the other half is for requests on their way.
+//! - A request that may still arrive though it failed keeps the lease ([`Lease::leave`]): it grows old in the store, and nobody
+//!   begins what that request could disturb.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use object_store::UpdateVersion;
+use serde::{Deserialize, Serialize};
+
+use super::access::Store;
+use super::fault::Fault;
+use super::hold::Hold;
+use super::objects::{Objects, Put, version};
+use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
+use crate::manifest::{Digest, Timestamp};
+
+/// Largest lease that is read.
+const LEASE_BYTES_MAX: u64 = 4096;
+/// Attempts of one renewal that finds another version of its lease than the last one it knows: each follows an attempt whose answer was
+/// lost.
+const VERSIONS_MAX: usize = 4;
+
+/// What a lease is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// An image is being stored.
+    Upload,
+    /// An image is being read.
+    Reader,
+    /// Garbage is being removed.
+    Collection,
+}
+
+impl Kind {
+    /// All kinds.
+    pub(super) const ALL: [Self; 3] = [Self::Upload, Self::Reader, Self::Collection];
+
+    /// Where leases of this kind are.
+    pub(super) fn directory(self) -> &'static str {
+        match self {
+            Self::Upload => "uploads",
+            Self::Reader => "readers",
+            Self::Collection => "collections",
+        }
+    }
+}
+
+/// Which conditions the store enforces on writes, as far as a lease has found out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ConditionalWrites {
+    /// An object is created only if there is none, and replaced only if it is the version that was read.
+    All,
+    /// An object is created only if there is none.
+    Create,
+    /// None; a look beforehand has to do.
+    #[default]
+    None,
+}
+
+/// The content of a lease: JSON.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Owner {
+    /// The key of the image's index.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) image: Option<String>,
+    /// The BLAKE3 of the index object that a reader needs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) index: Option<Digest>,
+    host: String,
+    process: u32,
+    began: Timestamp,
+    renewals: u64,
+}
+
+impl Owner {
+    /// This process, at work on an image.
+    pub(super) fn new(image: Option<String>, index: Option<Digest>) -> Self {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        Self { image, index, host, process: std::process::id(), began: Timestamp::now(), renewals: 0 }
+    }
+
+    fn bytes(&self) -> Result<Bytes> {
+        let bytes = serde_json::to_vec(self);
+        let bytes = bytes.map_err(|error| Error::Host { what: "the text of a lease", why: error.into() })?;
+        Ok(bytes.into())
+    }
+
+    fn shown(&self) -> String {
+        format!("process {} of host {:?}, since {}", self.process, self.host, self.began)
+    }
+}
+
+/// A lease that was found.
+#[derive(Debug, Clone)]
+pub(super) struct FoundLease {
+    /// Its key.
+    pub(super) key: String,
+    /// Its bytes.
+    pub(super) bytes: u64,
+    /// How long ago it was renewed.
+    pub(super) age: Duration,
+}
+
+impl FoundLease {
+    /// Whether its owner may be alive.
+    pub(super) fn is_alive(&self) -> bool {
+        self.age < LEASE_AGE_MAX
+    }
+
+    /// What it says; `None` if it went meanwhile, the error text if it cannot be read.
+    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<Owner, String>>> {
+        let bytes = store.get(&self.key, LEASE_BYTES_MAX)?;
+        Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
+    }
+
+    /// Its owner, for people.
+    pub(super) fn shown(&self, store: &Store) -> String {
+        let owner = match self.owner(store) {
+            Ok(Some(Ok(owner))) => owner.shown(),
+            _ => "an unknown process".to_owned(),
+        };
+        format!("{owner} ({})", store.shown(&self.key))
+    }
+}
+
+/// The leases of one kind.
+pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<FoundLease>> {
+    let mut found = Vec::new();
+    store.list(kind.directory(), &mut |object| {
+        let age = age(object.last_modified.into(), now);
+        found.push(FoundLease { key: store.key(&object), bytes: object.size, age });
+        Ok(())
+    })?;
+    Ok(found)
+}
+
+/// A lease that is renewed until it is dropped, which removes it. What a process that was killed leaves of it grows old.
+#[derive(Debug)]
+pub(super) struct Lease {
+    store: Arc<Store>,
+    hold: Arc<Hold>,
+    object: Arc<tokio::sync::Mutex<LeaseObject>>,
+    writes: ConditionalWrites,
+    /// Dropped, it ends the renewals.
+    alive: Option<Arc<()>>,
+    is_left: AtomicBool,
+}
+
+/// The lease as it is in the store.
+#[derive(Debug)]
+struct LeaseObject {
+    key: String,
+    owner: Owner,
+    version: UpdateVersion,
+}
+
+impl Lease {
+    /// Says that somebody uploads the image with this key, and that nobody removes garbage.
+    pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
+        if store.has(Fault::UploadLooksFirst) {
+            let found = leases(store, Kind::Collection, SystemTime::UNIX_EPOCH)?;
+            if let Some(found) = found.first() {
+                return Err(collecting(store, found));
+            }
+        }
+        let lease = Self::raise(store, Kind::Upload, Owner::new(Some(image.into()), None))?;
+        let now = lease.now()?;
+        let collections = if store.has(Fault::UploadLooksFirst) {
+            Vec::new()
+        } else {
+            leases(store, Kind::Collection, now)?
+        };
+        match collections.iter().find(|found| found.is_alive()) {
+            Some(found) => Err(collecting(store, found)),
+            None => Ok(lease),
+        }
+    }
+
+    /// Says that somebody reads the image with this key, whose index has this BLAKE3.
+    pub(super) fn reader(store: &Arc<Store>, image: &str, index: Digest) -> Result<Self> {
+        Self::raise(store, Kind::Reader, Owner::new(Some(image.into()), Some(index)))
+    }
+
+    /// Says that somebody removes garbage, and that nobody else does and nobody uploads.
+    pub(super) fn collection(store: &Arc<Store>) -> Result<Self> {
+        let lease = Self::raise(store, Kind::Collection, Owner::new(None, None))?;
+        let now = lease.now()?;
+        let own = lease.key();
+        let others = leases(store, Kind::Collection, now)?;
+        let other = others.iter().find(|found| found.is_alive() && found.key != own);
+        if let Some(other) = other.filter(|_| !store.has(Fault::SharedCollection)) {
+            return Err(collecting(store, other));
+        }
+        let uploads = leases(store, Kind::Upload, now)?;
+        let mut alive = uploads.iter().filter(|found| found.is_alive());
+        match alive.next() {
+            Some(first) => Err(Error::Uploading {
+                store: store.location().to_string(),
+                count: 1 + alive.count(),
+                owner: first.shown(store),
+            }),
+            None => Ok(lease),
+        }
+    }
+
+    fn raise(store: &Arc<Store>, kind: Kind, owner: Owner) -> Result<Self> {
+        let shared = kind == Kind::Collection && store.has(Fault::SharedCollection);
+        let key = if shared { format!("{}/0", kind.directory()) } else { new_key(kind) };
+        let begun = store.clock().now();
+        let mode = if shared { Put::Replace } else { Put::Create };
+        let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
+        let put = {
+            let key = key.clone();
+            async move { objects.put(&key, bytes, mode).await }
+        };
+        let version = store.wait(put)?;
+        let hold = Hold::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
+        let mut lease = Self {
+            store: Arc::clone(store),
+            hold: Arc::new(hold),
+            object: Arc::new(tokio::sync::Mutex::new(LeaseObject { key, owner, version })),
+            writes: ConditionalWrites::None,
+            alive: Some(Arc::default()),
+            is_left: AtomicBool::new(false),
+        };
+        if kind != Kind::Reader {
+            // A reader changes nothing but its own lease.
+            store.gate().depend_on(&lease.hold);
+            lease.writes = lease.probe()?;
+        }
+        lease.keep(kind);
+        Ok(lease)
+    }
+
+    /// Finds out which conditions the store enforces: a wrong version of the lease must not be replaced.
+    fn probe(&self) -> Result<ConditionalWrites> {
+        let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
+        self.store.wait(async move {
+            let mut object = object.lock().await;
+            let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
+            object.owner.renewals += 1;
+            let updated = objects.put(&object.key, object.owner.bytes()?, Put::Update(wrong)).await;
+            match updated {
+                // It takes any version: there are no conditions.
+                Ok(version) => {
+                    object.version = version;
+                    Ok(ConditionalWrites::None)
+                }
+                Err(Error::Changed { .. }) => Ok(ConditionalWrites::All),
+                Err(error) if error.is_unsupported() => {
+                    let again = objects.put(&object.key, object.owner.bytes()?, Put::Create).await;
+                    match again {
+                        Err(Error::Exists { .. }) => Ok(ConditionalWrites::Create),
+                        Err(error) => Err(error),
+                        Ok(version) => {
+                            object.version = version;
+                            Ok(ConditionalWrites::None)
+                        }
+                    }
+                }
+                Err(error) => Err(error),
+            }
+        })
+    }
+
+    /// Renews it from now on.
+    fn keep(&self, kind: Kind) {
+        let alive = self.alive.as_ref().map(Arc::downgrade).unwrap_or_default();
+        let renewal = Renewal {
+            objects: self.store.objects().clone(),
+            hold: Arc::clone(&self.hold),
+            object: Arc::clone(&self.object),
+            writes: self.writes,
+            kind,
+            alive,
+        };
+        self.store.spawn(renewal.run());
+    }
+
+    /// What the store's clock says: the time of the lease itself.
+    pub(super) fn now(&self) -> Result<SystemTime> {
+        let key = self.key();
+        match self.store.find(&key)? {
+            Some(found) => Ok(found.last_modified.into()),
+            None => {
+                self.hold.lose(format!("{} was removed by somebody", self.store.shown(&key)));
+                self.hold.check().map(|()| SystemTime::UNIX_EPOCH)
+            }
+        }
+    }
+
+    /// Whether it is held.
+    pub(super) fn hold(&self) -> &Arc<Hold> {
+        &self.hold
+    }
+
+    /// Which conditions the store enforces; a reader does not ask.
+    pub(super) fn writes(&self) -> ConditionalWrites {
+        self.writes
+    }
+
+    /// Leaves it in the store when it is dropped, to grow old there: a request that failed may still arrive.
+    pub(super) fn leave(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
+    }
+
+    /// Its key. Waits for a renewal under way.
+    pub(super) fn key(&self) -> String {
+        let object = Arc::clone(&self.object);
+        let key = self.store.runtime().wait(None, async move { object.lock().await.key.clone() });
+        key.unwrap_or_default()
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.alive.take();
+        if self.is_left.load(Ordering::Relaxed) {
+            return;
+        }
+        let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
+        // Behind a renewal under way, which would bring it back.
+        let removed = self.store.wait_anyway(async move {
+            let object = object.lock().await;
+            objects.remove(&object.key).await
+        });
+        if let Err(error) = removed {
+            tracing::warn!(%error, "the lease of this process stays; it counts for an hour");
+        }
+    }
+}
+
+/// The renewals of a lease.
+struct Renewal {
+    objects: Objects,
+    hold: Arc<Hold>,
+    object: Arc<tokio::sync::Mutex<LeaseObject>>,
+    writes: ConditionalWrites,
+    kind: Kind,
+    alive: Weak<()>,
+}
+
+impl Renewal {
+    async fn run(self) {
+        let mut interval = LEASE_INTERVAL;
+        loop {
+            self.objects.clock().sleep(interval).await;
+            let mut object = self.object.lock().await;
+            if self.alive.strong_count() == 0 {
+                return;
+            }
+            let begun = self.objects.clock().now();
+            let heals = self.objects.has(Fault::GapHeals);
+            let renewed = match self.hold.check() {
+                Err(_) if self.kind == Kind::Reader => self.replace(&mut object).await,
+                Err(_) if !heals => return,
+                _ => self.renew(&mut object).await,
+            };
+            interval = match renewed {
+                Ok(()) => {
+                    self.hold.renewed(begun);
+                    LEASE_INTERVAL
+                }
+                Err(error) => {
+                    tracing::warn!(%error, lease = self.objects.shown(&object.key), "the lease was not renewed");
+                    LEASE_RETRY_INTERVAL
+                }
+            };
+        }
+    }
+
+    /// Renews the lease if it exists; else it is lost.
+    async fn renew(&self, object: &mut LeaseObject) -> Result<()> {
+        object.owner.renewals += 1;
+        let bytes = object.owner.bytes()?;
+        for _ in 0..VERSIONS_MAX {
+            if self.writes != ConditionalWrites::All {
+                match self.objects.head(&object.key).await? {
+                    Some(found) => object.version = version(&found),
+                    None if self.objects.has(Fault::GapHeals) => {}
+                    None => break,
+                }
+            }
+            // A store that knows no versions has had its look.
+            let mode = match self.writes {
+                ConditionalWrites::All => Put::Update(object.version.clone()),
+                ConditionalWrites::Create | ConditionalWrites::None => Put::Replace,
+            };
+            match self.objects.put(&object.key, bytes.clone(), mode).await {
+                Ok(version) => {
+                    object.version = version;
+                    return Ok(());
+                }
+                // Gone, or an earlier attempt arrived and its answer did not.
+                Err(Error::Changed { .. }) => match self.objects.head(&object.key).await? {
+                    Some(found) => object.version = version(&found),
+                    None if self.objects.has(Fault::GapHeals) => {
+                        object.version = self.objects.put(&object.key, bytes, Put::Replace).await?;
+                        return Ok(());
+                    }
+                    None => break,
+                },
+                Err(error) => return Err(error),
+            }
+        }
+        let shown = self.objects.shown(&object.key);
+        self.hold.lose(format!("{shown} was removed or replaced by another process"));
+        self.hold.check()
+    }
+
+    /// A reader whose lease was lost goes on while its chunks are there, and keeps those that still are by another lease.
+    async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
+        let key = new_key(self.kind);
+        let begun = self.objects.clock().now();
+        object.version = self.objects.put(&key, object.owner.bytes()?, Put::Create).await?;
+        object.key = key;
+        self.hold.replace(begun);
+        Ok(())
+    }
+}
+
+fn new_key(kind: Kind) -> String {
+    format!("{}/{:016x}{:016x}", kind.directory(), fastrand::u64(..), fastrand::u64(..))
+}
+
+fn collecting(store: &Store, found: &FoundLease) -> Error {
+    Error::Collecting { store: store.location().to_string(), owner: found.shown(store) }
+}
+
+/// How old something of that time is; nothing is younger than now.
+pub(super) fn age(time: SystemTime, now: SystemTime) -> Duration {
+    now.duration_since(time).unwrap_or_default()
+}

@@ -1,0 +1,210 @@
+//! The objects of a prefix, and the few requests that are made of them.
+
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use futures_util::StreamExt;
+use object_store::path::Path;
+use object_store::{
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutPayload, PutResult, UpdateVersion,
+};
+
+use super::clock::Clock;
+use super::fault::Fault;
+use super::hold::Hold;
+use super::location::{Location, SUFFIX};
+use super::{Error, Result};
+
+/// The objects below a prefix. A clone refers to the same.
+#[derive(Debug, Clone)]
+pub(super) struct Objects {
+    objects: Arc<dyn ObjectStore>,
+    prefix: Path,
+    shown: Location,
+    clock: Clock,
+    fault: Option<Fault>,
+}
+
+/// What becomes of an object of the same name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Put {
+    /// It is replaced.
+    Replace,
+    /// It stays, and the call fails. A store without conditional writes replaces it.
+    Create,
+    /// It is replaced if it is this version; else, or if there is none, the call fails.
+    Update(UpdateVersion),
+}
+
+/// The version of an object that was found.
+pub(super) fn version(meta: &ObjectMeta) -> UpdateVersion {
+    UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }
+}
+
+impl Objects {
+    pub(super) fn new(objects: Arc<dyn ObjectStore>, prefix: &Location, clock: Clock) -> Result<Self> {
+        let path = Path::parse(prefix.prefix())
+            .map_err(|error| Error::Location { text: format!("{prefix}: {error}") })?;
+        Ok(Self { objects, prefix: path, shown: prefix.clone(), clock, fault: None })
+    }
+
+    /// With a rule broken.
+    #[cfg(test)]
+    pub(super) fn with_fault(self, fault: Option<Fault>) -> Self {
+        Self { fault, ..self }
+    }
+
+    /// The rule that is broken here.
+    pub(super) fn fault(&self) -> Option<Fault> {
+        self.fault
+    }
+
+    /// Whether this rule is broken here; outside of tests none is.
+    pub(super) fn has(&self, fault: Fault) -> bool {
+        self.fault == Some(fault)
+    }
+
+    /// The clock of leases.
+    pub(super) fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// The prefix.
+    pub(super) fn location(&self) -> &Location {
+        &self.shown
+    }
+
+    /// An object of the prefix, for people.
+    pub(super) fn shown(&self, key: &str) -> String {
+        self.shown.object(key)
+    }
+
+    /// An object's key within the prefix.
+    pub(super) fn key(&self, object: &ObjectMeta) -> String {
+        let whole = object.location.as_ref();
+        let rest = whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole);
+        rest.trim_start_matches('/').to_owned()
+    }
+
+    /// An object's bytes, at most `limit`, and its version; `None` if it is not there.
+    pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
+        let object = self.shown(key);
+        let found = match self.objects.get(&self.path(key)).await {
+            Err(object_store::Error::NotFound { .. }) => return Ok(None),
+            found => found.map_err(Error::store("cannot be read", &object))?,
+        };
+        let meta = found.meta.clone();
+        if meta.size > limit {
+            return Err(Error::TooLong { object, limit });
+        }
+        let mut bytes = BytesMut::with_capacity(meta.size as usize);
+        let mut parts = found.into_stream();
+        while let Some(part) = parts.next().await {
+            bytes.extend_from_slice(&part.map_err(Error::store("cannot be read", &object))?);
+            // A server may send more than it said.
+            if bytes.len() as u64 > limit {
+                return Err(Error::TooLong { object, limit });
+            }
+        }
+        Ok(Some((bytes.freeze(), meta)))
+    }
+
+    /// What is known of an object; `None` if it is not there.
+    pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
+        match self.objects.head(&self.path(key)).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            found => Ok(Some(found.map_err(Error::store("cannot be looked at", self.shown(key)))?)),
+        }
+    }
+
+    /// Puts an object, and gives its version.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] and [`Error::Changed`] say that the condition of `mode` was not met, [`Error::Store`] anything else; whether
+    /// the object is there then is known only if [`Error::is_final`].
+    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: Put) -> Result<UpdateVersion> {
+        let failed = Error::store("cannot be written", self.shown(key));
+        let refused = match mode {
+            Put::Replace => {
+                return self.request(key, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
+            }
+            Put::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
+                // Stores without conditional writes: the look beforehand has to do.
+                Err(
+                    object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
+                ) => {
+                    let done = self.request(key, bytes, PutMode::Overwrite).await;
+                    return done.map(Into::into).map_err(failed);
+                }
+                Err(object_store::Error::AlreadyExists { .. }) => {
+                    let object = self.shown(key);
+                    Error::Exists { image: object.strip_suffix(SUFFIX).unwrap_or(&object).to_owned() }
+                }
+                done => return done.map(Into::into).map_err(failed),
+            },
+            Put::Update(version) => match self.request(key, bytes.clone(), PutMode::Update(version)).await {
+                Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
+                    Error::Changed { object: self.shown(key) }
+                }
+                done => return done.map(Into::into).map_err(failed),
+            },
+        };
+        // An attempt that arrived, though its answer did not, makes the next one find its own work.
+        match self.get(key, bytes.len() as u64).await {
+            Ok(Some((found, meta))) if found == bytes => Ok(version(&meta)),
+            _ => Err(refused),
+        }
+    }
+
+    async fn request(&self, key: &str, bytes: Bytes, mode: PutMode) -> object_store::Result<PutResult> {
+        let options = PutOptions { mode, ..PutOptions::default() };
+        self.objects.put_opts(&self.path(key), PutPayload::from_bytes(bytes), options).await
+    }
+
+    /// As [`Self::put`], if the lease is held. The look at the lease and the request are one step: nothing is waited for in between.
+    pub(super) async fn put_held(
+        &self,
+        key: &str,
+        bytes: Bytes,
+        mode: Put,
+        hold: &Hold,
+    ) -> Result<UpdateVersion> {
+        if !self.has(Fault::IndexUnchecked) {
+            hold.check()?;
+        }
+        self.put(key, bytes, mode).await
+    }
+
+    /// Removes an object; one that is not there is no failure.
+    pub(super) async fn remove(&self, key: &str) -> Result<()> {
+        match self.objects.delete(&self.path(key)).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(()),
+            done => done.map_err(Error::store("cannot be removed", self.shown(key))),
+        }
+    }
+
+    /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_held`].
+    pub(super) async fn remove_held(&self, key: &str, hold: &Hold) -> Result<()> {
+        if !self.has(Fault::RemovalUnchecked) {
+            hold.check()?;
+        }
+        self.remove(key).await
+    }
+
+    /// The objects right in the prefix, and none below it.
+    pub(super) async fn list_top(&self) -> object_store::Result<Vec<ObjectMeta>> {
+        Ok(self.objects.list_with_delimiter(Some(&self.prefix)).await?.objects)
+    }
+
+    /// All objects below a directory of the prefix.
+    pub(super) fn listing(
+        &self,
+        directory: &str,
+    ) -> futures_util::stream::BoxStream<'static, object_store::Result<ObjectMeta>> {
+        self.objects.list(Some(&self.path(directory)))
+    }
+
+    fn path(&self, key: &str) -> Path {
+        Path::from(format!("{}/{key}", self.prefix))
+    }
+}

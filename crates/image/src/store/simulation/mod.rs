@@ -1,0 +1,129 @@
+//! Uploads, readers and collections on one prefix in simulated time, judged by what the owner of its images wants.
+//!
+//! ```text
+//!   Scenario::random(seed) ─► World: actors, one at a time ─► requests ─► the model of a store ─► judge
+//! ```
+//!
+//! Real: everything of leases, uploads, index objects, collections and the reader, above `object_store`'s trait. A model: the
+//! store behind that trait ([`model`]), with four kinds of conditional writes, requests that fail, are late or lose their
+//! answer, and the attempts below the trait, which pass the gate as in `connector`. Actors crash and are suspended
+//! for hours. Not here: HTTP, the spool, threads that hash.
+//!
+//! Judged: an index that is in the store names only chunks that are there, at every moment; a reader that has begun reads all of
+//! its image, unless the store saw its lease unrenewed for [`LEASE_AGE_MAX`]; once everybody has ended, one collection
+//! leaves nothing but the images and what they name, and an upload and a read succeed.
+//!
+//! No clock, and one thread at a time: a seed replays its run. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
+//! [`SEEDS`]; `cargo xtask soak store-leases` runs 100,000.
+
+mod actor;
+mod model;
+mod roles;
+mod scenario;
+mod world;
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::ops::Range;
+
+pub(in crate::store) use actor::Actor;
+use scenario::Scenario;
+use world::{Tally, World};
+
+#[cfg(doc)]
+use super::LEASE_AGE_MAX;
+use super::fault::Fault;
+
+/// Scenarios of an ordinary run.
+const SEEDS: u64 = 600;
+/// Most scenarios in which a fault has to be found.
+const SEEDS_OF_FAULT: u64 = 50_000;
+
+fn seeds() -> Range<u64> {
+    let Ok(text) = std::env::var("TOWLINE_SEEDS") else { return 0..SEEDS };
+    let number = |text: &str| text.trim().parse().expect("TOWLINE_SEEDS is a number or first..last");
+    match text.split_once("..") {
+        Some((first, last)) => number(first)..number(last),
+        None => 0..number(&text),
+    }
+}
+
+/// Runs a scenario; what is wrong names the seed, and with `TOWLINE_TRACE` set has every step.
+fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
+    let scenario = Scenario::random(seed);
+    let world = World::new(&scenario, fault);
+    scenario::run(&scenario, &world).map_err(|error| {
+        let trace = if std::env::var_os("TOWLINE_TRACE").is_some() { world.trace() } else { String::new() };
+        format!("{trace}seed {seed}: {error}\n{scenario:?}")
+    })
+}
+
+#[test]
+fn every_order_leaves_whole_images_and_no_garbage() {
+    let seeds = seeds();
+    let mut tally = Tally::default();
+    for seed in seeds.clone() {
+        match run_seed(seed, None) {
+            Ok(found) => tally += found,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    writeln!(io::stderr(), "{} seeds: {tally:?}", seeds.end - seeds.start).unwrap();
+    if seeds == (0..SEEDS) {
+        // A simulation in which nothing happens finds nothing.
+        for (what, count) in tally.counts() {
+            assert!(count > 0, "no {what}");
+        }
+    }
+}
+
+#[test]
+fn a_seed_replays_its_run() {
+    for seed in 0..10 {
+        let (first, second) = (run_seed(seed, None), run_seed(seed, None));
+        assert_eq!(first, second, "seed {seed}");
+    }
+}
+
+/// Each fault, and the first seed that finds it, so that the ordinary tests need not look for it.
+const FAULTS: &[(Fault, u64)] = &[
+    (Fault::SharedCollection, 4388),
+    (Fault::GapHeals, 113),
+    (Fault::SuspendedTimeIgnored, 1106),
+    (Fault::IndexUnchecked, 116),
+    (Fault::RemovalUnchecked, 272),
+    (Fault::UploadLooksFirst, 2159),
+    (Fault::ReadersIgnored, 1828),
+    (Fault::ReaderUnconfirmed, 287),
+    (Fault::UnknownIndexIgnored, 637),
+    (Fault::LateIndexIgnored, 4915),
+    (Fault::LateRemovalIgnored, 4251),
+];
+
+#[test]
+fn each_fault_that_is_put_back_is_found() {
+    for (fault, seed) in FAULTS {
+        let found = run_seed(*seed, Some(*fault));
+        assert!(
+            found.is_err(),
+            "{fault:?} passes with seed {seed}: give the next one that find_faults prints"
+        );
+        assert!(run_seed(*seed, None).is_ok(), "seed {seed} fails without {fault:?}, too");
+    }
+}
+
+/// The first seeds that find each fault: for the table above, and in the soak.
+#[test]
+fn every_fault_has_seeds_that_find_it() {
+    // `all`, or the names of some.
+    let Ok(wanted) = std::env::var("TOWLINE_FIND_FAULTS") else { return };
+    let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
+    let mut first = BTreeMap::new();
+    for fault in scenario::ALL_FAULTS.into_iter().filter(is_wanted) {
+        let found = (0..SEEDS_OF_FAULT).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
+        let shown = found.as_ref().map(|(seed, error)| format!("{seed}: {}", error.lines().next().unwrap()));
+        writeln!(io::stderr(), "{fault:?}: {shown:?}").unwrap();
+        first.insert(format!("{fault:?}"), found.map(|(seed, _)| seed));
+    }
+    assert!(first.values().all(Option::is_some), "{first:?}");
+}

@@ -1,0 +1,562 @@
+//! Time, turns and the store's objects.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+use std::ops::AddAssign;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use fastrand::Rng;
+use object_store::PutMode;
+
+use super::super::clock::Clock;
+use super::super::fault::Fault;
+use super::super::hold::Gate;
+use super::super::location::SUFFIX;
+use super::super::objects::Objects;
+use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
+use super::actor::Actor;
+use super::model::{self, Conditions, Model, Reply, Request, Stored};
+use super::scenario::{Chaos, Scenario};
+use crate::index::Index;
+
+/// Where an answer is put.
+pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
+type Answered = object_store::Result<Reply>;
+/// What a participant does.
+pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
+
+/// How long a client waits for an answer, all attempts together.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest time that a request whose client has given up is on its way: docs/store.md says why it is not longer.
+const LATE_MAX_S: f64 = 1200.0;
+/// How often such a request is late that publishes or removes.
+const LATE_DECISIVE: f64 = 0.3;
+/// Longest scenario; nobody does anything for so long.
+const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
+/// The prefix.
+pub(super) const PREFIX: &str = "s3://model/vm";
+
+/// What happened in a scenario.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    pub(super) published: u64,
+    pub(super) uploads_refused: u64,
+    pub(super) leases_lost: u64,
+    pub(super) read: u64,
+    pub(super) read_failed: u64,
+    pub(super) collections: u64,
+    pub(super) collections_refused: u64,
+    pub(super) removed: u64,
+    pub(super) kept_for_readers: u64,
+    pub(super) late: u64,
+    pub(super) suspended: u64,
+    pub(super) crashed: u64,
+}
+
+impl Tally {
+    /// Every count with what it is of.
+    pub(super) fn counts(self) -> [(&'static str, u64); 12] {
+        [
+            ("images published", self.published),
+            ("uploads refused", self.uploads_refused),
+            ("leases lost", self.leases_lost),
+            ("images read", self.read),
+            ("reads that failed", self.read_failed),
+            ("collections", self.collections),
+            ("collections refused", self.collections_refused),
+            ("objects removed", self.removed),
+            ("collections that kept chunks for readers", self.kept_for_readers),
+            ("requests that were late", self.late),
+            ("suspensions", self.suspended),
+            ("crashes", self.crashed),
+        ]
+    }
+}
+
+impl AddAssign for Tally {
+    fn add_assign(&mut self, other: Self) {
+        self.published += other.published;
+        self.uploads_refused += other.uploads_refused;
+        self.leases_lost += other.leases_lost;
+        self.read += other.read;
+        self.read_failed += other.read_failed;
+        self.collections += other.collections;
+        self.collections_refused += other.collections_refused;
+        self.removed += other.removed;
+        self.kept_for_readers += other.kept_for_readers;
+        self.late += other.late;
+        self.suspended += other.suspended;
+        self.crashed += other.crashed;
+    }
+}
+
+/// Everything. A clone is the same.
+#[derive(Clone)]
+pub(super) struct World(Arc<Mutex<State>>);
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "world")
+    }
+}
+
+struct State {
+    now: Duration,
+    rng: Rng,
+    chaos: Chaos,
+    conditions: Conditions,
+    fault: Option<Fault>,
+    events: BTreeMap<(Duration, u64), Event>,
+    sequence: u64,
+    objects: BTreeMap<String, Stored>,
+    /// What each index that is there names.
+    names: BTreeMap<String, HashSet<[u8; 32]>>,
+    actors: Vec<ActorState>,
+    violation: Option<String>,
+    tally: Tally,
+    trace: Option<String>,
+}
+
+/// Where a turn is given back, and where the next one comes from.
+type Parking = (Sender<()>, Arc<Mutex<Receiver<()>>>);
+
+#[derive(Default)]
+struct ActorState {
+    turn: Option<Sender<()>>,
+    parked: Option<Parking>,
+    is_done: bool,
+    is_dead: bool,
+    suspended_until: Duration,
+    suspended: Duration,
+    /// When the store saw a lease of a reader of this actor renewed.
+    lease_renewed: Option<Duration>,
+    lease_expired: bool,
+}
+
+enum Event {
+    Start(usize),
+    Arrive { actor: usize, request: Request, slot: Slot<Answered>, is_lost: bool },
+    Answer { actor: usize, slot: Slot<Answered>, answer: Answered },
+    Timer { actor: usize, slot: Slot<()> },
+    Suspend { actor: usize, time: Duration },
+    Crash(usize),
+}
+
+impl World {
+    pub(super) fn new(scenario: &Scenario, fault: Option<Fault>) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            now: Duration::from_secs(1_000_000),
+            rng: Rng::with_seed(scenario.seed),
+            chaos: Chaos::CALM,
+            conditions: scenario.conditions,
+            fault,
+            events: BTreeMap::new(),
+            sequence: 0,
+            objects: BTreeMap::new(),
+            names: BTreeMap::new(),
+            actors: Vec::new(),
+            violation: None,
+            tally: Tally::default(),
+            trace: std::env::var_os("TOWLINE_TRACE").map(|_| String::new()),
+        })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The prefix, opened by a participant's process.
+    pub(super) fn store(&self, actor: &Actor) -> Arc<Store> {
+        let location: Location = PREFIX.parse().unwrap();
+        let gate = Gate::default();
+        let model = model::shared(Model { actor: actor.clone(), gate: gate.clone() });
+        let objects = Objects::new(model, &location, Clock::Simulated(actor.clone())).unwrap();
+        Arc::new(Store::simulated(objects.with_fault(self.fault()), gate, actor.clone()))
+    }
+
+    pub(super) fn fault(&self) -> Option<Fault> {
+        self.lock().fault
+    }
+
+    /// Whether the store is reached over a network.
+    pub(super) fn is_remote(&self) -> bool {
+        self.lock().conditions != Conditions::Create
+    }
+
+    pub(super) fn trace(&self) -> String {
+        self.lock().trace.clone().unwrap_or_default()
+    }
+
+    /// Something that happened to an actor, for people who follow a seed.
+    pub(super) fn note(&self, actor: usize, what: impl FnOnce() -> String) {
+        self.lock().note(|| format!("actor {actor}: {}", what()));
+    }
+
+    pub(super) fn count(&self, what: impl FnOnce(&mut Tally)) {
+        what(&mut self.lock().tally);
+    }
+
+    pub(super) fn fail(&self, why: String) {
+        self.lock().fail(why);
+    }
+
+    pub(super) fn is_dead(&self, actor: usize) -> bool {
+        self.lock().actors[actor].is_dead
+    }
+
+    pub(super) fn boot_time(&self, actor: usize) -> Duration {
+        let state = self.lock();
+        match state.fault {
+            Some(Fault::SuspendedTimeIgnored) => state.now - state.actors[actor].suspended,
+            _ => state.now,
+        }
+    }
+
+    /// Whether the store saw a lease of this actor's reader unrenewed for so long that it counts as dead.
+    pub(super) fn lease_expired(&self, actor: usize) -> bool {
+        let state = self.lock();
+        let found = &state.actors[actor];
+        found.lease_expired || found.lease_renewed.is_none_or(|renewed| is_expired(renewed, state.now))
+    }
+
+    /// All keys of the store.
+    pub(super) fn keys(&self) -> Vec<String> {
+        self.lock().objects.keys().cloned().collect()
+    }
+
+    /// The chunks that the images name.
+    pub(super) fn named(&self) -> HashSet<[u8; 32]> {
+        self.lock().names.values().flatten().copied().collect()
+    }
+
+    pub(super) fn timer(&self, actor: usize, time: Duration) -> Slot<()> {
+        let (mut state, slot) = (self.lock(), Slot::default());
+        let at = state.now + time;
+        state.add(at, Event::Timer { actor, slot: Arc::clone(&slot) });
+        slot
+    }
+
+    /// How long a client needs before its request is on its way.
+    pub(super) fn delay_before(&self) -> Duration {
+        let mut state = self.lock();
+        let slow = state.chaos.slow;
+        if state.rng.f64() < slow { state.delay(1.0, 120.0) } else { Duration::ZERO }
+    }
+
+    /// Sends a request.
+    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<Answered> {
+        let (mut state, slot) = (self.lock(), Slot::default());
+        let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
+        let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
+        // What matters most is late most often, or hardly any would get so far.
+        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE } else { failing };
+        let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
+        if fate < failing {
+            // It does not arrive.
+            state.add(now + PATIENCE, failure);
+        } else if fate < failing + late {
+            let late =
+                if state.rng.bool() { state.delay(0.01, LATE_MAX_S) } else { state.delay(60.0, LATE_MAX_S) };
+            state.add(now + late, arrive(true));
+            state.add(now + PATIENCE, failure);
+            state.tally.late += 1;
+        } else {
+            let slow = if state.rng.f64() < state.chaos.slow { 50.0 } else { 0.5 };
+            let latency = state.delay(0.002, slow);
+            state.add(now + latency, arrive(false));
+        }
+        slot
+    }
+
+    /// Gives the turn back until something happens to the actor.
+    pub(super) fn park(&self, actor: usize) {
+        let parked = self.lock().actors[actor].parked.clone();
+        if let Some((parked, turn)) = parked {
+            // Without a world there is nobody to wait for.
+            let _ = parked.send(());
+            let _ = turn.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        }
+    }
+
+    /// Lets these actors do what they do, each from its moment on, until all have ended and all requests have arrived.
+    pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<Tally, String> {
+        let first = self.lock().actors.len();
+        let (parked, back) = channel();
+        self.lock().chaos = chaos;
+        thread::scope(|scope| {
+            for (number, (start, role)) in roles.into_iter().enumerate() {
+                let (turn, taken) = channel();
+                let taken = Arc::new(Mutex::new(taken));
+                let actor = Actor::new(self, first + number);
+                {
+                    let mut state = self.lock();
+                    let parked = Some((parked.clone(), Arc::clone(&taken)));
+                    state.actors.push(ActorState { turn: Some(turn), parked, ..ActorState::default() });
+                    let at = state.now + start;
+                    state.add(at, Event::Start(actor.number));
+                    state.plan(actor.number, at);
+                }
+                let (parked, seed) = (parked.clone(), self.lock().rng.u64(..));
+                scope.spawn(move || {
+                    fastrand::seed(seed);
+                    let _ = taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let done = catch_unwind(AssertUnwindSafe(|| role(&actor)));
+                    actor.end();
+                    if done.is_err() {
+                        actor.world.fail("an actor panics".into());
+                    }
+                    actor.world.lock().actors[actor.number].is_done = true;
+                    let _ = parked.send(());
+                });
+            }
+            while self.step(&back) {}
+        });
+        let state = self.lock();
+        state.violation.clone().map_or(Ok(state.tally), Err)
+    }
+
+    /// One event; `false` when there is nothing left to do.
+    fn step(&self, back: &Receiver<()>) -> bool {
+        let mut state = self.lock();
+        let all_done = state.actors.iter().all(|actor| actor.is_done);
+        if state.violation.is_some() || state.now > TIME_MAX + Duration::from_secs(1_000_000) {
+            if all_done {
+                return false;
+            }
+            state.violation.get_or_insert_with(|| "an actor does not come to its end".into());
+            state.actors.iter_mut().for_each(|actor| actor.is_dead = true);
+            let next = state.actors.iter().position(|actor| !actor.is_done);
+            drop(state);
+            next.into_iter().for_each(|next| self.resume(next, back));
+            return true;
+        }
+        let Some(((at, _), event)) = state.events.pop_first() else {
+            if !all_done {
+                state.fail("everybody waits and nothing comes".into());
+            }
+            return !all_done;
+        };
+        let woken = state.happen(at, event);
+        drop(state);
+        woken.into_iter().for_each(|actor| self.resume(actor, back));
+        true
+    }
+
+    fn resume(&self, actor: usize, back: &Receiver<()>) {
+        let turn = {
+            let state = self.lock();
+            state.actors[actor].turn.clone().filter(|_| !state.actors[actor].is_done)
+        };
+        if let Some(turn) = turn
+            && turn.send(()).is_ok()
+        {
+            back.recv().expect("every actor comes back");
+        }
+    }
+}
+
+fn is_expired(renewed: Duration, now: Duration) -> bool {
+    // The store's times are whole seconds.
+    now.saturating_sub(renewed) + Duration::from_secs(2) >= LEASE_AGE_MAX
+}
+
+impl State {
+    fn add(&mut self, at: Duration, event: Event) {
+        self.sequence += 1;
+        self.events.insert((at, self.sequence), event);
+    }
+
+    fn note(&mut self, what: impl FnOnce() -> String) {
+        let now = self.now - Duration::from_secs(1_000_000);
+        if let Some(trace) = &mut self.trace {
+            *trace += &format!("{:>12.3} {}\n", now.as_secs_f64(), what());
+        }
+    }
+
+    fn fail(&mut self, why: String) {
+        self.note(|| format!("VIOLATION {why}"));
+        self.violation.get_or_insert(why);
+    }
+
+    /// From `least` to `most` seconds, every magnitude as likely.
+    fn delay(&mut self, least: f64, most: f64) -> Duration {
+        Duration::from_secs_f64(least * (most / least).powf(self.rng.f64()))
+    }
+
+    /// What will happen to an actor that begins at `start`.
+    fn plan(&mut self, actor: usize, start: Duration) {
+        let chaos = self.chaos;
+        if self.rng.f64() < chaos.suspensions {
+            for _ in 0..self.rng.usize(1..=2) {
+                let at = start + self.delay(0.1, 5000.0);
+                let minutes = [5, 28, 31, 59, 61, 70, 90, 150, 240, 240][self.rng.usize(..10)];
+                self.add(at, Event::Suspend { actor, time: Duration::from_secs(60 * minutes) });
+            }
+        }
+        if self.rng.f64() < chaos.crashes {
+            let at = start + self.delay(0.1, 10_000.0);
+            self.add(at, Event::Crash(actor));
+        }
+    }
+
+    /// Lets an event happen; gives the actor that has something to do then.
+    fn happen(&mut self, at: Duration, event: Event) -> Option<usize> {
+        let whose = match &event {
+            Event::Start(actor) | Event::Answer { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
+            _ => None,
+        };
+        if let Some(actor) = whose
+            && self.actors[actor].suspended_until > at
+        {
+            let wake = self.actors[actor].suspended_until;
+            self.add(wake, event);
+            return None;
+        }
+        self.now = at;
+        match event {
+            Event::Start(actor) => Some(actor),
+            Event::Answer { actor, slot, answer } => {
+                put(&slot, answer);
+                Some(actor)
+            }
+            Event::Timer { actor, slot } => {
+                put(&slot, ());
+                Some(actor)
+            }
+            Event::Suspend { actor, time } => {
+                let found = &mut self.actors[actor];
+                if !found.is_done && !found.is_dead && found.suspended_until <= at {
+                    found.suspended_until = at + time;
+                    found.suspended += time;
+                    self.tally.suspended += 1;
+                    self.note(|| format!("actor {actor}: suspended for {} s", time.as_secs()));
+                }
+                None
+            }
+            Event::Crash(actor) => {
+                if self.actors[actor].is_done {
+                    return None;
+                }
+                self.actors[actor].is_dead = true;
+                self.tally.crashed += 1;
+                self.note(|| format!("actor {actor}: crashes"));
+                Some(actor)
+            }
+            Event::Arrive { actor, request, slot, is_lost } => {
+                let answer = self.apply(actor, &request);
+                self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&answer, is_lost)));
+                if !is_lost {
+                    let back = self.delay(0.002, 1.0);
+                    // An answer may be lost, too.
+                    let is_unheard = request.is_write() && self.rng.f64() < self.chaos.failing;
+                    let answer = if is_unheard { Err(model::failed()) } else { answer };
+                    let at = self.now + if is_unheard { PATIENCE } else { back };
+                    self.add(at, Event::Answer { actor, slot, answer });
+                }
+                None
+            }
+        }
+    }
+
+    fn apply(&mut self, actor: usize, request: &Request) -> Answered {
+        match request {
+            Request::Put { key, bytes, mode } => {
+                self.may_put(key, mode)?;
+                let stored = Stored { bytes: bytes.clone(), modified: self.now };
+                let e_tag = Some(stored.e_tag());
+                self.objects.insert(key.clone(), stored);
+                if key.contains("/readers/") {
+                    let renewed = self.actors[actor].lease_renewed.replace(self.now);
+                    let expired = renewed.is_some_and(|renewed| is_expired(renewed, self.now));
+                    self.actors[actor].lease_expired |= expired;
+                }
+                if key.ends_with(SUFFIX) {
+                    let index = Index::parse(bytes).expect("the real code made it");
+                    self.names.insert(key.clone(), index.all_names().collect());
+                    self.check(key);
+                }
+                let extensions = Default::default();
+                Ok(Reply::Put(object_store::PutResult { e_tag, version: None, extensions }))
+            }
+            Request::Get { key } => {
+                self.objects.get(key).cloned().map(Reply::Object).ok_or_else(|| model::not_found(key))
+            }
+            Request::Delete { key } => {
+                self.objects.remove(key);
+                self.names.remove(key);
+                if key.contains("/chunks/") {
+                    self.check(key);
+                }
+                Ok(Reply::Done)
+            }
+            Request::List { prefix, after } => {
+                Ok(Reply::Page(model::page(self.objects.iter(), prefix, after)))
+            }
+        }
+    }
+
+    fn may_put(&self, key: &str, mode: &PutMode) -> object_store::Result<()> {
+        let found = self.objects.get(key);
+        match (mode, self.conditions) {
+            (PutMode::Overwrite, _) | (_, Conditions::Ignored) => Ok(()),
+            (_, Conditions::Refused) | (PutMode::Update(_), Conditions::Create) => Err(model::unsupported()),
+            (PutMode::Create, _) => found.map_or(Ok(()), |_| Err(model::exists(key))),
+            (PutMode::Update(version), _) => match found {
+                Some(found) if Some(found.e_tag()) == version.e_tag => Ok(()),
+                _ => Err(model::precondition(key)),
+            },
+        }
+    }
+
+    /// Every index names only what is there.
+    fn check(&mut self, cause: &str) {
+        let chunk = |name: &[u8; 32]| format!("vm/{}", chunk::key(name));
+        let missing = self.names.iter().find_map(|(index, names)| {
+            let missing = names.iter().map(chunk).find(|key| !self.objects.contains_key(key))?;
+            Some(format!("{index} names {missing}, which is not there ({cause})"))
+        });
+        missing.into_iter().for_each(|why| self.fail(why));
+    }
+}
+
+impl Request {
+    /// What publishes an image, or removes what one may need.
+    fn is_decisive(&self) -> bool {
+        match self {
+            Self::Put { key, .. } => key.ends_with(SUFFIX),
+            Self::Delete { key } => key.contains("/chunks/"),
+            _ => false,
+        }
+    }
+
+    fn is_write(&self) -> bool {
+        matches!(self, Self::Put { .. } | Self::Delete { .. })
+    }
+}
+
+fn put<T>(slot: &Slot<T>, value: T) {
+    *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+}
+
+fn shown(request: &Request) -> String {
+    let short = |key: &str| key.get(..30).unwrap_or(key).to_owned();
+    match request {
+        Request::Put { key, mode, .. } => format!("put {} {mode:?}", short(key)),
+        Request::Get { key } => format!("get {}", short(key)),
+        Request::Delete { key } => format!("delete {}", short(key)),
+        Request::List { prefix, .. } => format!("list {prefix}"),
+    }
+}
+
+fn outcome(answer: &Answered, is_lost: bool) -> String {
+    let text = match answer {
+        Ok(Reply::Page(page)) => format!("{} objects", page.len()),
+        Ok(_) => "ok".into(),
+        Err(error) => error.to_string(),
+    };
+    if is_lost { format!("late, {text}") } else { text }
+}
