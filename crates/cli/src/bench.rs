@@ -4,6 +4,7 @@ use anyhow::Result;
 
 use crate::Exit;
 use crate::args::BenchArgs;
+use crate::console;
 use crate::signals::cancel_on_signals;
 
 /// Runs the command.
@@ -26,7 +27,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         Ok(()) => Ok(Exit::Done),
         Err(error) => match error.downcast_ref::<towline_bench::UnknownTable>() {
             Some(unknown) => {
-                eprintln!("towline: {unknown}");
+                console::error(&unknown.to_string());
                 Ok(Exit::Usage)
             }
             None => Err(error),

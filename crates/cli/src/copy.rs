@@ -147,10 +147,10 @@ fn clones(
         let (endpoint, this) = (&args.destinations[index], Exit::Done);
         let this = match copied {
             Ok(report) => {
-                reporters[index].suspend(|| outcome.done(endpoint, report));
+                outcome.done(endpoint, report);
                 this
             }
-            Err(failure) => reporters[index].suspend(|| outcome.failed(endpoint, failure)),
+            Err(failure) => outcome.failed(endpoint, failure),
         };
         *exit = (*exit).max(this);
     };

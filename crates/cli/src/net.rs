@@ -8,16 +8,18 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
 use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
 
 use crate::args::Switch;
 use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::console::{self, Keep};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
+use crate::signals::ending;
 use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
 
@@ -120,12 +122,12 @@ const OPENS: &str = "--af-xdp or --hand-over, which open sockets and map memory 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
-        eprintln!("towline: {lack}");
+        console::error(lack);
         return Ok(Exit::Usage);
     }
     let opens = args.af_xdp.is_some() || args.hand_over.is_some();
     if args.sandbox.is_wanted() && opens {
-        eprintln!("towline: --sandbox on does not go with {OPENS}; leave one of them out");
+        console::error(&format!("--sandbox on does not go with {OPENS}; leave one of them out"));
         return Ok(Exit::Usage);
     }
     let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
@@ -245,7 +247,9 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
 }
 
 fn watch_signals(net: &Arc<Net>, wishes: &Wishes, json: bool) -> Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1]).context("signals cannot be caught")?;
+    console::start();
+    let watched = ending().into_iter().chain([SIGUSR1]);
+    let mut signals = Signals::new(watched).context("signals cannot be caught")?;
     let (net, wishes) = (Arc::clone(net), wishes.clone());
     thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
@@ -271,23 +275,24 @@ fn tell(net: &Net, json: bool) {
                 json!({ "rx": object(receive), "tx": transmit })
             })
             .collect();
-        println!("{}", json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs }));
+        let event = json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs });
+        console::print(Keep::Limited, &event.to_string());
         return;
     }
     for (index, pair) in pairs.iter().enumerate() {
         for (way, queue) in ["rx", "tx"].into_iter().zip(pair) {
-            eprintln!("towline: net {} {way} {index}: {}", net.taps().name(), line(queue));
+            console::notice(&format!("net {} {way} {index}: {}", net.taps().name(), line(queue)));
         }
         if net.uses_xdp() {
             let (transmit, mode) = (&pair[1], net.modes()[index]);
-            eprintln!(
-                "towline: net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
+            console::notice(&format!(
+                "net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
                 net.taps().name(),
                 mode.name(),
                 transmit.zero_copy,
                 transmit.referenced,
                 transmit.pending
-            );
+            ));
         }
     }
 }

@@ -19,6 +19,7 @@ use self::guest::Guest;
 use crate::Exit;
 use crate::args::ZeroCopy;
 use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::console::{self, Keep};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
 use crate::signals::cancel_on_signals;
@@ -128,7 +129,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         && args.config.is_none()
         && let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd)
     {
-        eprintln!("towline: {lack}");
+        console::error(lack);
         return Ok(Exit::Usage);
     }
     let limits = limits(args)?;
@@ -168,7 +169,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let done = serve_all(served, &cancel);
     notifier.stopping();
     if !args.quiet {
-        devices.iter().for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
+        devices.iter().for_each(|(cid, device)| print(*cid, device));
     }
     done.map(|()| Exit::Done)
 }
@@ -262,6 +263,11 @@ fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
     outcome
 }
 
+/// Prints what a guest's device did so far.
+fn print(cid: u64, device: &Vsock) {
+    console::print(Keep::Limited, &format!("cid={cid} {}", device.report()));
+}
+
 /// The thread that waits for signals never ends, and so keeps no device: with a device its sockets' files go.
 fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     let mut signals = Signals::new([SIGUSR1]).context("signals cannot be caught")?;
@@ -269,7 +275,7 @@ fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     thread::spawn(move || {
         for _ in signals.forever() {
             let there = devices.iter().filter_map(|(cid, device)| Some((cid, device.upgrade()?)));
-            there.for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
+            there.for_each(|(cid, device)| print(*cid, &device));
         }
     });
     Ok(())
