@@ -18,7 +18,7 @@ use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::console::{self, Keep};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
-use crate::sandbox::{Policy, SandboxArgs};
+use crate::sandbox::{Confinement, Policy, SandboxArgs};
 use crate::signals::ending;
 use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
@@ -166,17 +166,24 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let wishes = Wishes::new()?;
     let successors =
         args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
+    let notifier = Notifier::from_environment();
+    let mut sandbox = match opens {
+        true => {
+            args.sandbox.cannot_confine(OPENS);
+            None
+        }
+        false => {
+            let mut policy = Policy::default();
+            args.socket.iter().for_each(|path| policy.removes(path));
+            args.watch.allow(&mut policy);
+            Some(args.sandbox.begin(&policy))
+        }
+    };
     let quits = wishes.clone();
     let _watched = args.watch.devices(vec![card(&net)], move || quits.quit())?;
-    // All is open, and only the threads that hear successors and observers run yet.
-    let mut policy = Policy::default();
-    args.socket.iter().chain(&args.watch.qmp).for_each(|path| policy.removes(path));
-    let notifier = Notifier::from_environment();
-    match opens {
-        true => args.sandbox.cannot_confine(OPENS),
-        false => args.sandbox.confine(&policy),
-    }
     watch_signals(&net, &wishes, args.json)?;
+    // All is open, and no thread that hears a guest runs yet.
+    sandbox.iter_mut().for_each(Confinement::finish);
     notifier.ready(&format!("a network card on {}", net.taps().name()));
     let own: Vec<_> = net.taps().queues().iter().map(AsFd::as_fd).collect();
     let stays = || net.taps().reattach();

@@ -175,7 +175,7 @@ impl Outcome<'_> {
             console::error(&format!("{of}the guest: {guest}"));
         }
         let hint = sandbox::hint(&failure.to_string());
-        let notes = failure.notes.iter().map(String::as_str).chain(hint);
+        let notes = failure.notes.iter().map(String::as_str).chain(hint.as_deref());
         notes.for_each(|note| console::error(&format!("{of}note: {note}")));
         exit
     }

@@ -15,7 +15,7 @@ use towline_channel::Cancel;
 use towline_vhost_user::{Address, Device, Frontends, Listener};
 use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
-use self::guest::Guest;
+pub(crate) use self::guest::Guest;
 use crate::Exit;
 use crate::args::ZeroCopy;
 use crate::backend::{NOT_PASSED, lacks_socket};
@@ -154,6 +154,8 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
     }
+    args.watch.allow(&mut policy);
+    let mut sandbox = args.sandbox.begin(&policy);
     let cancel = cancel_on_signals("the guests' connections end")?;
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
@@ -162,8 +164,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let _watched = args.watch.devices(guests, move || quits.cancel())?;
     // All that listens is open, and no thread that hears a guest runs yet.
     let notifier = Notifier::from_environment();
-    args.watch.qmp.iter().for_each(|path| policy.removes(path));
-    args.sandbox.confine(&policy);
+    sandbox.finish();
     report_on_signal(&devices)?;
     notifier.ready(&format!("guests: {}", devices.len()));
     let done = serve_all(served, &cancel);
@@ -175,11 +176,11 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
 }
 
 /// Lets the process do what this guest's device does later.
-fn allow(policy: &mut Policy, guest: &Guest) {
+pub(crate) fn allow(policy: &mut Policy, guest: &Guest) {
     if !guest.socket.as_os_str().is_empty() {
         policy.removes(&guest.socket);
     }
-    if guest.uds.is_some() {
+    if guest.uds.is_some() || guest.uds_seqpacket.is_some() {
         policy.connects_unix();
     }
     guest.uds.iter().chain(&guest.uds_seqpacket).for_each(|path| policy.removes(path));

@@ -13,6 +13,7 @@ use towline_control::qmp::{Commands, Server};
 use towline_control::statistics::Counting;
 
 use crate::metrics::Metrics;
+use crate::sandbox::Policy;
 
 pub(crate) use net::card;
 pub(crate) use vsock::guest;
@@ -39,6 +40,12 @@ impl WatchArgs {
     /// Whether anybody may watch.
     pub(crate) fn is_wanted(&self) -> bool {
         self.qmp.is_some() || self.metrics.is_some()
+    }
+
+    /// What this process does for that later.
+    pub(crate) fn allow(&self, policy: &mut Policy) {
+        self.qmp.iter().for_each(|path| policy.listens_unix(path));
+        self.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
     }
 
     /// Lets these devices be watched, and ended by `quit`.

@@ -278,7 +278,8 @@ mod tests {
             output.push(Keep::Limited, notice.clone());
         }
         output.push(Keep::Always, b"end\n".to_vec());
-        let (waits, dropped) = (output.shared.queue().bytes, output.shared.queue().dropped);
+        let waits = output.shared.queue().bytes;
+        let dropped = output.shared.queue().dropped;
         assert!(waits <= LIMITED_BYTES_MAX + 4, "{waits}");
         assert_eq!(dropped as usize, 10_000 - LIMITED_BYTES_MAX / 1000);
         output.start();
