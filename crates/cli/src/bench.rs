@@ -5,6 +5,7 @@ use anyhow::Result;
 use crate::Exit;
 use crate::args::BenchArgs;
 use crate::console;
+use crate::sandbox;
 use crate::signals::cancel_on_signals;
 
 /// Runs the command.
@@ -21,6 +22,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         rows: args.rows.clone(),
         towline: std::env::current_exe()?,
         peers: args.peers.clone(),
+        filters: sandbox::filters(),
         cancel: cancel_on_signals("guests and images are put away")?,
     };
     match towline_bench::run(&options) {

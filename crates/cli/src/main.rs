@@ -26,6 +26,7 @@ mod progress;
 mod sandbox;
 mod sends;
 mod signals;
+mod sockets;
 mod state;
 mod units;
 mod vsock;

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
+use towline_vhost_user::{Device, Frontends, Listener, Offer, Service};
 
 use crate::args::Switch;
 use crate::backend::{NOT_PASSED, lacks_socket};
@@ -20,6 +20,7 @@ use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
 use crate::sandbox::{Confinement, Policy, SandboxArgs};
 use crate::signals::ending;
+use crate::sockets::SocketArgs;
 use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
 
@@ -61,6 +62,8 @@ pub(crate) struct NetArgs {
     /// A socket that was opened already, listening or connected
     #[arg(long, value_name = "N")]
     fd: Option<i32>,
+    #[command(flatten)]
+    access: SocketArgs,
     /// The tap or macvtap; made if it is not there
     #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
     tap: Option<String>,
@@ -93,7 +96,8 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "FILE|fd-store")]
     state: Option<PathBuf>,
     /// The live upgrade: a process with the same command line that is started while this one runs asks it here for the card,
-    /// and has it, with the connection to QEMU and the taps; then this one ends. If it cannot be, this one goes on.
+    /// and has it, with the connection to QEMU and the taps; then this one ends. If it cannot be, this one goes on. The socket
+    /// is its owner's alone, and both processes are to be of one user, or root's.
     /// Not with --af-xdp: two processes cannot have one queue of an interface
     #[arg(long, value_name = "SOCKET", conflicts_with = "af_xdp")]
     hand_over: Option<PathBuf>,
@@ -121,7 +125,8 @@ const OPENS: &str = "--af-xdp or --hand-over, which open sockets and map memory 
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
-    if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
+    let lack = lacks_socket(args.socket.as_deref(), args.fd);
+    if let Some(lack) = lack.or_else(|| args.access.lack_of_socket(args.socket.is_some())) {
         console::error(lack);
         return Ok(Exit::Usage);
     }
@@ -212,7 +217,7 @@ fn taken_over(args: &NetArgs, fds: Vec<OwnedFd>) -> Result<Taps> {
 
 fn frontends(args: &NetArgs) -> Result<Frontends> {
     match (&args.socket, args.fd) {
-        (Some(path), _) => Ok(Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?)),
+        (Some(path), _) => Ok(Frontends::Listen(args.access.listen(path)?)),
         (None, Some(number)) => {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
             Ok(Frontends::from_fd(fd)?)

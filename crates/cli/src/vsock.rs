@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Address, Device, Frontends, Listener};
+use towline_vhost_user::{Device, Frontends};
 use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
 pub(crate) use self::guest::Guest;
@@ -23,6 +23,7 @@ use crate::console::{self, Keep};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
 use crate::signals::cancel_on_signals;
+use crate::sockets::SocketArgs;
 use crate::units::bytes;
 use crate::watch::{WatchArgs, guest};
 
@@ -64,6 +65,8 @@ pub(crate) struct VsockArgs {
     /// Listen at this path for QEMU (or another VMM). Without it and --fd: at the socket of a service manager
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with_all = ["fd", "guest", "config"])]
     socket: Option<PathBuf>,
+    #[command(flatten)]
+    access: SocketArgs,
     /// An open socket instead, listening or connected
     #[arg(long, value_name = "N", conflicts_with_all = ["guest", "config"])]
     fd: Option<i32>,
@@ -125,10 +128,9 @@ struct Served {
 }
 
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
-    if args.guest.is_empty()
-        && args.config.is_none()
-        && let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd)
-    {
+    let is_one = args.guest.is_empty() && args.config.is_none();
+    let lack = if is_one { lacks_socket(args.socket.as_deref(), args.fd) } else { None };
+    if let Some(lack) = lack.or_else(|| args.access.lack_of_socket(!is_one || args.socket.is_some())) {
         console::error(lack);
         return Ok(Exit::Usage);
     }
@@ -206,7 +208,7 @@ fn limits(args: &VsockArgs) -> Result<Limits> {
 
 fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
     let listen = |path: &PathBuf| -> Result<Frontends> {
-        let listener = Listener::bind(&Address::Unix(path.clone()));
+        let listener = args.access.listen(path);
         Ok(Frontends::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
     };
     let mut many = args.guest.clone();

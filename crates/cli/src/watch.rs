@@ -14,6 +14,7 @@ use towline_control::statistics::Counting;
 
 use crate::metrics::Metrics;
 use crate::sandbox::Policy;
+use crate::sockets::private;
 
 pub(crate) use net::card;
 pub(crate) use vsock::guest;
@@ -58,7 +59,8 @@ impl WatchArgs {
         let server = match &self.qmp {
             Some(path) => {
                 let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
-                Some(Server::start(path, commands).with_context(|| format!("--qmp {}", path.display()))?)
+                let start = || Ok(Server::start(path, commands)?);
+                Some(private(start).with_context(|| format!("--qmp {}", path.display()))?)
             }
             None => None,
         };

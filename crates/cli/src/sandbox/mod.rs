@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use clap::ValueEnum;
+use towline_bench::sandbox::calls::Filter;
 
 use calls::Threads;
 use names::Names;
@@ -213,10 +214,17 @@ impl Policy {
         tell_lack(calls::confine(self, addresses.as_deref(), Threads::All), is_wanted);
     }
 
-    /// Confines the calls of the calling thread alone, to be compared with others. What this kernel lacks is an error.
-    pub(crate) fn confine_calls_of_thread(&self) -> Result<(), String> {
+    /// Confines the calls of the calling thread alone.
+    fn confine_calls_of_thread(&self) -> Result<(), String> {
         calls::confine(self, Some(&[]), Threads::This)
     }
+}
+
+/// The filters that there are, each of which confines a thread, for their cost to be measured.
+pub(crate) fn filters() -> Vec<Filter> {
+    let device = || Policy::default().confine_calls_of_thread();
+    let copy = || Policy { connects_unix: true, opens: true, ..Policy::default() }.confine_calls_of_thread();
+    vec![Filter { name: "a device", confine: device }, Filter { name: "a copy", confine: copy }]
 }
 
 /// What this kernel lacks is told, as a warning if the sandbox `is_wanted` by name, and the rest holds.
