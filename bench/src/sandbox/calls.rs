@@ -65,7 +65,10 @@ pub struct Parameters {
 /// Something done again and again: one or two calls.
 type Work = Box<dyn FnMut() -> rustix::io::Result<()>>;
 
-const WORKS: [(&str, fn() -> Result<Work>); 4] = [
+/// Makes one, in the thread that does it.
+type Make = fn() -> Result<Work>;
+
+const WORKS: [(&str, Make); 4] = [
     ("sendmsg and recvmsg of 64 KiB, a Unix stream", || messages(64 << 10)),
     ("sendmsg and recvmsg of 64 B, a Unix stream", || messages(64)),
     ("writev and readv of 1514 B, packets", packets),
@@ -103,7 +106,7 @@ pub fn measure(parameters: &Parameters) -> Result<Table> {
     })
 }
 
-fn compare(parameters: &Parameters, name: &str, work: fn() -> Result<Work>) -> Result<Vec<Row>> {
+fn compare(parameters: &Parameters, name: &str, work: Make) -> Result<Vec<Row>> {
     let settings: Vec<Option<Filter>> =
         std::iter::once(None).chain(parameters.filters.iter().copied().map(Some)).collect();
     let contenders: Vec<Contender> =
@@ -185,7 +188,7 @@ impl Median {
 }
 
 impl Contender {
-    fn start(work: fn() -> Result<Work>, filter: Option<Filter>) -> Result<Self> {
+    fn start(work: Make, filter: Option<Filter>) -> Result<Self> {
         let (turns, asked) = channel::<u32>();
         let (answer, samples) = channel();
         let run = move || {
@@ -211,7 +214,7 @@ impl Contender {
     }
 }
 
-fn prepare(work: fn() -> Result<Work>, filter: Option<Filter>) -> Result<(Work, Option<Counter>)> {
+fn prepare(work: Make, filter: Option<Filter>) -> Result<(Work, Option<Counter>)> {
     // All on the last one: the first has more to do for others.
     let mut cpus = CpuSet::new();
     cpus.set(thread::available_parallelism()?.get() - 1);

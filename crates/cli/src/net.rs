@@ -172,18 +172,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let successors =
         args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
     let notifier = Notifier::from_environment();
-    let mut sandbox = match opens {
-        true => {
-            args.sandbox.cannot_confine(OPENS);
-            None
-        }
-        false => {
-            let mut policy = Policy::default();
-            args.socket.iter().for_each(|path| policy.removes(path));
-            args.watch.allow(&mut policy);
-            Some(args.sandbox.begin(&policy))
-        }
-    };
+    let mut sandbox = confinement(args, opens);
     let quits = wishes.clone();
     let _watched = args.watch.devices(vec![card(&net)], move || quits.quit())?;
     watch_signals(&net, &wishes, args.json)?;
@@ -199,6 +188,18 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         tracing::info!("another process has the card now");
     }
     Ok(Exit::Done)
+}
+
+/// The first step of the sandbox, unless this process goes on to open things.
+fn confinement(args: &NetArgs, opens: bool) -> Option<Confinement> {
+    if opens {
+        args.sandbox.cannot_confine(OPENS);
+        return None;
+    }
+    let mut policy = Policy::default();
+    args.socket.iter().for_each(|path| policy.removes(path));
+    args.watch.allow(&mut policy);
+    Some(args.sandbox.begin(&policy))
 }
 
 /// The taps of the process before, if they are those that are asked for.

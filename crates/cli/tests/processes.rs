@@ -3,6 +3,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -168,6 +169,31 @@ fn a_reader_that_leaves_is_no_failure_of_completions() {
     drop(reader);
     let output = Command::new(TOWLINE).args(["completions", "bash"]).stdout(writer).output().unwrap();
     assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
+}
+
+#[test]
+fn a_devices_socket_is_whose_it_is_to_be() {
+    let manager = Manager::new();
+    let socket = manager.path("vsock.sock");
+    let group = rustix::process::getegid().as_raw().to_string();
+    for (options, mode) in [
+        (&["--socket-mode", "604"][..], 0o604),
+        (&["--socket-group", &group][..], 0o660),
+        (&["--socket-group", &group, "--socket-mode", "620"][..], 0o620),
+    ] {
+        let device = manager.start(vsock(&socket).args(options));
+        manager.hears("READY=1\n");
+        assert_eq!(std::fs::metadata(&socket).unwrap().mode() & 0o777, mode, "{options:?}");
+        assert_eq!(device.end().0, Some(0));
+        manager.hears("STOPPING=1\n");
+    }
+    let output = Command::new(TOWLINE)
+        .args(["vsock", "--cid", "7", "--fd", "0", "--socket-mode", "660"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("--socket-group and --socket-mode are for a socket at --socket PATH"), "{said}");
 }
 
 #[test]

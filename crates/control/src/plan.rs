@@ -207,7 +207,8 @@ pub enum Phase {
     Running,
 }
 
-/// Hears how a copy goes. Called from the plan's thread, and within a transfer from the engine's, which waits.
+/// Hears how a copy goes. Called from the plan's thread, and within a transfer from the engine's, which waits, with the guest
+/// stopped: no call may block.
 pub trait Observer: Sync {
     /// The next phase begins.
     fn phase(&self, phase: Phase) {

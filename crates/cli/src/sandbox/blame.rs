@@ -70,7 +70,7 @@ fn paths(error: &str) -> Vec<PathBuf> {
             let ends = rest.char_indices().filter(|(_, letter)| BEHIND.contains(letter)).map(|(end, _)| end);
             let candidates = ends.chain([rest.len()]).map(|end| Path::new(&rest[..end]));
             // The longest: a path may have spaces.
-            let there = candidates.filter(|path| path.symlink_metadata().is_ok()).last();
+            let there = candidates.filter(|path| path.symlink_metadata().is_ok()).next_back();
             let made = rest.starts_with('/').then(|| {
                 let end = rest.find(BEHIND).unwrap_or(rest.len());
                 directory(Path::new(&rest[..end]))

@@ -12,7 +12,7 @@ use seccompiler::{
 };
 use syscalls::Sysno;
 
-use super::{Policy, sys};
+use super::{Policy, Ports, sys};
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 type Made<T> = Result<T, seccompiler::BackendError>;
@@ -399,13 +399,13 @@ fn listed(policy: &Policy) -> Made<Rules> {
     Ok(rules)
 }
 
-/// `MSG_FASTOPEN` connects by sending, and no rule for ports sees that. Without a socket to do so there is nothing to look at,
-/// which is worth having: sends move data.
+/// `MSG_FASTOPEN` connects by sending, and no rule for ports sees that. Where no socket can do so, or any port may be connected to,
+/// the flags are not looked at, which is worth having: sends move data.
 fn sends(policy: &Policy) -> Made<Rules> {
     let calls = [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)];
     let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
     let rules = calls.into_iter().map(|(call, flags)| {
-        let conditions = match makes_tcp_sockets(policy) {
+        let conditions = match makes_tcp_sockets(policy) && policy.connect != Ports::Any {
             true => vec![rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)])?],
             false => Vec::new(),
         };

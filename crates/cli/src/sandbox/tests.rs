@@ -113,7 +113,7 @@ fn a_device_removes_its_sockets_and_no_other_file() {
     for path in &others {
         refused("remove another's file", libc::EACCES, std::fs::remove_file(path));
     }
-    refused("remove a directory", libc::EACCES, std::fs::remove_dir(&below));
+    refused("remove a directory", libc::EPERM, std::fs::remove_dir(&below));
     drop(confinement);
     assert!(!early.exists() && !late.exists(), "sockets that stay");
     assert!(others.iter().all(|path| path.exists()));
@@ -273,6 +273,40 @@ fn a_copy_has_its_ends_and_nothing_else() {
     std::fs::rename(images.join("guest.img.partial"), images.join("guest.img")).unwrap();
     assert_eq!(std::fs::read_to_string(images.join("guest.img")).unwrap(), "n");
     TcpListener::bind("127.0.0.1:0").unwrap();
+}
+
+/// The line about it is lost; the call, on whatever thread it is, goes on.
+#[test]
+fn a_refused_call_waits_for_no_reader_of_standard_error() {
+    use std::io::Write as _;
+    use std::time::{Duration, Instant};
+
+    if confined_in().is_some() {
+        let mut confinement = confined(&Policy::default());
+        confinement.finish();
+        refused("a socket of TCP", libc::EPERM, TcpStream::connect("127.0.0.1:9"));
+        return;
+    }
+    let (_reader, mut full) = io::pipe().unwrap();
+    let size = rustix::pipe::fcntl_setpipe_size(&full, 4096).unwrap();
+    full.write_all(&vec![b'.'; size]).unwrap();
+    let test = "sandbox::tests::a_refused_call_waits_for_no_reader_of_standard_error";
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CONFINED, "/");
+    let mut child = command.stdout(std::process::Stdio::null()).stderr(full).spawn().unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        match child.try_wait().unwrap() {
+            Some(status) => break Some(status),
+            None if Instant::now() >= until => break None,
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+    };
+    if status.is_none() {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    assert!(status.is_some_and(|status| status.success()), "{status:?}");
 }
 
 #[test]
