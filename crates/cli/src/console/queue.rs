@@ -243,7 +243,7 @@ mod tests {
         (reader, Output::new(Sink::Descriptor(Arc::new(writer.into()))))
     }
 
-    fn read(mut reader: std::io::PipeReader, output: Output) -> String {
+    fn read(mut reader: std::io::PipeReader, output: &Output) -> String {
         assert!(output.wait_written(Instant::now() + WITHIN));
         let (mut text, mut piece) = (String::new(), [0; 1 << 16]);
         while !text.ends_with("end\n") {
@@ -267,7 +267,7 @@ mod tests {
             output.push(keep, text.into());
         }
         output.start();
-        assert_eq!(read(reader, output), "phase 1\nprogress 1 of b\nphase 2\nprogress 2 of a\nend\n");
+        assert_eq!(read(reader, &output), "phase 1\nprogress 1 of b\nphase 2\nprogress 2 of a\nend\n");
     }
 
     #[test]

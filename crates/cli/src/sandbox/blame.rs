@@ -68,9 +68,9 @@ fn paths(error: &str) -> Vec<PathBuf> {
         if BEFORE.contains(&before) && !BEFORE.contains(&letter) {
             let rest = &error[start..];
             let ends = rest.char_indices().filter(|(_, letter)| BEHIND.contains(letter)).map(|(end, _)| end);
-            let candidates = ends.chain([rest.len()]).map(|end| Path::new(&rest[..end]));
+            let mut candidates = ends.chain([rest.len()]).map(|end| Path::new(&rest[..end]));
             // The longest: a path may have spaces.
-            let there = candidates.filter(|path| path.symlink_metadata().is_ok()).next_back();
+            let there = candidates.rfind(|path| path.symlink_metadata().is_ok());
             let made = rest.starts_with('/').then(|| {
                 let end = rest.find(BEHIND).unwrap_or(rest.len());
                 directory(Path::new(&rest[..end]))
