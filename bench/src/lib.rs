@@ -49,6 +49,8 @@ pub struct Options {
     pub towline: PathBuf,
     /// Where peers are that are not found by themselves, by name.
     pub peers: Vec<(String, PathBuf)>,
+    /// The filters of system calls whose cost `sandbox` measures.
+    pub filters: Vec<sandbox::calls::Filter>,
     /// Ends the run early; everything is put away.
     pub cancel: Cancel,
 }
@@ -88,7 +90,7 @@ struct Benchmark {
     measure: fn(&Options) -> Result<Vec<Table>>,
 }
 
-const BENCHMARKS: [Benchmark; 11] = [
+const BENCHMARKS: [Benchmark; 12] = [
     Benchmark {
         name: "ram",
         measure: |options| {
@@ -155,6 +157,17 @@ const BENCHMARKS: [Benchmark; 11] = [
     Benchmark {
         name: "sandbox",
         measure: |options| {
+            let (filters, cancel) = (options.filters.clone(), options.cancel.clone());
+            Ok(vec![sandbox::calls::measure(&sandbox::calls::Parameters {
+                filters,
+                runs: options.runs,
+                cancel,
+            })?])
+        },
+    },
+    Benchmark {
+        name: "sandbox-paths",
+        measure: |options| {
             sandbox::measure(&sandbox::Parameters::of(&options.towline, options.runs, options.cancel.clone()))
         },
     },
@@ -209,7 +222,7 @@ mod tests {
         let error = chosen(&["ram".into(), "disk".into()]).err().unwrap();
         assert_eq!(
             error.to_string(),
-            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox"
+            "there is no table \"disk\"; there are: ram, live, instant, lanes, lanes-busy, calls, vsock, vsock-guests, net, net-queues, sandbox, sandbox-paths"
         );
         assert_eq!(chosen(&[]).unwrap().len(), BENCHMARKS.len());
     }

@@ -1,8 +1,10 @@
-//! `towline bench sandbox`: what it costs to be confined, `--sandbox on` against `none`.
+//! `towline bench sandbox-paths`: what whole commands do confined, `--sandbox on` against `none`.
 //!
 //! Both take turns in each row: one stream of a guest's over vsock, frames that a guest sends, and an image that is copied over TCP
 //! to another towline, which puts it into its memory and hashes it. The time of a copy is that of its process, so that what it takes
 //! to confine that counts too.
+
+pub mod calls;
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -142,8 +144,8 @@ fn table(parameters: &Parameters, contenders: &[Contender], outcomes: &[Outcome<
         Row { group: contender.group.clone(), label: contender.label.clone(), content }
     });
     Table {
-        name: "sandbox",
-        title: format!("What a sandbox costs, {} runs, median (min–max)", parameters.runs),
+        name: "sandbox-paths",
+        title: format!("Whole commands in a sandbox, {} runs, median (min–max)", parameters.runs),
         columns: vec!["what", "rate", "× none", "goal"],
         rows: rows.collect(),
         notes: vec!["a copy's time is of both its processes, from the start of the one that sends".into()],

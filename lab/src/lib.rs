@@ -32,6 +32,7 @@ mod program;
 mod qemu;
 mod qmp;
 mod sys;
+mod terminal;
 mod towline;
 mod wait;
 
@@ -43,6 +44,7 @@ pub use network::Network;
 pub use program::ProgramDisk;
 pub use qemu::{Accelerator, Builder, Guest, Incoming, MemoryBackend, Qemu, Version};
 pub use qmp::{Qmp, QmpError};
+pub use terminal::Terminal;
 pub use towline::{Finished, Towline, towline, towline_binary};
 pub use wait::wait_until;
 

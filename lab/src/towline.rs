@@ -66,11 +66,31 @@ impl Towline {
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<Self> {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
-        let mut command = Command::new(binary);
         // Files, not pipes: whatever it writes, it never waits for us to read it.
-        command.args(arguments).stdin(Stdio::null());
-        command.stdout(File::create(directory.path().join("stdout"))?);
-        command.stderr(File::create(directory.path().join("stderr"))?);
+        let file = |name: &str| File::create(directory.path().join(name)).map(Stdio::from);
+        let output = [file("stdout")?, file("stderr")?];
+        Self::spawn(binary, arguments, (directory, output), descriptors)
+    }
+
+    /// As [`Towline::start`], with a standard output and a standard error of the caller's, whose content is not in
+    /// [`Finished`].
+    pub fn start_writing_to<I: IntoIterator<Item: AsRef<OsStr>>>(
+        binary: &Path,
+        arguments: I,
+        output: [Stdio; 2],
+    ) -> Result<Self> {
+        let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir()?;
+        Self::spawn(binary, arguments, (directory, output), &[])
+    }
+
+    fn spawn<I: IntoIterator<Item: AsRef<OsStr>>>(
+        binary: &Path,
+        arguments: I,
+        (directory, [stdout, stderr]): (TempDir, [Stdio; 2]),
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<Self> {
+        let mut command = Command::new(binary);
+        command.args(arguments).stdin(Stdio::null()).stdout(stdout).stderr(stderr);
         let line = format!("{command:?}");
         sys::keep_open(&mut command, descriptors);
         let child = process::spawn(command).with_context(|| format!("{line} cannot be started"))?;

@@ -4,6 +4,8 @@ use anyhow::Result;
 
 use crate::Exit;
 use crate::args::BenchArgs;
+use crate::console;
+use crate::sandbox;
 use crate::signals::cancel_on_signals;
 
 /// Runs the command.
@@ -20,13 +22,14 @@ pub(crate) fn run(args: &BenchArgs) -> Result<Exit> {
         rows: args.rows.clone(),
         towline: std::env::current_exe()?,
         peers: args.peers.clone(),
+        filters: sandbox::filters(),
         cancel: cancel_on_signals("guests and images are put away")?,
     };
     match towline_bench::run(&options) {
         Ok(()) => Ok(Exit::Done),
         Err(error) => match error.downcast_ref::<towline_bench::UnknownTable>() {
             Some(unknown) => {
-                eprintln!("towline: {unknown}");
+                console::error(&unknown.to_string());
                 Ok(Exit::Usage)
             }
             None => Err(error),

@@ -8,12 +8,13 @@ use towline_control::check::{self, End};
 
 use crate::Exit;
 use crate::args::CheckArgs;
+use crate::console;
 use crate::endpoint::Endpoint;
 use crate::progress::Reporter;
 
 /// Runs the command.
 pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output);
+    let reporter = Reporter::new(&args.output).waits_for_readers();
     let source = match end(&args.source) {
         Ok(source) => source,
         Err(refused) => return Ok(refused.tell(&reporter)),
@@ -54,7 +55,7 @@ impl Refused {
         };
         let verdict = matches!(self, Self::Unknown(_)).then_some(Verdict::CouldNotTell);
         reporter.event("checked", json!({ "verdict": verdict, "error": text, "exit": exit.code() }));
-        eprintln!("towline: {text}");
+        console::error(text);
         exit
     }
 }

@@ -20,6 +20,7 @@ use crate::outcome::Outcome;
 use crate::progress::Reporter;
 use crate::sandbox;
 use crate::signals::cancel_on_signals;
+use crate::sockets::private;
 use crate::watch::WatchArgs;
 
 /// Runs `copy`.
@@ -112,7 +113,9 @@ fn watched(
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
     let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
-    let serve = |path: &PathBuf| monitor.serve(path).with_context(|| format!("--qmp {}", path.display()));
+    let serve = |path: &PathBuf| {
+        private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
+    };
     let server = watch.qmp.as_ref().map(serve).transpose()?;
     let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
     let watched = watch.with(server, &counting)?;
@@ -147,10 +150,10 @@ fn clones(
         let (endpoint, this) = (&args.destinations[index], Exit::Done);
         let this = match copied {
             Ok(report) => {
-                reporters[index].suspend(|| outcome.done(endpoint, report));
+                outcome.done(endpoint, report);
                 this
             }
-            Err(failure) => reporters[index].suspend(|| outcome.failed(endpoint, failure)),
+            Err(failure) => outcome.failed(endpoint, failure),
         };
         *exit = (*exit).max(this);
     };

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use towline_qmp::{Client, Options};
 
 use crate::Exit;
+use crate::console;
 
 /// Speak QMP to a running towline, or to a QEMU
 ///
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<Exit> {
     let arguments = match arguments(&args.arguments) {
         Ok(arguments) => arguments,
         Err(text) => {
-            eprintln!("towline: {text}");
+            console::error(&text);
             return Ok(Exit::Usage);
         }
     };

@@ -7,6 +7,7 @@ use towline_image::store::{ConditionalWrites, Garbage};
 
 use crate::Exit;
 use crate::args::InspectArgs;
+use crate::console;
 use crate::progress::Reporter;
 use crate::signals::cancel_on_signals;
 use crate::units::{count, size};
@@ -14,10 +15,10 @@ use crate::units::{count, size};
 /// Runs the command.
 pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
     let Source::Store(prefix) = source else {
-        eprintln!(
-            "towline: --garbage looks through a store's prefix, as s3://BUCKET/PREFIX; {} is none",
+        console::error(&format!(
+            "--garbage looks through a store's prefix, as s3://BUCKET/PREFIX; {} is none",
             args.source
-        );
+        ));
         return Ok(Exit::Usage);
     };
     let removes = args.garbage.remove_garbage;

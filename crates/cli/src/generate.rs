@@ -1,5 +1,6 @@
 //! What packages need of the command line: completions for shells, and manual pages.
 
+use std::io::{ErrorKind, Write as _};
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
@@ -33,9 +34,14 @@ pub(crate) struct ManArgs {
 }
 
 /// Runs `completions`.
-pub(crate) fn completions(args: &CompletionsArgs) -> Exit {
-    clap_complete::generate(args.shell, &mut Args::command(), "towline", &mut std::io::stdout());
-    Exit::Done
+pub(crate) fn completions(args: &CompletionsArgs) -> Result<Exit> {
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut Args::command(), "towline", &mut script);
+    match std::io::stdout().write_all(&script) {
+        // A reader that has seen enough (`| head`) is no failure.
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("standard output"),
+        _ => Ok(Exit::Done),
+    }
 }
 
 /// Runs `man`.

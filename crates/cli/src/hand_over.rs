@@ -12,6 +12,8 @@ use anyhow::{Context, Result};
 use towline_channel::{Channel, connect};
 use towline_vhost_user::{Address, Cancel, Device, Listener, Offer, Record, ServeError, Service, hand_over};
 
+use crate::sockets::{check_peer, private};
+
 /// A connection over a Unix socket comes at once or never.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 /// A step of waiting for a successor; waiting goes on behind it.
@@ -22,7 +24,7 @@ pub(crate) fn predecessor(path: &Path) -> Result<Option<Offer>> {
     let never = Cancel::new()?;
     match connect(&Address::Unix(path.to_owned()), Instant::now() + CONNECT_WITHIN, &never) {
         Ok(channel) => {
-            let offer = Offer::ask(channel);
+            let offer = check_peer(channel.as_ref()).and_then(|()| Ok(Offer::ask(channel)?));
             offer.map(Some).with_context(|| format!("--hand-over {}", path.display()))
         }
         Err(error) => {
@@ -90,14 +92,17 @@ impl Successors {
     pub(crate) fn listen(path: &Path, inherited: Option<OwnedFd>, wishes: &Wishes) -> Result<Self> {
         let listener = match inherited {
             Some(fd) => Listener::adopt(fd, path),
-            None => Listener::bind(&Address::Unix(path.to_owned()))?,
+            None => private(|| Ok(Listener::bind(&Address::Unix(path.to_owned()))?))?,
         };
         let (listener, stop, wishes) = (Arc::new(listener), Cancel::new()?, wishes.clone());
         let (asked, stopped) = (Arc::clone(&listener), stop.clone());
         let accept = move || {
             loop {
                 match asked.accept(Instant::now() + PATIENCE, &stopped) {
-                    Ok(channel) => wishes.succeed(channel),
+                    Ok(channel) => match check_peer(channel.as_ref()) {
+                        Ok(()) => wishes.succeed(channel),
+                        Err(error) => tracing::warn!("a successor is refused: {error:#}"),
+                    },
                     Err(towline_channel::Error::Timeout { .. }) => {}
                     Err(error) => {
                         if !stopped.is_cancelled() {

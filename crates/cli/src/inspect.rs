@@ -17,6 +17,7 @@ use towline_qmp as qmp;
 
 use crate::Exit;
 use crate::args::{InspectArgs, Switch};
+use crate::console;
 use crate::progress::Reporter;
 use crate::sandbox;
 use crate::signals::cancel_on_signals;
@@ -27,11 +28,11 @@ const VERIFY_THREADS: usize = 4;
 
 /// Runs the command.
 pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
-    let reporter = Reporter::new(&args.output);
+    let reporter = Reporter::new(&args.output).waits_for_readers();
     let source = match args.source.source() {
         Ok(source) => source,
         Err(text) => {
-            eprintln!("towline: {text}");
+            console::error(&text);
             return Ok(Exit::Usage);
         }
     };
@@ -40,7 +41,7 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         return crate::garbage::run(&reporter, &source, args);
     }
     if args.verify && !source.is_image() {
-        eprintln!("towline: --verify compares an image with its checksums; {} is none", args.source);
+        console::error(&format!("--verify compares an image with its checksums; {} is none", args.source));
         return Ok(Exit::Usage);
     }
     match sandbox::of_copy(&source, &[], &options(args), None) {
@@ -53,7 +54,10 @@ pub(crate) fn run(args: &InspectArgs) -> Result<Exit> {
         Source::Store(location) => stored_image(&reporter, &location, args.verify),
         Source::Qmp(path) => qemu(&reporter, &path),
         Source::Memory(_) => {
-            eprintln!("towline: {} is made when it is copied; there is nothing to look at", args.source);
+            console::error(&format!(
+                "{} is made when it is copied; there is nothing to look at",
+                args.source
+            ));
             Ok(Exit::Usage)
         }
         Source::Stream(_) => stream(&reporter, &source, args),
@@ -278,7 +282,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
     let moved = match surveyed {
         Ok(moved) => moved,
         Err(failure) => {
-            eprintln!("towline: {failure}");
+            console::error(&failure.to_string());
             return Ok(Exit::Safe);
         }
     };

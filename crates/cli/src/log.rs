@@ -1,4 +1,5 @@
-//! Logs: on standard error, one line each, every line of a copy with the copy's id.
+//! Logs: on standard error, one line each, every line of a copy with the copy's id. Nothing waits for them to be read
+//! ([`console`]).
 //!
 //! `--log` or `TOWLINE_LOG` say what is logged, in the words of `tracing`: `debug`, or `warn,towline_vhost_user=debug`. A copy has
 //! one process, so what is logged by any of its threads is of that copy; its id is in the first of its JSON events too.
@@ -12,6 +13,8 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::format::{Format, Full, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
+
+use crate::console;
 
 /// What the environment calls it.
 const VARIABLE: &str = "TOWLINE_LOG";
@@ -41,7 +44,7 @@ pub(crate) fn begin(wished: Option<&str>, request: Option<RequestId>) -> Result<
         None => EnvFilter::try_from_env(VARIABLE).unwrap_or_else(|_| EnvFilter::new("warn")),
     };
     let lines = Lines { request, format: tracing_subscriber::fmt::format().without_time() };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).event_format(lines).init();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(console::Log).event_format(lines).init();
     Ok(())
 }
 

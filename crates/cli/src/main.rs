@@ -7,6 +7,7 @@ mod args;
 mod backend;
 mod bench;
 mod check;
+mod console;
 mod copy;
 mod ctl;
 mod endpoint;
@@ -26,16 +27,20 @@ mod repair;
 mod sandbox;
 mod sends;
 mod signals;
+mod sockets;
 mod state;
 mod units;
 mod vsock;
 mod watch;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::Parser;
 
 use args::{Args, Command};
+use console::{Keep, Readers};
 use log::RequestId;
 
 /// How the process ends.
@@ -68,18 +73,47 @@ impl Exit {
 }
 
 fn main() -> ExitCode {
+    console::catch_panics();
     let words = backend::with_command(std::env::args_os());
     if let Some(backend) = backend::asked(&words) {
-        println!("{}", backend.capabilities());
-        return Exit::Done.into();
+        console::print(Keep::Always, &backend.capabilities().to_string());
+        return end(Exit::Done, Readers::ToTheEnd);
     }
     let args = Args::parse_from(words);
     let request = matches!(args.command, Command::Copy(_) | Command::Move(_)).then(RequestId::new);
     if let Err(error) = log::begin(args.log.as_deref(), request) {
-        eprintln!("towline: {error:#}");
-        return Exit::Usage.into();
+        console::error(&format!("{error:#}"));
+        return end(Exit::Usage, Readers::ToTheEnd);
     }
-    let exit = match &args.command {
+    let readers = match &args.command {
+        // A guest, or whoever ended this process, may wait for it.
+        Command::Copy(_) | Command::Move(_) | Command::Net(_) | Command::Vsock(_) => Readers::Briefly,
+        _ => Readers::ToTheEnd,
+    };
+    let run = AssertUnwindSafe(|| run(&args.command, request));
+    let exit = catch_unwind(run).unwrap_or_else(|_| {
+        console::error(
+            "an internal error, to be reported; the state of a guest that was being moved must be looked at",
+        );
+        Ok(Exit::LookAt)
+    });
+    let exit = exit.unwrap_or_else(|error| {
+        let text = format!("{error:#}");
+        console::error(&text);
+        sandbox::hint(&text).into_iter().for_each(|hint| console::error(&format!("note: {hint}")));
+        Exit::Safe
+    });
+    end(exit, readers)
+}
+
+/// Ends the process once its output is written.
+fn end(exit: Exit, readers: Readers) -> ExitCode {
+    console::finish(readers);
+    exit.into()
+}
+
+fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
+    match command {
         Command::Copy(options) => copy::run(options, request),
         Command::Move(options) => copy::run_move(options, request),
         Command::Check(options) => check::run(options),
@@ -89,14 +123,7 @@ fn main() -> ExitCode {
         Command::Ctl(options) => ctl::run(options),
         Command::Vsock(options) => vsock::run(options),
         Command::Bench(options) => bench::run(options),
-        Command::Completions(options) => Ok(generate::completions(options)),
+        Command::Completions(options) => generate::completions(options),
         Command::Man(options) => generate::man(options),
-    };
-    exit.unwrap_or_else(|error| {
-        let text = format!("{error:#}");
-        eprintln!("towline: {text}");
-        sandbox::hint(&text).into_iter().for_each(|hint| eprintln!("towline: note: {hint}"));
-        Exit::Safe
-    })
-    .into()
+    }
 }

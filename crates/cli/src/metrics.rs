@@ -8,7 +8,7 @@
 
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -18,6 +18,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit as Suffix};
+use rustix::net::Shutdown;
 use towline_control::statistics::{Counting, Number, Subject, Trend, Unit};
 
 /// Connections that are answered at once.
@@ -33,7 +34,7 @@ const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset
 /// A listener and its threads, which end when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Metrics {
-    address: SocketAddr,
+    listener: Arc<TcpListener>,
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -42,7 +43,6 @@ impl Metrics {
     /// Listens there.
     pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn Counting>) -> io::Result<Self> {
         let listener = Arc::new(TcpListener::bind(address)?);
-        let address = listener.local_addr()?;
         let stop = Arc::new(AtomicBool::new(false));
         let thread = |_| {
             let (listener, counting, stop) = (Arc::clone(&listener), Arc::clone(counting), Arc::clone(&stop));
@@ -50,20 +50,15 @@ impl Metrics {
             thread::Builder::new().name(name).spawn(move || serve(&listener, counting.as_ref(), &stop))
         };
         let threads = (0..CLIENTS_MAX).map(thread).collect::<io::Result<_>>()?;
-        Ok(Self { address, stop, threads })
+        Ok(Self { listener, stop, threads })
     }
 }
 
 impl Drop for Metrics {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
-        let mut address = self.address;
-        if address.ip().is_unspecified() {
-            let any_v4 = address.is_ipv4();
-            address.set_ip(if any_v4 { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
-        }
-        // Each takes one connection more and sees that it is the last. If that cannot be made, they end with the process.
-        if self.threads.iter().all(|_| TcpStream::connect_timeout(&address, PEER_WITHIN).is_ok()) {
+        // Linux lets go of all who wait to accept. If it did not, they would end with the process.
+        if rustix::net::shutdown(&*self.listener, Shutdown::Both).is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
             }
@@ -272,7 +267,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
     fn scrapers_are_answered_and_others_told() {
         let counting: Arc<dyn Counting> = Arc::new(Fixed);
         let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
-        let address = metrics.address;
+        let address = metrics.listener.local_addr().unwrap();
         let silent = TcpStream::connect(address).unwrap();
         let answer = ask(address, "GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\n\r\n");
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();

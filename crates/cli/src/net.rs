@@ -8,16 +8,19 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Address, Device, Frontends, Listener, Offer, Service};
+use towline_vhost_user::{Device, Frontends, Listener, Offer, Service};
 
 use crate::args::Switch;
 use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::console::{self, Keep};
 use crate::hand_over::{self, Ended, Successors, Wishes};
 use crate::notify::Notifier;
-use crate::sandbox::{Policy, SandboxArgs};
+use crate::sandbox::{Confinement, Policy, SandboxArgs};
+use crate::signals::ending;
+use crate::sockets::SocketArgs;
 use crate::watch::{WatchArgs, card};
 use crate::{Exit, state};
 
@@ -59,6 +62,8 @@ pub(crate) struct NetArgs {
     /// A socket that was opened already, listening or connected
     #[arg(long, value_name = "N")]
     fd: Option<i32>,
+    #[command(flatten)]
+    access: SocketArgs,
     /// The tap or macvtap; made if it is not there
     #[arg(long, value_name = "NAME", required_unless_present = "tap_fds", conflicts_with = "tap_fds")]
     tap: Option<String>,
@@ -91,7 +96,8 @@ pub(crate) struct NetArgs {
     #[arg(long, value_name = "FILE|fd-store")]
     state: Option<PathBuf>,
     /// The live upgrade: a process with the same command line that is started while this one runs asks it here for the card,
-    /// and has it, with the connection to QEMU and the taps; then this one ends. If it cannot be, this one goes on.
+    /// and has it, with the connection to QEMU and the taps; then this one ends. If it cannot be, this one goes on. The socket
+    /// is its owner's alone, and both processes are to be of one user, or root's.
     /// Not with --af-xdp: two processes cannot have one queue of an interface
     #[arg(long, value_name = "SOCKET", conflicts_with = "af_xdp")]
     hand_over: Option<PathBuf>,
@@ -119,13 +125,14 @@ const OPENS: &str = "--af-xdp or --hand-over, which open sockets and map memory 
 
 /// Runs the command.
 pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
-    if let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd) {
-        eprintln!("towline: {lack}");
+    let lack = lacks_socket(args.socket.as_deref(), args.fd);
+    if let Some(lack) = lack.or_else(|| args.access.lack_of_socket(args.socket.is_some())) {
+        console::error(lack);
         return Ok(Exit::Usage);
     }
     let opens = args.af_xdp.is_some() || args.hand_over.is_some();
     if args.sandbox.is_wanted() && opens {
-        eprintln!("towline: --sandbox on does not go with {OPENS}; leave one of them out");
+        console::error(&format!("--sandbox on does not go with {OPENS}; leave one of them out"));
         return Ok(Exit::Usage);
     }
     let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
@@ -164,17 +171,13 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     let wishes = Wishes::new()?;
     let successors =
         args.hand_over.as_deref().map(|path| Successors::listen(path, asked, &wishes)).transpose()?;
+    let notifier = Notifier::from_environment();
+    let mut sandbox = confinement(args, opens);
     let quits = wishes.clone();
     let _watched = args.watch.devices(vec![card(&net)], move || quits.quit())?;
-    // All is open, and only the threads that hear successors and observers run yet.
-    let mut policy = Policy::default();
-    args.socket.iter().chain(&args.watch.qmp).for_each(|path| policy.removes(path));
-    let notifier = Notifier::from_environment();
-    match opens {
-        true => args.sandbox.cannot_confine(OPENS),
-        false => args.sandbox.confine(&policy),
-    }
     watch_signals(&net, &wishes, args.json)?;
+    // All is open, and no thread that hears a guest runs yet.
+    sandbox.iter_mut().for_each(Confinement::finish);
     notifier.ready(&format!("a network card on {}", net.taps().name()));
     let own: Vec<_> = net.taps().queues().iter().map(AsFd::as_fd).collect();
     let stays = || net.taps().reattach();
@@ -185,6 +188,18 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         tracing::info!("another process has the card now");
     }
     Ok(Exit::Done)
+}
+
+/// The first step of the sandbox, unless this process goes on to open things.
+fn confinement(args: &NetArgs, opens: bool) -> Option<Confinement> {
+    if opens {
+        args.sandbox.cannot_confine(OPENS);
+        return None;
+    }
+    let mut policy = Policy::default();
+    args.socket.iter().for_each(|path| policy.removes(path));
+    args.watch.allow(&mut policy);
+    Some(args.sandbox.begin(&policy))
 }
 
 /// The taps of the process before, if they are those that are asked for.
@@ -203,7 +218,7 @@ fn taken_over(args: &NetArgs, fds: Vec<OwnedFd>) -> Result<Taps> {
 
 fn frontends(args: &NetArgs) -> Result<Frontends> {
     match (&args.socket, args.fd) {
-        (Some(path), _) => Ok(Frontends::Listen(Listener::bind(&Address::Unix(path.clone()))?)),
+        (Some(path), _) => Ok(Frontends::Listen(args.access.listen(path)?)),
         (None, Some(number)) => {
             let fd = inherited(&[number])?.pop().context("one descriptor")?;
             Ok(Frontends::from_fd(fd)?)
@@ -245,7 +260,9 @@ fn inherited(numbers: &[i32]) -> Result<Vec<OwnedFd>> {
 }
 
 fn watch_signals(net: &Arc<Net>, wishes: &Wishes, json: bool) -> Result<()> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGUSR1]).context("signals cannot be caught")?;
+    console::start();
+    let watched = ending().into_iter().chain([SIGUSR1]);
+    let mut signals = Signals::new(watched).context("signals cannot be caught")?;
     let (net, wishes) = (Arc::clone(net), wishes.clone());
     thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in signals.forever() {
@@ -271,23 +288,24 @@ fn tell(net: &Net, json: bool) {
                 json!({ "rx": object(receive), "tx": transmit })
             })
             .collect();
-        println!("{}", json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs }));
+        let event = json!({ "event": "statistics", "tap": net.taps().name(), "pairs": pairs });
+        console::print(Keep::Limited, &event.to_string());
         return;
     }
     for (index, pair) in pairs.iter().enumerate() {
         for (way, queue) in ["rx", "tx"].into_iter().zip(pair) {
-            eprintln!("towline: net {} {way} {index}: {}", net.taps().name(), line(queue));
+            console::notice(&format!("net {} {way} {index}: {}", net.taps().name(), line(queue)));
         }
         if net.uses_xdp() {
             let (transmit, mode) = (&pair[1], net.modes()[index]);
-            eprintln!(
-                "towline: net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
+            console::notice(&format!(
+                "net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
                 net.taps().name(),
                 mode.name(),
                 transmit.zero_copy,
                 transmit.referenced,
                 transmit.pending
-            );
+            ));
         }
     }
 }

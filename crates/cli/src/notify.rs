@@ -8,13 +8,19 @@ use std::io;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::{Duration, Instant};
 
 use towline_channel::Address;
 use towline_control::plan::{Observer, Phase};
 
-/// A service manager, if there is one.
+use crate::console::{self, Keep, Output};
+
+/// How long the end of a process waits for a manager that does not read.
+const STOPPED_WITHIN: Duration = Duration::from_secs(1);
+
+/// A service manager, if there is one. What it is told is queued: one that does not read delays nothing but the end.
 #[derive(Debug)]
-pub(crate) struct Notifier(Option<UnixDatagram>);
+pub(crate) struct Notifier(Option<Output>);
 
 impl Notifier {
     /// The one that started this process.
@@ -26,7 +32,7 @@ impl Notifier {
         if let Err(error) = &socket {
             tracing::warn!(?place, %error, "the service manager cannot be told anything");
         }
-        Self(socket.ok())
+        Self(socket.ok().map(console::datagrams))
     }
 
     /// What was asked for is there: it listens.
@@ -42,13 +48,18 @@ impl Notifier {
     /// It ends.
     pub(crate) fn stopping(&self) {
         self.tell("STOPPING=1\n");
+        if let Some(output) = &self.0
+            && !output.wait_written(Instant::now() + STOPPED_WITHIN)
+        {
+            tracing::debug!("the service manager does not read");
+        }
     }
 
+    /// There are few: a command is ready once, and a copy has few phases.
     fn tell(&self, text: &str) {
-        if let Some(socket) = &self.0
-            && let Err(error) = socket.send(text.as_bytes())
-        {
-            tracing::debug!(%error, "the service manager was not told");
+        if let Some(output) = &self.0 {
+            output.start();
+            output.push(Keep::Always, text.into());
         }
     }
 }
@@ -59,7 +70,7 @@ impl Observer for Notifier {
         match phase {
             Phase::Transfer => self.ready("a guest is being copied"),
             Phase::Loaded => self.status("the guest is at its destination"),
-            Phase::Release => self.stopping(),
+            Phase::Release => self.tell("STOPPING=1\n"),
             _ => {}
         }
     }
@@ -89,7 +100,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify");
         let manager = UnixDatagram::bind(&path).unwrap();
-        let notifier = Notifier(Some(connected(path.as_os_str()).unwrap()));
+        let notifier = Notifier(Some(console::datagrams(connected(path.as_os_str()).unwrap())));
         notifier.listening(&"tcp:127.0.0.1:4444".parse().unwrap());
         notifier.stopping();
         let hear = || {

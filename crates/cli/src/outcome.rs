@@ -8,6 +8,7 @@ use towline_image::checksum::CHUNK_BYTES;
 use towline_image::{Increment, Uploaded};
 
 use crate::Exit;
+use crate::console;
 use crate::endpoint::Endpoint;
 use crate::memory;
 use crate::progress::{Reporter, faults, faults_text, ram};
@@ -29,7 +30,7 @@ impl Outcome<'_> {
     /// What was asked for cannot be.
     pub(crate) fn usage(&self, text: &str) -> Exit {
         self.reporter.event("failed", json!({ "error": text, "exit": Exit::Usage.code() }));
-        eprintln!("towline: {text}");
+        console::error(text);
         Exit::Usage
     }
 
@@ -169,13 +170,13 @@ impl Outcome<'_> {
             }),
         );
         let of = if self.is_one_of_several { format!("{destination}: ") } else { String::new() };
-        eprintln!("towline: {of}{failure}");
+        console::error(&format!("{of}{failure}"));
         if exit != Exit::Usage {
-            eprintln!("towline: {of}the guest: {guest}");
+            console::error(&format!("{of}the guest: {guest}"));
         }
         let hint = sandbox::hint(&failure.to_string());
-        let notes = failure.notes.iter().map(String::as_str).chain(hint);
-        notes.for_each(|note| eprintln!("towline: {of}note: {note}"));
+        let notes = failure.notes.iter().map(String::as_str).chain(hint.as_deref());
+        notes.for_each(|note| console::error(&format!("{of}note: {note}")));
         exit
     }
 
@@ -188,7 +189,7 @@ impl Outcome<'_> {
         let fields =
             json!({ "error": failure.error.to_string(), "notes": failure.notes, "exit": exit.code() });
         self.reporter.event("failed", fields);
-        eprintln!("towline: {failure}");
+        console::error(&failure.to_string());
         exit
     }
 

@@ -1,16 +1,18 @@
 //! How a copy goes: a bar on a terminal, or a JSON object per event.
 
-use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, PoisonError};
+use std::io::IsTerminal;
+use std::mem::ManuallyDrop;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 use towline_control::plan::{Observer, Phase, Progress};
 use towline_migration::Snapshot;
 use towline_migration::postcopy::FaultCounts;
 
 use crate::args::Output;
+use crate::console::{self, Keep};
 use crate::endpoint::Endpoint;
 use crate::log::RequestId;
 use crate::units::{count, size};
@@ -18,43 +20,67 @@ use crate::units::{count, size};
 /// How often progress is told in JSON.
 const JSON_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Tells the user.
+/// Tells the user, by the queues of [`console`]: none of its calls waits for a reader, but [`Reporter::line`] and
+/// [`Reporter::event`] of one that [`Reporter::waits_for_readers`].
 #[derive(Debug)]
 pub(crate) struct Reporter {
     json: bool,
     quiet: bool,
-    bar: ProgressBar,
+    waits: bool,
+    bar: Option<Bar>,
     told: Mutex<Option<Instant>>,
+    /// Tells this one's progress from that of others.
+    key: usize,
     /// The one of several destinations that this tells of.
     destination: Option<String>,
 }
 
+/// A bar, which the thread that writes standard error draws. Only that thread may call it: while a terminal's output is
+/// stopped, a draw blocks with the bar locked.
+#[derive(Debug)]
+struct Bar {
+    // Dropping the last handle draws.
+    bar: ManuallyDrop<ProgressBar>,
+    shown: Mutex<Shown>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Shown {
+    prefix: String,
+    position: u64,
+    length: u64,
+    message: String,
+}
+
 impl Reporter {
     pub(crate) fn new(output: &Output) -> Self {
-        let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
-        let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        Self::with_bar(output, ProgressBar::with_draw_target(None, target), None)
+        let bars = bars(output);
+        Self::with_bar(output, 0, bars, None)
     }
 
     /// One for all of several destinations, and one for each, with bars below each other.
     pub(crate) fn several(output: &Output, destinations: &[Endpoint]) -> (Self, Vec<Self>) {
-        let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
-        let target = if draws { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bars = MultiProgress::with_draw_target(target);
-        let one = |destination: &Endpoint| {
-            let bar = bars.add(ProgressBar::no_length());
-            Self::with_bar(output, bar, Some(destination.to_string()))
+        let bars = bars(output);
+        let one = |(index, destination): (usize, &Endpoint)| {
+            Self::with_bar(output, index + 1, bars, Some(destination.to_string()))
         };
-        let each = destinations.iter().map(one).collect();
-        (Self::with_bar(output, ProgressBar::hidden(), None), each)
+        let each = destinations.iter().enumerate().map(one).collect();
+        (Self::with_bar(output, 0, None, None), each)
     }
 
-    fn with_bar(output: &Output, bar: ProgressBar, destination: Option<String>) -> Self {
-        let style = ProgressStyle::with_template(
-            "{prefix:10} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
-        );
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
-        Self { json: output.json, quiet: output.quiet, bar, told: Mutex::new(None), destination }
+    fn with_bar(
+        output: &Output,
+        key: usize,
+        bars: Option<&MultiProgress>,
+        destination: Option<String>,
+    ) -> Self {
+        let (json, quiet) = (output.json, output.quiet);
+        Self { json, quiet, waits: false, bar: bars.map(Bar::new), told: Mutex::new(None), key, destination }
+    }
+
+    /// Lines and events wait until there is room for them: for commands that may print much, and hold no guest.
+    pub(crate) fn waits_for_readers(self) -> Self {
+        Self { waits: true, ..self }
     }
 
     /// The first event of a copy: by what its lines in the log are known.
@@ -66,8 +92,25 @@ impl Reporter {
 
     /// Writes an event's line, in JSON.
     pub(crate) fn event(&self, name: &str, fields: Value) {
+        match self.waits {
+            true => {
+                if let Some(line) = self.json_line(name, fields) {
+                    console::print_when_there_is_room(&line);
+                }
+            }
+            false => self.queue(Keep::Always, name, fields),
+        }
+    }
+
+    fn queue(&self, keep: Keep, name: &str, fields: Value) {
+        if let Some(line) = self.json_line(name, fields) {
+            console::print(keep, &line);
+        }
+    }
+
+    fn json_line(&self, name: &str, fields: Value) -> Option<String> {
         if !self.json {
-            return;
+            return None;
         }
         let mut event = Map::new();
         event.insert("event".into(), name.into());
@@ -77,24 +120,57 @@ impl Reporter {
         if let Value::Object(fields) = fields {
             event.extend(fields);
         }
-        print_line(&Value::Object(event).to_string());
+        Some(Value::Object(event).to_string())
     }
 
     /// Writes a line for people.
     pub(crate) fn line(&self, text: &str) {
-        if !self.json && !self.quiet {
-            print_line(text);
+        if self.json || self.quiet {
+            return;
         }
-    }
-
-    /// Says something while no bar is drawn.
-    pub(crate) fn suspend<T>(&self, say: impl FnOnce() -> T) -> T {
-        self.bar.suspend(say)
+        match self.waits {
+            true => console::print_when_there_is_room(text),
+            false => console::print(Keep::Always, text),
+        }
     }
 
     /// Takes the bar away.
     pub(crate) fn finish(&self) {
-        self.bar.finish_and_clear();
+        if let Some(bar) = &self.bar {
+            let bar = ProgressBar::clone(&bar.bar);
+            console::draw(Keep::Always, move || bar.finish_and_clear());
+        }
+    }
+}
+
+/// Bars on standard error, if somebody may look at them.
+fn bars(output: &Output) -> Option<&'static MultiProgress> {
+    let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
+    draws.then(console::bars)
+}
+
+impl Bar {
+    fn new(bars: &MultiProgress) -> Self {
+        let style = ProgressStyle::with_template(
+            "{prefix:10} [{bar:30}] {bytes}/{total_bytes} {binary_bytes_per_sec} ETA {eta} {msg}",
+        );
+        let bar = bars.add(ProgressBar::no_length());
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "));
+        Self { bar: ManuallyDrop::new(bar), shown: Mutex::default() }
+    }
+
+    fn shown(&self) -> MutexGuard<'_, Shown> {
+        self.shown.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn draw(&self, key: usize) {
+        let (bar, shown) = (ProgressBar::clone(&self.bar), self.shown().clone());
+        console::draw(Keep::Latest(key), move || {
+            bar.set_prefix(shown.prefix);
+            bar.set_length(shown.length);
+            bar.set_position(shown.position);
+            bar.set_message(shown.message);
+        });
     }
 }
 
@@ -110,18 +186,26 @@ impl Observer for Reporter {
             Phase::CutOver => "cut-over",
             Phase::Running => "running",
         };
-        match &self.destination {
-            Some(destination) => self.bar.set_prefix(format!("{destination} {name}")),
-            None => self.bar.set_prefix(name),
+        if let Some(bar) = &self.bar {
+            bar.shown().prefix = match &self.destination {
+                Some(destination) => format!("{destination} {name}"),
+                None => name.to_owned(),
+            };
+            bar.draw(self.key);
         }
-        self.event("phase", json!({ "phase": name }));
+        self.queue(Keep::Always, "phase", json!({ "phase": name }));
     }
 
     fn progress(&self, progress: &Progress) {
         let moved = &progress.moved;
-        self.bar.set_length(moved.total);
-        self.bar.set_position(((moved.normal + moved.duplicate) * 4096).min(moved.total));
-        self.bar.set_message(live(progress));
+        if let Some(bar) = &self.bar {
+            let mut shown = bar.shown();
+            shown.length = moved.total;
+            shown.position = ((moved.normal + moved.duplicate) * 4096).min(moved.total);
+            shown.message = live(progress);
+            drop(shown);
+            bar.draw(self.key);
+        }
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if self.json && told.is_none_or(|at| at.elapsed() >= JSON_INTERVAL) {
             *told = Some(Instant::now());
@@ -136,16 +220,16 @@ impl Observer for Reporter {
                 "faults": progress.faults.as_ref().map(faults),
                 "expected-time": progress.expected_time().map(|time| time.as_millis() as u64),
             });
-            self.event("progress", rest);
+            self.queue(Keep::Latest(self.key), "progress", rest);
         }
     }
 
     fn notice(&self, text: &str) {
-        self.event("notice", json!({ "text": text }));
+        self.queue(Keep::Limited, "notice", json!({ "text": text }));
         if !self.json && !self.quiet {
             let of =
                 self.destination.as_ref().map(|destination| format!("{destination}: ")).unwrap_or_default();
-            self.bar.suspend(|| eprintln!("towline: {of}{text}"));
+            console::notice(&format!("{of}{text}"));
         }
     }
 }
@@ -194,11 +278,6 @@ fn live(progress: &Progress) -> String {
         Some(time) => text + &format!(", {:.0} s left", time.as_secs_f64()),
         None => text,
     }
-}
-
-/// A reader that went away (`towline … | head`) is no reason to end a copy.
-fn print_line(text: &str) {
-    let _ = writeln!(std::io::stdout(), "{text}");
 }
 
 /// The counters as `query-migrate` names them.

@@ -12,16 +12,18 @@ use anyhow::{Context, Result, anyhow};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Address, Device, Frontends, Listener};
+use towline_vhost_user::{Device, Frontends};
 use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
-use self::guest::Guest;
+pub(crate) use self::guest::Guest;
 use crate::Exit;
 use crate::args::ZeroCopy;
 use crate::backend::{NOT_PASSED, lacks_socket};
+use crate::console::{self, Keep};
 use crate::notify::Notifier;
 use crate::sandbox::{Policy, SandboxArgs};
 use crate::signals::cancel_on_signals;
+use crate::sockets::SocketArgs;
 use crate::units::bytes;
 use crate::watch::{WatchArgs, guest};
 
@@ -63,6 +65,8 @@ pub(crate) struct VsockArgs {
     /// Listen at this path for QEMU (or another VMM). Without it and --fd: at the socket of a service manager
     #[arg(long, value_name = "PATH", visible_alias = "socket-path", conflicts_with_all = ["fd", "guest", "config"])]
     socket: Option<PathBuf>,
+    #[command(flatten)]
+    access: SocketArgs,
     /// An open socket instead, listening or connected
     #[arg(long, value_name = "N", conflicts_with_all = ["guest", "config"])]
     fd: Option<i32>,
@@ -124,11 +128,10 @@ struct Served {
 }
 
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
-    if args.guest.is_empty()
-        && args.config.is_none()
-        && let Some(lack) = lacks_socket(args.socket.as_deref(), args.fd)
-    {
-        eprintln!("towline: {lack}");
+    let is_one = args.guest.is_empty() && args.config.is_none();
+    let lack = if is_one { lacks_socket(args.socket.as_deref(), args.fd) } else { None };
+    if let Some(lack) = lack.or_else(|| args.access.lack_of_socket(!is_one || args.socket.is_some())) {
+        console::error(lack);
         return Ok(Exit::Usage);
     }
     let limits = limits(args)?;
@@ -153,6 +156,8 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         let device = Arc::new(Vsock::new(settings, &siblings)?);
         served.push(Served { cid, device, frontends });
     }
+    args.watch.allow(&mut policy);
+    let mut sandbox = args.sandbox.begin(&policy);
     let cancel = cancel_on_signals("the guests' connections end")?;
     let devices: Vec<(u64, Arc<Vsock>)> =
         served.iter().map(|served| (served.cid, Arc::clone(&served.device))).collect();
@@ -161,24 +166,23 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let _watched = args.watch.devices(guests, move || quits.cancel())?;
     // All that listens is open, and no thread that hears a guest runs yet.
     let notifier = Notifier::from_environment();
-    args.watch.qmp.iter().for_each(|path| policy.removes(path));
-    args.sandbox.confine(&policy);
+    sandbox.finish();
     report_on_signal(&devices)?;
     notifier.ready(&format!("guests: {}", devices.len()));
     let done = serve_all(served, &cancel);
     notifier.stopping();
     if !args.quiet {
-        devices.iter().for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
+        devices.iter().for_each(|(cid, device)| print(*cid, device));
     }
     done.map(|()| Exit::Done)
 }
 
 /// Lets the process do what this guest's device does later.
-fn allow(policy: &mut Policy, guest: &Guest) {
+pub(crate) fn allow(policy: &mut Policy, guest: &Guest) {
     if !guest.socket.as_os_str().is_empty() {
         policy.removes(&guest.socket);
     }
-    if guest.uds.is_some() {
+    if guest.uds.is_some() || guest.uds_seqpacket.is_some() {
         policy.connects_unix();
     }
     guest.uds.iter().chain(&guest.uds_seqpacket).for_each(|path| policy.removes(path));
@@ -204,7 +208,7 @@ fn limits(args: &VsockArgs) -> Result<Limits> {
 
 fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
     let listen = |path: &PathBuf| -> Result<Frontends> {
-        let listener = Listener::bind(&Address::Unix(path.clone()));
+        let listener = args.access.listen(path);
         Ok(Frontends::Listen(listener.with_context(|| format!("--socket {}", path.display()))?))
     };
     let mut many = args.guest.clone();
@@ -262,6 +266,11 @@ fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
     outcome
 }
 
+/// Prints what a guest's device did so far.
+fn print(cid: u64, device: &Vsock) {
+    console::print(Keep::Limited, &format!("cid={cid} {}", device.report()));
+}
+
 /// The thread that waits for signals never ends, and so keeps no device: with a device its sockets' files go.
 fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     let mut signals = Signals::new([SIGUSR1]).context("signals cannot be caught")?;
@@ -269,7 +278,7 @@ fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
     thread::spawn(move || {
         for _ in signals.forever() {
             let there = devices.iter().filter_map(|(cid, device)| Some((cid, device.upgrade()?)));
-            there.for_each(|(cid, device)| println!("cid={cid} {}", device.report()));
+            there.for_each(|(cid, device)| print(*cid, &device));
         }
     });
     Ok(())

@@ -13,6 +13,8 @@ use towline_control::statistics::Counting;
 use towline_qmp::{Commands, Server};
 
 use crate::metrics::Metrics;
+use crate::sandbox::Policy;
+use crate::sockets::private;
 
 pub(crate) use net::card;
 pub(crate) use vsock::guest;
@@ -41,6 +43,12 @@ impl WatchArgs {
         self.qmp.is_some() || self.metrics.is_some()
     }
 
+    /// What this process does for that later.
+    pub(crate) fn allow(&self, policy: &mut Policy) {
+        self.qmp.iter().for_each(|path| policy.listens_unix(path));
+        self.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
+    }
+
     /// Lets these devices be watched, and ended by `quit`.
     pub(crate) fn devices(
         &self,
@@ -51,7 +59,8 @@ impl WatchArgs {
         let server = match &self.qmp {
             Some(path) => {
                 let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
-                Some(Server::start(path, commands).with_context(|| format!("--qmp {}", path.display()))?)
+                let start = || Ok(Server::start(path, commands)?);
+                Some(private(start).with_context(|| format!("--qmp {}", path.display()))?)
             }
             None => None,
         };

@@ -1,12 +1,13 @@
 //! The program as a service manager sees it: told when it is ready, given a socket, confined.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 const TOWLINE: &str = env!("CARGO_BIN_EXE_towline");
 const WITHIN: Duration = Duration::from_secs(120);
@@ -59,10 +60,21 @@ impl Process {
         texts.map(value).collect()
     }
 
+    /// How it ended, once it has.
+    fn ended(&mut self) -> ExitStatus {
+        let until = Instant::now() + WITHIN;
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < until, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Its exit code and what it said, after SIGTERM.
     fn end(mut self) -> (Option<i32>, String) {
-        let ended = Command::new("kill").args(["-TERM", &self.0.id().to_string()]).status().unwrap();
-        assert!(ended.success());
+        signal(&self.0, "-TERM");
         let mut said = String::new();
         self.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         (self.0.wait().unwrap().code(), said)
@@ -74,6 +86,11 @@ impl Drop for Process {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+fn signal(process: &Child, name: &str) {
+    let sent = Command::new("kill").args([name, &process.id().to_string()]).status().unwrap();
+    assert!(sent.success(), "kill {name}");
 }
 
 fn vsock(socket: &Path) -> Command {
@@ -100,6 +117,83 @@ fn a_device_is_ready_confined_and_ends_in_order() {
     for made in [socket, uds, manager.path("port")] {
         assert!(!made.exists(), "{}", made.display());
     }
+}
+
+/// Landlock binds only threads that begin behind it.
+#[test]
+fn every_thread_of_a_watched_device_is_confined() {
+    let manager = Manager::new();
+    let [socket, qmp] = ["vsock.sock", "qmp"].map(|name| manager.path(name));
+    let options = ["--metrics", "127.0.0.1:0", "--sandbox", "on", "--log", "info", "--qmp"];
+    let device = manager.start(vsock(&socket).args(options).arg(&qmp));
+    manager.hears("READY=1\nSTATUS=guests: 1\n");
+    let mut greeting = [0; 8];
+    UnixStream::connect(&qmp).unwrap().read_exact(&mut greeting).unwrap();
+    assert!(greeting.starts_with(b"{"), "{greeting:?}");
+    assert!(device.status("Seccomp").iter().all(|mode| mode == "2"), "{:?}", device.status("Seccomp"));
+    let (code, said) = device.end();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(!said.contains("the sandbox"), "{said}");
+    assert!(!socket.exists() && !qmp.exists());
+}
+
+/// Statistics that nobody reads, and a log and statistics that cannot be written.
+#[test]
+fn a_device_ends_in_order_whatever_becomes_of_its_output() {
+    let manager = Manager::new();
+    for name in ["-TERM", "-HUP"] {
+        let (_reader, mut full) = std::io::pipe().unwrap();
+        let size = rustix::pipe::fcntl_setpipe_size(&full, 4096).unwrap();
+        full.write_all(&vec![b'.'; size]).unwrap();
+        let (gone, broken) = std::io::pipe().unwrap();
+        drop(gone);
+        for [stdout, stderr] in [[full.try_clone().unwrap(), full], [broken.try_clone().unwrap(), broken]] {
+            let socket = manager.path("vsock.sock");
+            let mut command = Command::new(TOWLINE);
+            command.args(["vsock", "--cid", "7", "--log", "debug", "--socket"]).arg(&socket);
+            command.env("NOTIFY_SOCKET", manager.path("notify")).stdout(stdout).stderr(stderr);
+            let mut device = Process(command.spawn().unwrap());
+            manager.hears("READY=1\n");
+            signal(&device.0, "-USR1");
+            signal(&device.0, name);
+            assert_eq!(device.ended().code(), Some(0));
+            manager.hears("STOPPING=1\n");
+            assert!(!socket.exists());
+        }
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_failure_of_completions() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = Command::new(TOWLINE).args(["completions", "bash"]).stdout(writer).output().unwrap();
+    assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
+}
+
+#[test]
+fn a_devices_socket_is_whose_it_is_to_be() {
+    let manager = Manager::new();
+    let socket = manager.path("vsock.sock");
+    let group = rustix::process::getegid().as_raw().to_string();
+    for (options, mode) in [
+        (&["--socket-mode", "604"][..], 0o604),
+        (&["--socket-group", &group][..], 0o660),
+        (&["--socket-group", &group, "--socket-mode", "620"][..], 0o620),
+    ] {
+        let device = manager.start(vsock(&socket).args(options));
+        manager.hears("READY=1\n");
+        assert_eq!(std::fs::metadata(&socket).unwrap().mode() & 0o777, mode, "{options:?}");
+        assert_eq!(device.end().0, Some(0));
+        manager.hears("STOPPING=1\n");
+    }
+    let output = Command::new(TOWLINE)
+        .args(["vsock", "--cid", "7", "--fd", "0", "--socket-mode", "660"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("--socket-group and --socket-mode are for a socket at --socket PATH"), "{said}");
 }
 
 #[test]

@@ -213,6 +213,7 @@ fn journal_goes_with_its_qemu() {
         };
         assert_eq!(names(), 1);
         qemu.quit().unwrap();
+        drop(qemu);
         assert_eq!(names(), 0);
     }
 }

@@ -189,3 +189,18 @@ fn an_image_that_exists_or_is_being_written_is_left_alone() {
     assert_ended(&place.run(&format!("inspect --verify {image}")), 0, &[]);
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
+
+/// QEMU connects to a socket below TMPDIR, from a working directory of its own.
+#[test]
+fn a_relative_directory_for_temporary_files_is_found_by_qemu() {
+    if !require_lab("a_relative_directory_for_temporary_files_is_found_by_qemu") {
+        return;
+    }
+    let (place, source) = (Place::new(), counting(guest()));
+    let work = place.path("");
+    let line = format!("copy --resume {} {}", qmp(&source), place.name("guest.img"));
+    let by = ["env", "-C", work.to_str().unwrap(), "TMPDIR=../tmp"];
+    assert_ended(&place.start(&by, &line).wait(WITHIN).unwrap(), 0, &[]);
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+    assert_runs(&source);
+}

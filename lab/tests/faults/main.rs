@@ -10,6 +10,7 @@ mod fit;
 mod hostile;
 mod kills;
 mod lanes;
+mod outputs;
 mod signals;
 mod streams;
 mod support;

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM: the copy ends in order, and the source runs on.
+//! Ctrl-C, SIGTERM and SIGHUP: the copy ends in order, and the source runs on.
 
 use std::os::unix::net::UnixListener;
 use std::os::unix::process::ExitStatusExt;
@@ -28,7 +28,7 @@ fn a_signal_while_listening_or_connecting_ends_in_order() {
     let place = Place::new();
     save(&place, guest(), "guest.img");
     let destination = waiting(&guest());
-    for name in ["-INT", "-TERM"] {
+    for name in ["-INT", "-TERM", "-HUP"] {
         for to in [place.name("new.img"), qmp(&destination)] {
             let socket = place.name("listen.sock");
             let mut towline = place.towline(&format!("copy unix:{socket} {to}"));
@@ -57,6 +57,7 @@ fn a_signal_under_way_lets_the_source_run_on() {
     for (name, from, to) in [
         ("-INT", qmp(&source), None),
         ("-TERM", qmp(&source), Some("--multifd-channels 0")),
+        ("-HUP", qmp(&source), None),
         ("-INT", qmp(&source), Some("--multifd-channels 3")),
         ("-INT", place.name("guest.img"), Some("--stream")),
         ("-TERM", place.name("guest.img"), Some("--stream --multifd-channels 0")),
@@ -107,6 +108,22 @@ fn a_signal_at_any_moment_leaves_an_image_or_nothing() {
         }
         assert_runs(&source);
     }
+}
+
+/// `nohup` and service managers have SIGHUP ignored, which stays so.
+#[test]
+fn an_ignored_hang_up_stays_ignored() {
+    if !require_lab("an_ignored_hang_up_stays_ignored") {
+        return;
+    }
+    let place = Place::new();
+    let mut towline = place.start(&["nohup"], &format!("copy unix:{} null:", place.name("listen.sock")));
+    listens_at(&mut towline);
+    signal(towline.pid(), "-HUP");
+    let status = std::fs::read_to_string(format!("/proc/{}/status", towline.pid())).unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim();
+    assert_eq!(u64::from_str_radix(ignored, 16).unwrap() & 1, 1, "SIGHUP is the first");
+    cancel(towline, "-TERM");
 }
 
 /// QEMU hangs, so the end in order takes a while; who has no time for that signals again.

@@ -1,5 +1,7 @@
 //! The card's process dies and is started again, or another one takes over from it, and the guest's connections go on.
 
+use std::os::unix::fs::PermissionsExt as _;
+
 use towline_lab::{Version, require_lab};
 
 use crate::support::{
@@ -58,6 +60,8 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
     let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
+    let mode = std::fs::metadata(&hand_over).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "whoever can connect has the card");
     let conversations: Vec<_> = (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
     conversations.iter().for_each(|conversation| conversation.goes_on(5));
     for _ in 0..number("TOWLINE_SOAK_NET_UPGRADES", 3) {

@@ -8,11 +8,11 @@ use std::collections::BTreeMap;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch, apply_filter_all_threads,
+    TargetArch, apply_filter, apply_filter_all_threads,
 };
 use syscalls::Sysno;
 
-use super::{Policy, sys};
+use super::{Policy, Ports, sys};
 
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 type Made<T> = Result<T, seccompiler::BackendError>;
@@ -41,7 +41,6 @@ const HARMLESS: &[Sysno] = &[
     Sysno::close_range,
     Sysno::dup,
     Sysno::dup3,
-    Sysno::fcntl,
     Sysno::pipe2,
     Sysno::eventfd2,
     Sysno::signalfd4,
@@ -67,15 +66,10 @@ const HARMLESS: &[Sysno] = &[
     Sysno::sync_file_range,
     Sysno::fadvise64,
     Sysno::flock,
-    Sysno::unlinkat,
     Sysno::getcwd,
     // Sockets that are open.
-    Sysno::socketpair,
     Sysno::accept,
     Sysno::accept4,
-    Sysno::sendto,
-    Sysno::sendmsg,
-    Sysno::sendmmsg,
     Sysno::recvfrom,
     Sysno::recvmsg,
     Sysno::recvmmsg,
@@ -110,15 +104,12 @@ const HARMLESS: &[Sysno] = &[
     Sysno::restart_syscall,
     Sysno::sched_yield,
     Sysno::sched_getaffinity,
-    Sysno::sched_setaffinity,
     Sysno::sched_getparam,
     Sysno::sched_getscheduler,
-    Sysno::sched_setscheduler,
     Sysno::sched_get_priority_max,
     Sysno::sched_get_priority_min,
     Sysno::getcpu,
     Sysno::getpriority,
-    Sysno::setpriority,
     // Of a child that could not become another program.
     Sysno::wait4,
     Sysno::waitid,
@@ -150,7 +141,6 @@ const HARMLESS: &[Sysno] = &[
     Sysno::getpgid,
     Sysno::getsid,
     Sysno::getrlimit,
-    Sysno::prlimit64,
     Sysno::getrusage,
     Sysno::times,
     Sysno::uname,
@@ -174,8 +164,6 @@ const HARMLESS: &[Sysno] = &[
     Sysno::stat,
     #[cfg(target_arch = "x86_64")]
     Sysno::lstat,
-    #[cfg(target_arch = "x86_64")]
-    Sysno::unlink,
     #[cfg(target_arch = "x86_64")]
     Sysno::time,
     #[cfg(target_arch = "x86_64")]
@@ -203,6 +191,21 @@ const OPENING: &[Sysno] = &[
     Sysno::access,
     #[cfg(target_arch = "x86_64")]
     Sysno::creat,
+];
+
+/// What `fcntl` must not: have the kernel send signals, of which the receiver is not asked.
+const SIGNALLING: [libc::c_int; 4] = [libc::F_SETOWN, F_SETOWN_EX, F_SETSIG, libc::F_NOTIFY];
+/// `asm-generic/fcntl.h`.
+const F_SETSIG: libc::c_int = 10;
+/// `asm-generic/fcntl.h`.
+const F_SETOWN_EX: libc::c_int = 15;
+
+/// Removes a file. With a device only the sockets that it made, if the kernel can hold it to them: quietly, for whoever made
+/// one tries to remove it, too.
+const REMOVING: &[Sysno] = &[
+    Sysno::unlinkat,
+    #[cfg(target_arch = "x86_64")]
+    Sysno::unlink,
 ];
 
 /// Starts a program. Refused quietly, too: the C library does it in a child that has no handlers, and reports the error.
@@ -238,8 +241,8 @@ const MAKING: &[Sysno] = &[
     Sysno::chown,
 ];
 
-/// What descriptors are told: sockets, terminals, taps that are attached (`linux/if_tun.h`), an interface's MTU, our own page
-/// tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are allowed too, by their type.
+/// What descriptors are told: sockets, terminals, taps that are attached (`linux/if_tun.h`), an interface's MTU and number (the
+/// scope of an IPv6 address), our own page tables (`PAGEMAP_SCAN`). All of `userfaultfd`'s are allowed too, by their type.
 const IOCTLS: &[u64] = &[
     libc::FIONREAD,
     libc::FIONBIO,
@@ -247,6 +250,7 @@ const IOCTLS: &[u64] = &[
     libc::TCGETS,
     libc::TIOCGWINSZ,
     libc::SIOCGIFMTU,
+    libc::SIOCGIFINDEX,
     libc::TUNSETOFFLOAD,
     libc::TUNSETVNETHDRSZ,
     libc::TUNSETQUEUE,
@@ -290,19 +294,33 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWNS
 /// The kind of a socket without its flags.
 const KIND: u64 = 0xf;
 
-/// Confines all threads. Says what this kernel lacks.
-pub(super) fn confine(policy: &Policy) -> Result<(), String> {
+/// Which threads a filter binds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Threads {
+    /// All of the process.
+    All,
+    /// The one that asks, and those that it starts.
+    This,
+}
+
+/// Confines threads; of files only those at these addresses of names can be removed, if there are any. Says what this kernel
+/// lacks.
+pub(super) fn confine(policy: &Policy, names: Option<&[u64]>, threads: Threads) -> Result<(), String> {
     let lack = |why: String| format!("seccomp: {why}; system calls are not confined");
-    let filters = filters(policy).map_err(|error| lack(error.to_string()))?;
+    let filters = filters(policy, names).map_err(|error| lack(error.to_string()))?;
     sys::answer_refused_calls().map_err(|error| lack(error.to_string()))?;
     for filter in &filters {
-        apply_filter_all_threads(filter).map_err(|error| lack(error.to_string()))?;
+        let applied = match threads {
+            Threads::All => apply_filter_all_threads(filter),
+            Threads::This => apply_filter(filter),
+        };
+        applied.map_err(|error| lack(error.to_string()))?;
     }
     Ok(())
 }
 
 /// The last is the one that lists what there is; behind it no filter can be put.
-fn filters(policy: &Policy) -> Made<Vec<BpfProgram>> {
+fn filters(policy: &Policy, names: Option<&[u64]>) -> Made<Vec<BpfProgram>> {
     let arch = TargetArch::try_from(std::env::consts::ARCH)?;
     let quiet = |calls: &[Sysno], errno: libc::c_int| -> Made<BpfProgram> {
         let action = SeccompAction::Errno(errno.unsigned_abs());
@@ -313,13 +331,32 @@ fn filters(policy: &Policy) -> Made<Vec<BpfProgram>> {
     if !policy.opens {
         filters.push(quiet(OPENING, libc::EACCES)?);
     }
+    if let Some(names) = names {
+        let action = SeccompAction::Errno(libc::EACCES.unsigned_abs());
+        let rules = other_names(names)?;
+        filters.push(SeccompFilter::new(rules, SeccompAction::Allow, action, arch)?.try_into()?);
+    }
     let listed = SeccompFilter::new(listed(policy)?, SeccompAction::Trap, SeccompAction::Allow, arch)?;
     filters.push(listed.try_into()?);
     Ok(filters)
 }
 
+/// Removals of what is at none of these addresses.
+fn other_names(names: &[u64]) -> Made<Rules> {
+    let mut rules = always(REMOVING);
+    // All bits of an address, relative to nothing.
+    let conditions =
+        names.iter().map(|name| SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, *name));
+    if !names.is_empty() {
+        let rule = SeccompRule::new(conditions.collect::<Made<_>>()?)?;
+        rules.insert(Sysno::unlinkat.id().into(), vec![rule]);
+    }
+    Ok(rules)
+}
+
 fn listed(policy: &Policy) -> Made<Rules> {
     let mut rules = always(HARMLESS);
+    rules.append(&mut always(REMOVING));
     rules.append(&mut always(OPENING));
     rules.append(&mut always(EXECUTING));
     rules.append(&mut always(&[Sysno::clone3]));
@@ -337,9 +374,20 @@ fn listed(policy: &Policy) -> Made<Rules> {
     rules.insert(Sysno::prctl.id().into(), any(0, &prctls)?);
     let namespaces = u64::from(NAMESPACES.cast_unsigned());
     rules.insert(Sysno::clone.id().into(), vec![rule(&[(0, masked(namespaces), 0)])?]);
-    let own = || -> Made<_> { Ok(vec![rule(&[(0, equal.clone(), std::process::id().into())])?]) };
-    rules.insert(Sysno::kill.id().into(), own()?);
-    rules.insert(Sysno::tgkill.id().into(), own()?);
+    let own = u64::from(std::process::id());
+    for call in [Sysno::kill, Sysno::tgkill] {
+        rules.insert(call.id().into(), any(0, &[own])?);
+    }
+    // 0 is who asks.
+    for call in [Sysno::prlimit64, Sysno::sched_setaffinity, Sysno::sched_setscheduler] {
+        rules.insert(call.id().into(), any(0, &[0, own])?);
+    }
+    let priority = |who: u64| rule(&[(0, equal.clone(), libc::PRIO_PROCESS.into()), (1, equal.clone(), who)]);
+    rules.insert(Sysno::setpriority.id().into(), vec![priority(0)?, priority(own)?]);
+    let signalling = SIGNALLING.map(|command| (1, SeccompCmpOp::Ne, u64::from(command.unsigned_abs())));
+    rules.insert(Sysno::fcntl.id().into(), vec![rule(&signalling)?]);
+    rules.append(&mut sends(policy)?);
+    rules.insert(Sysno::socketpair.id().into(), pairs()?);
     for call in [Sysno::mmap, Sysno::mprotect] {
         // Plugins of the C library are code.
         let conditions = if policy.resolves {
@@ -352,26 +400,60 @@ fn listed(policy: &Policy) -> Made<Rules> {
     Ok(rules)
 }
 
-/// Which sockets may be made. One of Unix that connects to nobody is what an interface is asked through.
+/// `MSG_FASTOPEN` connects by sending, and no rule for ports sees that. Where no socket can do so, or any port may be connected to,
+/// the flags are not looked at, which is worth having: sends move data.
+fn sends(policy: &Policy) -> Made<Rules> {
+    let calls = [(Sysno::sendto, 3), (Sysno::sendmmsg, 3), (Sysno::sendmsg, 2)];
+    let fast_open = u64::from(libc::MSG_FASTOPEN.unsigned_abs());
+    let rules = calls.into_iter().map(|(call, flags)| {
+        let conditions = match makes_tcp_sockets(policy) && policy.connect != Ports::Any {
+            true => vec![rule(&[(flags, SeccompCmpOp::MaskedEq(fast_open), 0)])?],
+            false => Vec::new(),
+        };
+        Ok((call.id().into(), conditions))
+    });
+    rules.collect()
+}
+
+fn makes_tcp_sockets(policy: &Policy) -> bool {
+    policy.opens || !policy.connect.is_none()
+}
+
+/// Pairs of sockets: none of datagrams, one of which could send to any Unix socket by its path.
+fn pairs() -> Made<Vec<SeccompRule>> {
+    let number = |number: libc::c_int| u64::from(number.unsigned_abs());
+    let kinds = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET].map(|kind| {
+        let kind = (1, SeccompCmpOp::MaskedEq(KIND), number(kind));
+        rule(&[(0, SeccompCmpOp::Eq, number(libc::AF_UNIX)), kind])
+    });
+    kinds.into_iter().collect()
+}
+
+/// Which sockets may be made. Streams of the Internet are TCP: landlock's rules for ports know no other, such as MPTCP. One of Unix that connects to nobody is what an interface is asked through.
 fn sockets(policy: &Policy) -> Made<Vec<SeccompRule>> {
     let [stream, packets, datagrams] = [libc::SOCK_STREAM, libc::SOCK_SEQPACKET, libc::SOCK_DGRAM];
-    let mut kinds = vec![(libc::AF_UNIX, stream)];
+    let mut kinds = vec![(libc::AF_UNIX, stream, None)];
     if policy.connects_unix {
-        kinds.push((libc::AF_UNIX, packets));
+        kinds.push((libc::AF_UNIX, packets, None));
     }
     if policy.connects_vsock {
-        kinds.extend([(libc::AF_VSOCK, stream), (libc::AF_VSOCK, packets)]);
+        kinds.extend([(libc::AF_VSOCK, stream, None), (libc::AF_VSOCK, packets, None)]);
     }
-    if policy.opens || !policy.connect.is_none() {
-        kinds.extend([(libc::AF_INET, stream), (libc::AF_INET6, stream)]);
+    if makes_tcp_sockets(policy) {
+        for protocol in [0, libc::IPPROTO_TCP] {
+            kinds.extend([libc::AF_INET, libc::AF_INET6].map(|family| (family, stream, Some(protocol))));
+        }
     }
     if policy.resolves {
-        kinds.extend([(libc::AF_INET, datagrams), (libc::AF_INET6, datagrams), (libc::AF_UNIX, datagrams)]);
-        kinds.extend([(libc::AF_NETLINK, libc::SOCK_RAW), (libc::AF_NETLINK, datagrams)]);
+        kinds.extend([libc::AF_INET, libc::AF_INET6, libc::AF_UNIX].map(|family| (family, datagrams, None)));
+        kinds.extend([libc::SOCK_RAW, datagrams].map(|kind| (libc::AF_NETLINK, kind, None)));
     }
     let number = |number: libc::c_int| u64::from(number.unsigned_abs());
-    let kinds = kinds.iter().map(|(family, kind)| {
-        rule(&[(0, SeccompCmpOp::Eq, number(*family)), (1, SeccompCmpOp::MaskedEq(KIND), number(*kind))])
+    let kinds = kinds.into_iter().map(|(family, kind, protocol)| {
+        let kind = (1, SeccompCmpOp::MaskedEq(KIND), number(kind));
+        let mut conditions = vec![(0, SeccompCmpOp::Eq, number(family)), kind];
+        conditions.extend(protocol.map(|protocol| (2, SeccompCmpOp::Eq, number(protocol))));
+        rule(&conditions)
     });
     kinds.collect()
 }

@@ -1,44 +1,41 @@
 //! What a process that reads what others wrote may still do.
 //!
 //! ```text
-//!   open all that is needed ─► confine ─► threads, peers, guests
-//!                                 ├─ no_new_privs
-//!                                 ├─ landlock: files, directories, TCP ports, signals and abstract sockets of others
-//!                                 └─ seccomp: calls
+//!   open all that is needed ─► landlock ─► threads, control sockets ─► seccomp ─► peers, guests
+//!                               │                                       └─ system calls, of all threads
+//!                               └─ no_new_privs, files, directories, TCP ports, signals and abstract sockets of others
 //! ```
-//! Landlock binds a thread and those that it starts, so that the first thread confines itself before it starts any.
+//! Landlock binds a thread and those that it starts, so that the first thread confines itself before it starts any; threads
+//! that answer `--qmp` and `--metrics` are started by what listens, which therefore is opened behind it. A copy has no such, and
+//! does both at once.
 //! Both only ever take away. What a kernel does not have is told and left out; `docs/sandbox.md` has the lists for users.
 //!
 //! Limits: whom a Unix socket leads to is decided by its path, which no filter of calls sees and landlock does not know (it
 //! does from Linux 7.0 on): who may connect to one may connect to all that its user may. Who listens may be connected to.
 
+mod blame;
 mod calls;
 mod files;
+mod names;
 mod needs;
 mod sys;
 #[cfg(test)]
 mod tests;
 
-use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::OnceLock;
 
 use clap::ValueEnum;
+use towline_bench::sandbox::calls::Filter;
 
+use calls::Threads;
+use names::Names;
+
+pub(crate) use blame::hint;
 pub(crate) use needs::{COMMANDS, of_copy};
 
-/// Whether this process is.
-static CONFINED: AtomicBool = AtomicBool::new(false);
-
-/// What there is to add to an error of a confined process that may be of the sandbox's making.
-pub(crate) fn hint(error: &str) -> Option<&'static str> {
-    let is_denied = |errno| error.contains(&io::Error::from_raw_os_error(errno).to_string());
-    let is_ours = CONFINED.load(Relaxed) && (is_denied(libc::EACCES) || is_denied(libc::EPERM));
-    is_ours.then_some(
-        "this process has only the files and ports that its command line names (docs/sandbox.md); if that is why, \
-         --sandbox none goes on without",
-    )
-}
+/// What is left to this process, if it is confined.
+static CONFINED: OnceLock<Policy> = OnceLock::new();
 
 /// `--sandbox`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -65,8 +62,21 @@ impl SandboxArgs {
     /// Confines this process, if that is wished. To be called before any thread is started.
     pub(crate) fn confine(&self, policy: &Policy) {
         if self.sandbox != Some(Setting::None) {
-            policy.confine(self.is_wanted());
+            policy.confine_files(self.is_wanted());
+            policy.confine_calls(None, self.is_wanted());
         }
+    }
+
+    /// The first step for a device, before any thread is started: files and ports. It still listens where its policy says.
+    pub(crate) fn begin(&self, policy: &Policy) -> Confinement {
+        if self.sandbox == Some(Setting::None) {
+            return Confinement(None);
+        }
+        let names = Names::new(policy.remove.iter().chain(&policy.listen)).inspect_err(|error| {
+            tracing::info!(%error, "the sandbox is not whole: files can be removed in directories of sockets");
+        });
+        policy.confine_files(self.is_wanted());
+        Confinement(Some(Steps { policy: policy.clone(), is_wanted: self.is_wanted(), names: names.ok() }))
     }
 
     /// Tells why this process goes on unconfined, unless that was asked for.
@@ -75,6 +85,36 @@ impl SandboxArgs {
             Some(Setting::On) => tracing::warn!("no sandbox: {why}"),
             Some(Setting::None) => {}
             None => tracing::info!("no sandbox: {why}"),
+        }
+    }
+}
+
+/// A device's sandbox between its two steps and behind them. When it is dropped, the sockets are removed.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Confinement(Option<Steps>);
+
+#[derive(Debug)]
+struct Steps {
+    policy: Policy,
+    is_wanted: bool,
+    names: Option<Names>,
+}
+
+impl Confinement {
+    /// The second step, once all that listens is open, and before a guest is heard: system calls, of all threads.
+    pub(crate) fn finish(&mut self) {
+        if let Self(Some(Steps { policy, is_wanted, names })) = self {
+            names.iter_mut().for_each(Names::remember);
+            policy.confine_calls(names.as_ref(), *is_wanted);
+        }
+    }
+}
+
+impl Drop for Confinement {
+    fn drop(&mut self) {
+        if let Self(Some(Steps { names: Some(names), .. })) = self {
+            names.remove();
         }
     }
 }
@@ -111,8 +151,10 @@ pub(crate) struct Policy {
     read: Vec<PathBuf>,
     /// Directories in which files may be made, written and removed.
     write: Vec<PathBuf>,
-    /// Directories out of which files may be removed.
+    /// Sockets that were made, and are removed.
     remove: Vec<PathBuf>,
+    /// Sockets that are still to be made, and are removed.
+    listen: Vec<PathBuf>,
     /// Ports that may be listened at.
     bind: Ports,
     /// Ports that may be connected to.
@@ -132,7 +174,12 @@ pub(crate) struct Policy {
 impl Policy {
     /// A socket that was made at this path is removed in the end.
     pub(crate) fn removes(&mut self, path: &Path) {
-        self.remove.push(directory(path));
+        self.remove.push(path.to_owned());
+    }
+
+    /// A socket is made at this path between the two steps, and removed in the end.
+    pub(crate) fn listens_unix(&mut self, path: &Path) {
+        self.listen.push(path.to_owned());
     }
 
     /// Unix sockets are connected to.
@@ -155,16 +202,37 @@ impl Policy {
         self.connect.add(port);
     }
 
-    /// What this kernel lacks is told, as a warning if the sandbox `is_wanted` by name, and the rest holds.
-    fn confine(&self, is_wanted: bool) {
-        CONFINED.store(true, Relaxed);
-        let files = if self.looks_into_others { Ok(()) } else { files::confine(self) };
-        for lack in [files, calls::confine(self)].into_iter().filter_map(Result::err) {
-            match is_wanted {
-                true => tracing::warn!("the sandbox is not whole: {lack}"),
-                false => tracing::info!("the sandbox is not whole: {lack}"),
-            }
+    fn confine_files(&self, is_wanted: bool) {
+        let _ = CONFINED.set(self.clone());
+        if !self.looks_into_others {
+            tell_lack(files::confine(self), is_wanted);
         }
+    }
+
+    fn confine_calls(&self, names: Option<&Names>, is_wanted: bool) {
+        let addresses = names.map(Names::addresses);
+        tell_lack(calls::confine(self, addresses.as_deref(), Threads::All), is_wanted);
+    }
+
+    /// Confines the calls of the calling thread alone.
+    fn confine_calls_of_thread(&self) -> Result<(), String> {
+        calls::confine(self, Some(&[]), Threads::This)
+    }
+}
+
+/// The filters that there are, each of which confines a thread, for their cost to be measured.
+pub(crate) fn filters() -> Vec<Filter> {
+    let device = || Policy::default().confine_calls_of_thread();
+    let copy = || Policy { connects_unix: true, opens: true, ..Policy::default() }.confine_calls_of_thread();
+    vec![Filter { name: "a device", confine: device }, Filter { name: "a copy", confine: copy }]
+}
+
+/// What this kernel lacks is told, as a warning if the sandbox `is_wanted` by name, and the rest holds.
+fn tell_lack(confined: Result<(), String>, is_wanted: bool) {
+    match confined {
+        Ok(()) => {}
+        Err(lack) if is_wanted => tracing::warn!("the sandbox is not whole: {lack}"),
+        Err(lack) => tracing::info!("the sandbox is not whole: {lack}"),
     }
 }
 

@@ -1,13 +1,19 @@
 //! A call that the filter refuses: named on standard error, and answered with `EPERM`.
 //!
 //! The kernel raises SIGSYS instead of doing the call, with the registers as they were; the handler tells and puts an
-//! error where the call's answer would be. It allocates nothing and takes no lock, for it runs wherever the call was.
+//! error where the call's answer would be. It allocates nothing, takes no lock and waits for no reader, for it runs wherever the
+//! call was.
 
 use std::fmt::{self, Write as _};
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use syscalls::Sysno;
+
+mod names;
+
+pub(super) use names::{SealedName, seal};
 
 /// Longest line.
 const LINE_BYTES_MAX: usize = 320;
@@ -16,6 +22,11 @@ const OF_SECCOMP: i32 = 1;
 
 /// Which numbers were told of: what a loop does again and again is said once. A handler has no other place to remember in.
 static TOLD: [AtomicU64; 8] = [const { AtomicU64::new(0) }; 8];
+
+/// Whether a call was refused.
+pub(super) fn has_refused() -> bool {
+    TOLD.iter().any(|word| word.load(Relaxed) != 0)
+}
 
 /// Installs the handler.
 pub(super) fn answer_refused_calls() -> io::Result<()> {
@@ -59,6 +70,12 @@ fn tell(number: usize, arguments: [u64; 3]) {
         "towline: the sandbox refused the system call {name} ({number}; {first:#x}, {second:#x}, {third:#x}): it fails with \
          EPERM. If towline needs it here, that is a bug to be reported; --sandbox none goes on without"
     );
+    // Whoever made the call must not wait for a reader. What a pipe or a terminal has no room for is lost.
+    let stderr = std::io::stderr();
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if !matches!(poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&now)), Ok(1..)) {
+        return;
+    }
     // SAFETY: the bytes are initialised up to the length. That standard error may be closed is no reason to fail.
     unsafe { libc::write(2, line.bytes.as_ptr().cast(), line.length) };
 }
@@ -117,6 +134,16 @@ pub(super) mod tests {
         match unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Makes a call with numbers for arguments; a pointer is null.
+    pub(crate) fn call(number: libc::c_long, arguments: [i32; 4]) -> io::Result<()> {
+        let [first, second, third, fourth] = arguments.map(libc::c_long::from);
+        // SAFETY: the tests' calls take no pointers, or look at them first and fail on null.
+        match unsafe { libc::syscall(number, first, second, third, fourth) } {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
         }
     }
 

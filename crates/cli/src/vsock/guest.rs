@@ -9,7 +9,7 @@ use towline_vsock::{Rule, guest_cid};
 
 /// One guest.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Guest {
+pub(crate) struct Guest {
     pub(super) cid: u64,
     pub(super) socket: PathBuf,
     pub(super) uds: Option<PathBuf>,

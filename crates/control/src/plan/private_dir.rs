@@ -58,7 +58,10 @@ fn made() -> Result<PathBuf, Error> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("towline-{}-{number}", process::id()));
+        // QEMU has a working directory of its own.
+        let path = std::path::absolute(std::env::temp_dir())
+            .map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?
+            .join(format!("towline-{}-{number}", process::id()));
         match DirBuilder::new().mode(0o700).create(&path) {
             Ok(()) => return Ok(path),
             Err(error) if error.kind() == ErrorKind::AlreadyExists && number < NAMES_MAX => {}

@@ -26,7 +26,8 @@ pub enum Phase {
     Running,
 }
 
-/// Hears how a copy goes. Called from the plan's thread, and within a transfer from the engine's, which waits.
+/// Receives callbacks of a copy's progress. Called from the plan's thread, and within a transfer from the engine's, which waits: each
+/// callback returns at once, and never blocks on a reader of what it writes.
 pub trait Observer: Sync {
     /// The next phase begins.
     fn phase(&self, phase: Phase) {

@@ -1,0 +1,312 @@
+//! `towline bench sandbox`: what a filter costs the system calls that move data.
+//!
+//! ```text
+//!   one process ─┬─ a thread that is not confined      turns of milliseconds: A B C, C B A, …
+//!                └─ a thread for each filter           each turn the same calls, on one processor
+//! ```
+//! A filter may bind a single thread, so threads of one process, with and without, do the same calls in turns of milliseconds,
+//! and what a call takes is their own processor time (and instructions, where the machine counts them), not that of the clock: what
+//! else the machine does hardly shows. A ratio is taken turn by turn; its median has an interval, so that it can be seen whether one
+//! percent could be told from none.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use perf_event::events::Hardware;
+use perf_event::{Builder, Counter};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType,
+    recvmsg, sendmsg, socketpair,
+};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::json;
+use towline_channel::Cancel;
+
+use crate::stats::Summary;
+use crate::table::{Content, Row, Table};
+
+/// How long a turn is about.
+const TURN: Duration = Duration::from_millis(2);
+/// Turns for each run that is asked for.
+const TURNS_PER_RUN: usize = 200;
+/// Calls of which it is found out how many make a turn.
+const PROBE_CALLS: u32 = 200;
+/// Turns before those that count.
+const WARM_UP_TURNS: usize = 20;
+/// What it may cost.
+const RATIO_MAX: f64 = 1.01;
+
+/// A filter of the command's.
+#[derive(Debug, Clone, Copy)]
+pub struct Filter {
+    /// Whose it is.
+    pub name: &'static str,
+    /// Confines the calling thread.
+    pub confine: fn() -> Result<(), String>,
+}
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct Parameters {
+    /// Beside none.
+    pub filters: Vec<Filter>,
+    /// Runs, of [`TURNS_PER_RUN`] turns each.
+    pub runs: usize,
+    /// Ends it early.
+    pub cancel: Cancel,
+}
+
+/// Something done again and again: one or two calls.
+type Work = Box<dyn FnMut() -> rustix::io::Result<()>>;
+
+/// Makes one, in the thread that does it.
+type Make = fn() -> Result<Work>;
+
+const WORKS: [(&str, Make); 4] = [
+    ("sendmsg and recvmsg of 64 KiB, a Unix stream", || messages(64 << 10)),
+    ("sendmsg and recvmsg of 64 B, a Unix stream", || messages(64)),
+    ("writev and readv of 1514 B, packets", packets),
+    ("write and read of an eventfd", notifications),
+];
+
+/// What a turn took.
+#[derive(Debug, Clone, Copy)]
+struct Sample {
+    nanoseconds: f64,
+    instructions: Option<f64>,
+}
+
+/// A thread that takes turns.
+struct Contender {
+    turns: Sender<u32>,
+    samples: Receiver<Result<Sample>>,
+}
+
+/// Measures all.
+///
+/// # Errors
+/// It was cancelled, or the machine cannot do the calls.
+pub fn measure(parameters: &Parameters) -> Result<Table> {
+    let mut rows = Vec::new();
+    for (name, work) in WORKS {
+        rows.extend(compare(parameters, name, work)?);
+    }
+    Ok(Table {
+        name: "sandbox",
+        title: format!("What a filter costs system calls, {} turns, median", parameters.runs * TURNS_PER_RUN),
+        columns: vec!["what", "processor time", "× none", "95 % of it", "instructions, × none", "goal"],
+        rows,
+        notes: vec!["of the threads' own processor time; the interval is that of the median".into()],
+    })
+}
+
+fn compare(parameters: &Parameters, name: &str, work: Make) -> Result<Vec<Row>> {
+    let settings: Vec<Option<Filter>> =
+        std::iter::once(None).chain(parameters.filters.iter().copied().map(Some)).collect();
+    let contenders: Vec<Contender> =
+        settings.iter().map(|setting| Contender::start(work, *setting)).collect::<Result<_>>()?;
+    let probe = contenders[0].turn(PROBE_CALLS)?;
+    let calls = (TURN.as_nanos() as f64 / probe.nanoseconds).clamp(1.0, 1e6) as u32;
+    let mut samples: Vec<Vec<Sample>> = vec![Vec::new(); settings.len()];
+    for turn in 0..WARM_UP_TURNS + parameters.runs * TURNS_PER_RUN {
+        parameters.cancel.check()?;
+        let mut order: Vec<usize> = (0..settings.len()).collect();
+        order.rotate_left(turn / 2 % settings.len());
+        if turn % 2 == 1 {
+            order.reverse();
+        }
+        for index in order {
+            let sample = contenders[index].turn(calls)?;
+            if turn >= WARM_UP_TURNS {
+                samples[index].push(sample);
+            }
+        }
+    }
+    let rows = settings.iter().zip(&samples).map(|(setting, of)| row(name, *setting, &samples[0], of));
+    Ok(rows.collect())
+}
+
+fn row(name: &str, setting: Option<Filter>, base: &[Sample], of: &[Sample]) -> Row {
+    let label = setting.map_or("no filter".into(), |filter| format!("the filter of {}", filter.name));
+    let times = |samples: &[Sample]| samples.iter().map(|sample| sample.nanoseconds).collect::<Vec<_>>();
+    let counts =
+        |samples: &[Sample]| samples.iter().map(|sample| sample.instructions).collect::<Option<Vec<_>>>();
+    let (Some(time), Some(ratio)) = (Summary::of(times(of)), Median::of_ratios(&times(of), &times(base)))
+    else {
+        return Row { group: name.into(), label, content: Content::Missing("no turn".into()) };
+    };
+    let instructions = counts(of).zip(counts(base)).and_then(|(of, base)| Median::of_ratios(&of, &base));
+    let goal = match ratio {
+        _ if setting.is_none() => "–".into(),
+        Median { low, high, .. } if low <= RATIO_MAX && high > RATIO_MAX => {
+            format!("≤ {RATIO_MAX}: cannot be told")
+        }
+        Median { high, .. } => format!("≤ {RATIO_MAX}: {}", if high <= RATIO_MAX { "yes" } else { "no" }),
+    };
+    let cells = vec![
+        format!("{:.0} ns", time.median),
+        format!("{:.4}", ratio.median),
+        format!("{:.4}–{:.4}", ratio.low, ratio.high),
+        instructions.map_or("not counted".into(), |found| format!("{:.4}", found.median)),
+        goal,
+    ];
+    let data = json!({
+        "nanoseconds": time.median,
+        "ratio": ratio.median,
+        "ratio-low": ratio.low,
+        "ratio-high": ratio.high,
+        "instructions-ratio": instructions.map(|found| found.median),
+        "turns": of.len(),
+    });
+    Row { group: name.into(), label, content: Content::Measured { cells, data } }
+}
+
+/// A median, and where that of very many turns is with 95 %.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Median {
+    median: f64,
+    low: f64,
+    high: f64,
+}
+
+impl Median {
+    fn of_ratios(values: &[f64], base: &[f64]) -> Option<Self> {
+        let mut ratios: Vec<f64> = values.iter().zip(base).map(|(value, base)| value / base).collect();
+        ratios.sort_by(f64::total_cmp);
+        let median = Summary::of(ratios.iter().copied())?.median;
+        // By ranks (the binomial distribution, as a normal one): no matter how turns are distributed.
+        let (middle, reach) = (ratios.len() as f64 / 2.0, 0.98 * (ratios.len() as f64).sqrt());
+        let rank = |rank: f64| ratios[(rank.max(0.0) as usize).min(ratios.len() - 1)];
+        Some(Self { median, low: rank((middle - reach).floor()), high: rank((middle + reach).ceil()) })
+    }
+}
+
+impl Contender {
+    fn start(work: Make, filter: Option<Filter>) -> Result<Self> {
+        let (turns, asked) = channel::<u32>();
+        let (answer, samples) = channel();
+        let run = move || {
+            let (mut work, mut counter) = match prepare(work, filter) {
+                Ok(prepared) => prepared,
+                Err(error) => return drop(answer.send(Err(error))),
+            };
+            for calls in asked {
+                if answer.send(turn(&mut work, counter.as_mut(), calls)).is_err() {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("turns".into()).spawn(run)?;
+        Ok(Self { turns, samples })
+    }
+
+    /// What one of so many calls takes.
+    fn turn(&self, calls: u32) -> Result<Sample> {
+        // If it is gone, it has said why.
+        let _ = self.turns.send(calls);
+        self.samples.recv().map_err(|_| anyhow!("a thread that takes turns has ended"))?
+    }
+}
+
+fn prepare(work: Make, filter: Option<Filter>) -> Result<(Work, Option<Counter>)> {
+    // All on the last one: the first has more to do for others.
+    let mut cpus = CpuSet::new();
+    cpus.set(thread::available_parallelism()?.get() - 1);
+    sched_setaffinity(None, &cpus).context("a thread cannot be bound to a processor")?;
+    let work = work()?;
+    let counter = Builder::new(Hardware::INSTRUCTIONS).include_kernel().build();
+    let counter = counter.and_then(|mut counter| counter.enable().map(|()| counter)).ok();
+    if let Some(filter) = filter {
+        (filter.confine)().map_err(|error| anyhow!("{}: {error}", filter.name))?;
+    }
+    Ok((work, counter))
+}
+
+fn turn(work: &mut Work, mut counter: Option<&mut Counter>, calls: u32) -> Result<Sample> {
+    let counted = |counter: &mut Option<&mut Counter>| -> Result<Option<u64>> {
+        Ok(counter.as_mut().map(|counter| counter.read()).transpose()?)
+    };
+    let time =
+        || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).context("a time before all times");
+    let (count, begun) = (counted(&mut counter)?, time()?);
+    for _ in 0..calls {
+        work()?;
+    }
+    let (took, now) = (time()? - begun, counted(&mut counter)?);
+    ensure!(!took.is_zero(), "{calls} calls took no processor time");
+    let each = |total: f64| total / f64::from(calls);
+    let instructions = now.zip(count).map(|(now, count)| each((now - count) as f64));
+    Ok(Sample { nanoseconds: each(took.as_nanos() as f64), instructions })
+}
+
+fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd)> {
+    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("a pair of sockets")
+}
+
+fn messages(bytes: usize) -> Result<Work> {
+    let (one, other) = pair(SocketType::STREAM)?;
+    let (sent, mut received) = (vec![1; bytes], vec![0; bytes]);
+    Ok(Box::new(move || {
+        let mut left =
+            sendmsg(&one, &[IoSlice::new(&sent)], &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL)?;
+        while left > 0 {
+            let mut into = [IoSliceMut::new(&mut received)];
+            left -=
+                recvmsg(&other, &mut into, &mut RecvAncillaryBuffer::default(), RecvFlags::empty())?.bytes;
+        }
+        Ok(())
+    }))
+}
+
+fn packets() -> Result<Work> {
+    let (one, other) = pair(SocketType::SEQPACKET)?;
+    let (sent, mut received) = (vec![1; 1514], vec![0; 2048]);
+    Ok(Box::new(move || {
+        rustix::io::writev(&one, &[IoSlice::new(&sent[..12]), IoSlice::new(&sent[12..])])?;
+        rustix::io::readv(&other, &mut [IoSliceMut::new(&mut received)]).map(drop)
+    }))
+}
+
+fn notifications() -> Result<Work> {
+    let fd = eventfd(0, EventfdFlags::CLOEXEC).context("an eventfd")?;
+    let mut count = [0; 8];
+    Ok(Box::new(move || {
+        rustix::io::write(&fd, &1u64.to_ne_bytes())?;
+        rustix::io::read(&fd, &mut count).map(drop)
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_median_has_an_interval() {
+        let base = vec![1.0; 100];
+        let values: Vec<f64> = (0..100).map(|index| 1.0 + f64::from(index) / 1000.0).collect();
+        let found = Median::of_ratios(&values, &base).unwrap();
+        assert!((found.median - 1.0495).abs() < 1e-9, "{found:?}");
+        // Ranks 40 and 60.
+        assert!((found.low - 1.040).abs() < 1e-9 && (found.high - 1.060).abs() < 1e-9, "{found:?}");
+        assert_eq!(Median::of_ratios(&[], &[]), None);
+    }
+
+    #[test]
+    fn threads_take_turns_whatever_binds_them() {
+        let filter = Filter { name: "nobody", confine: || Ok(()) };
+        for (name, work) in WORKS {
+            let contender = Contender::start(work, Some(filter)).unwrap();
+            let sample = contender.turn(10).unwrap();
+            assert!(sample.nanoseconds > 0.0, "{name}: {sample:?}");
+        }
+        let refuses = Filter { name: "a test", confine: || Err("no".into()) };
+        let error = Contender::start(WORKS[0].1, Some(refuses)).unwrap().turn(1).unwrap_err();
+        assert_eq!(error.to_string(), "a test: no");
+    }
+}

@@ -1,0 +1,314 @@
+//! A queue of lines, and the thread that writes them.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+use indicatif::{MultiProgress, ProgressDrawTarget};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+
+use super::LIMITED_BYTES_MAX;
+
+/// Whether what is pushed may be dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// Replaced by the next with this key: progress.
+    Latest(usize),
+    /// Dropped while more than [`LIMITED_BYTES_MAX`] waits.
+    Limited,
+    /// Never dropped. Whoever pushes it has only a bounded number.
+    Always,
+}
+
+/// Where lines go.
+#[derive(Debug, Clone)]
+pub(super) enum Sink {
+    Stdout,
+    Stderr,
+    Descriptor(Arc<OwnedFd>),
+}
+
+/// One way into a queue.
+#[derive(Clone)]
+pub(crate) struct Output {
+    sink: Sink,
+    shared: Arc<Shared>,
+}
+
+impl std::fmt::Debug for Output {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Output").field("sink", &self.sink).finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    bars: OnceLock<MultiProgress>,
+}
+
+#[derive(Default)]
+struct Queue {
+    items: VecDeque<Item>,
+    /// Of all items.
+    bytes: usize,
+    /// Lines that were dropped since one was written.
+    dropped: u64,
+    /// The thread has an item that is not in `items` any more.
+    writes: bool,
+    started: bool,
+}
+
+struct Item {
+    keep: Keep,
+    content: Content,
+}
+
+enum Content {
+    Text(Sink, Vec<u8>),
+    Draw(Box<dyn FnOnce() + Send>),
+}
+
+impl Content {
+    fn len(&self) -> usize {
+        match self {
+            Self::Text(_, bytes) => bytes.len(),
+            Self::Draw(_) => 0,
+        }
+    }
+}
+
+impl Output {
+    pub(super) fn new(sink: Sink) -> Self {
+        Self { sink, shared: Arc::default() }
+    }
+
+    /// Another way into the same queue, which leads elsewhere.
+    pub(super) fn beside(&self, sink: Sink) -> Self {
+        Self { sink, shared: Arc::clone(&self.shared) }
+    }
+
+    pub(super) fn bars(&self) -> &MultiProgress {
+        self.shared.bars.get_or_init(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()))
+    }
+
+    /// Queues bytes that are written together.
+    pub(crate) fn push(&self, keep: Keep, bytes: Vec<u8>) {
+        self.shared.push(Item { keep, content: Content::Text(self.sink.clone(), bytes) });
+    }
+
+    pub(super) fn push_draw(&self, keep: Keep, draw: Box<dyn FnOnce() + Send>) {
+        self.shared.push(Item { keep, content: Content::Draw(draw) });
+    }
+
+    /// Starts the thread, unless it runs. If it cannot be started, nothing is written.
+    pub(crate) fn start(&self) {
+        let mut queue = self.shared.queue();
+        if !queue.started {
+            let shared = Arc::clone(&self.shared);
+            let thread = thread::Builder::new().name("output".into()).spawn(move || shared.write());
+            queue.started = thread.is_ok();
+        }
+    }
+
+    /// Waits until no more than this waits to be written; whether that came before the deadline.
+    pub(super) fn wait_room(&self, bytes_max: usize, deadline: Instant) -> bool {
+        self.shared.wait(deadline, |queue| queue.bytes <= bytes_max)
+    }
+
+    /// Waits until all is written; whether that came before the deadline.
+    pub(crate) fn wait_written(&self, deadline: Instant) -> bool {
+        self.shared.wait(deadline, |queue| queue.items.is_empty() && !queue.writes)
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, item: Item) {
+        let mut queue = self.queue();
+        match item.keep {
+            Keep::Limited if queue.bytes + item.content.len() > LIMITED_BYTES_MAX => {
+                queue.dropped += 1;
+                return;
+            }
+            Keep::Latest(_) => {
+                let older = queue.items.iter().position(|other| other.keep == item.keep);
+                if let Some(older) = older.and_then(|index| queue.items.remove(index)) {
+                    queue.bytes -= older.content.len();
+                }
+            }
+            Keep::Limited | Keep::Always => {}
+        }
+        queue.bytes += item.content.len();
+        queue.items.push_back(item);
+        self.changed.notify_all();
+    }
+
+    fn wait(&self, deadline: Instant, done: impl Fn(&Queue) -> bool) -> bool {
+        let mut queue = self.queue();
+        while !done(&queue) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(queue, left);
+            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Writes what comes, for ever.
+    fn write(&self) {
+        loop {
+            let mut queue = self.queue();
+            let item = loop {
+                if let Some(item) = queue.items.pop_front() {
+                    break item;
+                }
+                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            };
+            queue.bytes -= item.content.len();
+            queue.writes = true;
+            let dropped = std::mem::take(&mut queue.dropped);
+            drop(queue);
+            self.changed.notify_all();
+            match item.content {
+                Content::Draw(draw) => draw(),
+                Content::Text(sink, bytes) => self.text(&sink, &bytes),
+            }
+            if dropped > 0 {
+                super::notice(&format!(
+                    "{dropped} lines of output were dropped, since they were not read in time"
+                ));
+            }
+            self.queue().writes = false;
+            self.changed.notify_all();
+        }
+    }
+
+    fn text(&self, sink: &Sink, bytes: &[u8]) {
+        // There is no place to report a failure to. The next line is tried all the same: a disk may have room again.
+        let _ = match self.bars.get() {
+            Some(bars) => bars.suspend(|| sink.write_all(bytes)),
+            None => sink.write_all(bytes),
+        };
+    }
+}
+
+impl Sink {
+    fn write_all(&self, bytes: &[u8]) -> Result<(), Errno> {
+        match self {
+            Self::Stdout => write_all(io::stdout().as_fd(), bytes),
+            Self::Stderr => write_all(io::stderr().as_fd(), bytes),
+            Self::Descriptor(fd) => write_all(fd.as_fd(), bytes),
+        }
+    }
+}
+
+/// Writes all, also to a descriptor that others have made non-blocking.
+fn write_all(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> Result<(), Errno> {
+    while !bytes.is_empty() {
+        match rustix::io::write(fd, bytes) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => match poll(&mut [PollFd::new(&fd, PollFlags::OUT)], None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            },
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+    use std::time::Duration;
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(60);
+
+    fn pipe() -> (std::io::PipeReader, Output) {
+        let (reader, writer) = std::io::pipe().unwrap();
+        (reader, Output::new(Sink::Descriptor(Arc::new(writer.into()))))
+    }
+
+    fn read(mut reader: std::io::PipeReader, output: &Output) -> String {
+        assert!(output.wait_written(Instant::now() + WITHIN));
+        let (mut text, mut piece) = (String::new(), [0; 1 << 16]);
+        while !text.ends_with("end\n") {
+            let count = reader.read(&mut piece).unwrap();
+            text.push_str(std::str::from_utf8(&piece[..count]).unwrap());
+        }
+        text
+    }
+
+    #[test]
+    fn the_latest_progress_replaces_what_waits_and_phases_stay() {
+        let (reader, output) = pipe();
+        for (keep, text) in [
+            (Keep::Always, "phase 1\n"),
+            (Keep::Latest(0), "progress 1 of a\n"),
+            (Keep::Latest(1), "progress 1 of b\n"),
+            (Keep::Always, "phase 2\n"),
+            (Keep::Latest(0), "progress 2 of a\n"),
+            (Keep::Always, "end\n"),
+        ] {
+            output.push(keep, text.into());
+        }
+        output.start();
+        assert_eq!(read(reader, &output), "phase 1\nprogress 1 of b\nphase 2\nprogress 2 of a\nend\n");
+    }
+
+    #[test]
+    fn what_is_not_read_is_bounded_and_phases_are_not_lost() {
+        let (reader, output) = pipe();
+        let notice = vec![b'n'; 1000];
+        for _ in 0..10_000 {
+            output.push(Keep::Limited, notice.clone());
+        }
+        output.push(Keep::Always, b"end\n".to_vec());
+        let waits = output.shared.queue().bytes;
+        let dropped = output.shared.queue().dropped;
+        assert!(waits <= LIMITED_BYTES_MAX + 4, "{waits}");
+        assert_eq!(dropped as usize, 10_000 - LIMITED_BYTES_MAX / 1000);
+        output.start();
+        // A pipe holds 64 KiB: the rest waits for its reader.
+        assert!(!output.wait_written(Instant::now() + Duration::from_millis(1)));
+        let reads = thread::spawn({
+            let output = output.clone();
+            move || {
+                let mut all = Vec::new();
+                let mut reader = reader;
+                let mut piece = [0; 1 << 16];
+                while !all.ends_with(b"end\n") {
+                    let count = reader.read(&mut piece).unwrap();
+                    all.extend_from_slice(&piece[..count]);
+                }
+                drop(output);
+                all.len()
+            }
+        });
+        assert_eq!(reads.join().unwrap(), LIMITED_BYTES_MAX / 1000 * 1000 + 4);
+        assert!(output.wait_written(Instant::now() + WITHIN));
+    }
+
+    #[test]
+    fn a_closed_pipe_takes_all_and_says_nothing() {
+        let (reader, output) = pipe();
+        drop(reader);
+        output.push(Keep::Always, b"lost\n".to_vec());
+        output.start();
+        assert!(output.wait_written(Instant::now() + WITHIN));
+    }
+}

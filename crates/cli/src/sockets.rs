@@ -1,0 +1,197 @@
+//! Who may connect to the sockets that this process makes, and who to trust at their other ends.
+
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+
+use anyhow::{Context as _, Result, ensure};
+use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags};
+use rustix::process::{Uid, geteuid, umask};
+use towline_channel::{Address, Channel, Listener};
+
+/// What the group may do with a socket that is given to it and nothing else is said.
+const OF_GROUP: u32 = 0o660;
+
+/// Who may connect to the sockets at which devices are served.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(crate) struct SocketArgs {
+    /// Group of the socket at --socket, by its name or number
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
+    /// Permissions of the socket at --socket, in octal [default: 660 with --socket-group, else by the umask]
+    #[arg(long, value_name = "MODE", value_parser = mode)]
+    socket_mode: Option<u32>,
+}
+
+impl SocketArgs {
+    /// Why these options are refused where this process makes no such socket.
+    pub(crate) fn lack_of_socket(&self, makes_one: bool) -> Option<&'static str> {
+        let is_given = self.socket_group.is_some() || self.socket_mode.is_some();
+        (is_given && !makes_one).then_some(
+            "--socket-group and --socket-mode are for a socket at --socket PATH; one that is passed has its owner's",
+        )
+    }
+
+    /// Listens at a path. At no moment may more connect than these options say.
+    pub(crate) fn listen(&self, path: &Path) -> Result<Listener> {
+        let address = Address::Unix(path.to_owned());
+        let Some(group) = &self.socket_group else {
+            return match self.socket_mode {
+                None => Ok(Listener::bind(&address)?),
+                Some(mode) => with_mode(mode, || Ok(Listener::bind(&address)?)),
+            };
+        };
+        let gid = gid(group)?;
+        let listener = private(|| Ok(Listener::bind(&address)?))?;
+        open_to_group(path, gid, self.socket_mode.unwrap_or(OF_GROUP))
+            .with_context(|| format!("--socket-group {group}: {}", path.display()))?;
+        Ok(listener)
+    }
+}
+
+/// Makes sockets that only their owner may connect to.
+pub(crate) fn private<T>(make: impl FnOnce() -> Result<T>) -> Result<T> {
+    with_mode(0o600, make)
+}
+
+/// Makes sockets with these permissions: the kernel makes them with all, less the mask of the process. Other threads, of which
+/// there are none that make files then, have the same mask meanwhile.
+fn with_mode<T>(mode: u32, make: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = umask(Mode::from_raw_mode(!mode & 0o777));
+    let made = make();
+    umask(before);
+    made
+}
+
+/// Gives a socket that is there to a group, and only then the permissions.
+fn open_to_group(path: &Path, gid: Gid, mode: u32) -> Result<(), rustix::io::Errno> {
+    // By a descriptor, so that it is one file that both change, and no link is followed.
+    let file =
+        rustix::fs::openat(CWD, path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::fs::chownat(&file, c"", None, Some(gid), AtFlags::EMPTY_PATH)?;
+    let opened = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::chmodat(CWD, opened, Mode::from_raw_mode(mode), AtFlags::empty())
+}
+
+/// A group by its name, as the system's databases have it, or by its number.
+fn gid(group: &str) -> Result<Gid> {
+    let number = match group.parse() {
+        Ok(number) => Some(number),
+        Err(_) => {
+            uzers::get_group_by_name(std::ffi::OsStr::from_bytes(group.as_bytes())).map(|group| group.gid())
+        }
+    };
+    let number = number.filter(|number| *number != u32::MAX);
+    number.map(Gid::from_raw).with_context(|| format!("--socket-group {group}: there is no such group"))
+}
+
+fn mode(text: &str) -> Result<u32> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.with_context(|| format!("{text}: expected permissions in octal, 0 to 777, such as 660"))
+}
+
+/// Refuses a process at the other end of a Unix socket that is neither of this one's user nor root's.
+pub(crate) fn check_peer(channel: &dyn Channel) -> Result<()> {
+    let fd = channel.as_fd().context("the other end has no descriptor to ask about it")?;
+    let (pid, user) = peer(fd)?;
+    let ours = geteuid();
+    ensure_trusted(user, ours).with_context(|| format!("process {pid}"))
+}
+
+fn peer(fd: BorrowedFd<'_>) -> Result<(i32, Uid)> {
+    let found = rustix::net::sockopt::socket_peercred(fd).context("SO_PEERCRED")?;
+    Ok((found.pid.as_raw_nonzero().get(), found.uid))
+}
+
+fn ensure_trusted(peer: Uid, ours: Uid) -> Result<()> {
+    ensure!(
+        peer == ours || peer.is_root(),
+        "it is of user {}, expected user {} or root: start both processes as the same user",
+        peer.as_raw(),
+        ours.as_raw()
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+    use std::time::{Duration, Instant};
+
+    use towline_channel::{Cancel, connect};
+
+    use super::*;
+
+    fn found(path: &Path) -> (u32, u32) {
+        let found = path.symlink_metadata().unwrap();
+        (found.permissions().mode() & 0o777, found.gid())
+    }
+
+    /// Each in a process of its own would be cleaner: the mask is the process's, but nothing else here makes sockets of others.
+    #[test]
+    fn sockets_have_the_permissions_and_the_group_that_are_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let own = rustix::process::getegid().as_raw();
+        let args = |group: Option<&str>, mode| SocketArgs {
+            socket_group: group.map(str::to_owned),
+            socket_mode: mode,
+        };
+        let root = geteuid().is_root();
+        let other = if root { 12345 } else { own };
+        for (args, wanted) in [
+            (args(None, Some(0o640)), (0o640, own)),
+            (args(None, Some(0o777)), (0o777, own)),
+            (args(Some(&other.to_string()), None), (0o660, other)),
+            (args(Some(&other.to_string()), Some(0o620)), (0o620, other)),
+        ] {
+            let listener = args.listen(&path).unwrap();
+            assert_eq!(found(&path), wanted, "{args:?}");
+            drop(listener);
+            assert!(!path.exists());
+        }
+        let listener = private(|| Ok(Listener::bind(&Address::Unix(path.clone()))?)).unwrap();
+        assert_eq!(found(&path).0, 0o600);
+        drop(listener);
+        let error = args(Some("no-such-group"), None).listen(&path).unwrap_err();
+        assert!(error.to_string().contains("there is no such group"), "{error}");
+        assert!(mode("8").is_err() && mode("1777").is_err() && mode("660").unwrap() == 0o660);
+    }
+
+    #[test]
+    fn another_users_process_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+        let address = Address::Unix(directory.path().join("socket"));
+        let until = Instant::now() + Duration::from_secs(60);
+        let never = Cancel::new().unwrap();
+        let listener = with_mode(0o777, || Ok(Listener::bind(&address)?)).unwrap();
+        let ours = connect(&address, until, &never).unwrap();
+        check_peer(ours.as_ref()).unwrap();
+        check_peer(listener.accept(until, &never).unwrap().as_ref()).unwrap();
+        let root = Uid::ROOT;
+        let [one, other] = [1000, 1001].map(Uid::from_raw);
+        assert!(ensure_trusted(root, one).is_ok() && ensure_trusted(one, one).is_ok());
+        let error = ensure_trusted(other, one).unwrap_err().to_string();
+        assert!(error.contains("it is of user 1001, expected user 1000 or root"), "{error}");
+        if !geteuid().is_root() {
+            println!("skipped in part: only root can connect as another user");
+            return;
+        }
+        let mut client = std::process::Command::new("socat");
+        let socket = format!("UNIX-CONNECT:{}", directory.path().join("socket").display());
+        use std::os::unix::process::CommandExt as _;
+        let mut client = client
+            .args(["-u", "STDIN", &socket])
+            .stdin(std::process::Stdio::piped())
+            .uid(65534)
+            .spawn()
+            .unwrap();
+        let stranger = listener.accept(until, &never).unwrap();
+        let error = format!("{:#}", check_peer(stranger.as_ref()).unwrap_err());
+        drop(stranger);
+        client.kill().unwrap();
+        client.wait().unwrap();
+        assert!(error.contains("it is of user 65534, expected user 0 or root"), "{error}");
+    }
+}

@@ -1,0 +1,144 @@
+//! Output that is not read, or cannot be written: the copy goes on, signals are obeyed, and the exit code is a documented one.
+
+use std::io::{PipeReader, PipeWriter, Write as _};
+use std::process::Stdio;
+use std::time::Instant;
+
+use towline_lab::{Qemu, Terminal, Towline, require_lab, towline_binary, wait_until};
+
+use crate::support::{
+    SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, ends_soon, guest, qmp, signal, waiting,
+};
+
+/// A pipe of one page, filled but for so many bytes, that nobody reads while its reader is kept.
+fn small_pipe(free: usize) -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let size = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
+    writer.write_all(&vec![b'.'; size - free]).unwrap();
+    (reader, writer)
+}
+
+/// One whose reader has gone.
+fn broken_pipe() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+fn start(line: &str, output: [Stdio; 2]) -> Towline {
+    Towline::start_writing_to(&towline_binary().unwrap(), line.split(' '), output).unwrap()
+}
+
+fn is_under_way(source: &Qemu) {
+    source.qmp().wait_migration("active", WITHIN).unwrap();
+}
+
+/// Moves a guest, while something is done once it is under way; it must arrive.
+#[track_caller]
+fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
+    let (source, destination) = (counting(guest()), waiting(&guest()));
+    let towline = start(&format!("move {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
+    is_under_way(&source);
+    under_way(&towline);
+    assert_runs(&destination);
+    let finished = towline.wait(WITHIN).unwrap();
+    assert_eq!(finished.status.code(), Some(0), "{}", finished.status);
+    source.wait_exit(WITHIN).unwrap();
+}
+
+/// Cancels a copy under way, whose output is as it is; the source runs on.
+#[track_caller]
+fn is_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
+    let (source, destination) = (counting(guest()), waiting(&guest()));
+    let towline = start(&format!("copy {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
+    is_under_way(&source);
+    under_way(&towline);
+    let since = Instant::now();
+    signal(towline.pid(), name);
+    let finished = ends_soon(towline, since);
+    assert_eq!(finished.status.code(), Some(SAFE), "{}", finished.status);
+    assert_runs(&source);
+    assert_waits(&destination);
+}
+
+/// The next event does not fit, so that whoever writes it would wait: the phases before memory moves have about 160 bytes.
+const ROOM: usize = 300;
+
+#[test]
+fn a_guest_is_moved_while_events_are_not_read() {
+    if !require_lab("a_guest_is_moved_while_events_are_not_read") {
+        return;
+    }
+    let (_reader, writer) = small_pipe(ROOM);
+    arrives("--json", [writer.into(), Stdio::null()], |_| ());
+}
+
+#[test]
+fn a_copy_is_cancelled_while_events_are_not_read() {
+    if !require_lab("a_copy_is_cancelled_while_events_are_not_read") {
+        return;
+    }
+    let (_reader, writer) = small_pipe(ROOM);
+    is_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
+}
+
+/// What it says of the signal is not read either.
+#[test]
+fn a_copy_is_cancelled_while_standard_error_is_not_read() {
+    if !require_lab("a_copy_is_cancelled_while_standard_error_is_not_read") {
+        return;
+    }
+    let (_reader, writer) = small_pipe(0);
+    is_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
+}
+
+#[test]
+fn a_guest_is_moved_while_its_terminal_is_stopped() {
+    if !require_lab("a_guest_is_moved_while_its_terminal_is_stopped") {
+        return;
+    }
+    let terminal = Terminal::open().unwrap();
+    let output = [terminal.output().unwrap(), terminal.output().unwrap()];
+    arrives("--log debug", output, |_| terminal.stop_output().unwrap());
+}
+
+#[test]
+fn a_copy_is_cancelled_while_its_terminal_is_stopped() {
+    if !require_lab("a_copy_is_cancelled_while_its_terminal_is_stopped") {
+        return;
+    }
+    let terminal = Terminal::open().unwrap();
+    let output = [terminal.output().unwrap(), terminal.output().unwrap()];
+    is_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
+}
+
+#[test]
+fn broken_pipes_neither_end_a_copy_nor_its_obedience() {
+    if !require_lab("broken_pipes_neither_end_a_copy_nor_its_obedience") {
+        return;
+    }
+    arrives("--log debug", [broken_pipe(), broken_pipe()], |_| ());
+    for (options, name) in [("--json", "-TERM"), ("--log debug", "-INT")] {
+        is_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
+    }
+}
+
+/// A notice comes at once, and before anything has moved.
+#[test]
+fn a_notice_that_cannot_be_written_ends_nothing() {
+    if !require_lab("a_notice_that_cannot_be_written_ends_nothing") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("stream");
+    let line = format!("copy unix:{} null:", socket.display());
+    let mut towline = start(&line, [broken_pipe(), broken_pipe()]);
+    wait_until("a towline that listens", WITHIN, || {
+        assert!(towline.runs()?, "it has ended");
+        Ok(std::os::unix::net::UnixStream::connect(&socket).ok())
+    })
+    .unwrap();
+    let since = Instant::now();
+    signal(towline.pid(), "-TERM");
+    assert_eq!(ends_soon(towline, since).status.code(), Some(SAFE));
+}
