@@ -3,7 +3,7 @@
 use anyhow::Result;
 use serde_json::json;
 use towline_control::plan::Source;
-use towline_image::store::{ConditionalWrites, Garbage};
+use towline_image::store::{ConditionalWrites, Garbage, Location};
 
 use crate::Exit;
 use crate::args::InspectArgs;
@@ -54,6 +54,20 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
             "removed": removes,
         }),
     );
+    summarize(reporter, prefix, &found, Swept { bytes, removes });
+    Ok(Exit::Done)
+}
+
+/// What a collection found to be garbage.
+#[derive(Clone, Copy)]
+struct Swept {
+    bytes: u64,
+    removes: bool,
+}
+
+/// Prints the totals for people.
+fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swept) {
+    let Swept { bytes, removes } = swept;
     reporter.line(&format!(
         "{prefix}: {} images name {} chunks in {}",
         count(found.images as u64),
@@ -81,10 +95,9 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
             found.kept_for.join(", ")
         ));
     }
-    if let Some(found) = found.conditional_writes {
-        reporter.line(&format!("  conditions    {}", conditions(found).1));
+    if let Some(writes) = found.conditional_writes {
+        reporter.line(&format!("  conditions    {}", conditions(writes).1));
     }
-    Ok(Exit::Done)
 }
 
 /// What the store enforces, for programs and for people.
