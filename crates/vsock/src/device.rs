@@ -27,8 +27,8 @@ const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const F_SEQPACKET: u64 = 1 << 1;
-/// With the event queue, which QEMU keeps to itself and others leave to the device.
-const QUEUES: usize = 3;
+/// Queues of a device: with the event queue, which QEMU keeps to itself and others leave to the device.
+pub const QUEUES: usize = 3;
 /// Before the context in [`Device::migration_version`]: what a state of this form is called.
 const VERSION: &str = "vsock 1 seqpacket cid ";
 /// How long what is lent may take when the device ends, and, when its connections have been reset, until nothing is read.

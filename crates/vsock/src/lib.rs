@@ -29,7 +29,7 @@ mod sys;
 mod table;
 
 pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
-pub use device::{DeviceError, Settings, Vsock, allow_descriptors};
+pub use device::{DeviceError, QUEUES, Settings, Vsock, allow_descriptors};
 pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
 pub use report::{ConnectionReport, Report};
 pub use rules::{Place, Rule, RuleError, guest_cid};
