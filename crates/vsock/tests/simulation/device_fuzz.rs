@@ -30,10 +30,10 @@ const MEMORY: u64 = 2 << 20;
 /// The longest message of a host: one at a time may go beyond the limit.
 const MESSAGE_MAX: u64 = 70_000;
 /// Turns until a device that nobody wants anything of rests.
-const TURNS_MAX: usize = 3000;
+const TURNS_MAX: usize = 20_000;
 /// Calls to sockets in one turn.
 const CALLS_MAX: u64 = 100_000;
-const GUEST_BYTES: u64 = 8 << 20;
+const GUEST_BYTES: u64 = 384 << 10;
 
 const LENS: [u32; 8] = [0, 1, 7, 100, 4096, 8192, 20_000, 65_536];
 const EACH: [usize; 8] = [1 << 20, 1, 8, 64, 500, 4096, 16, 3000];
@@ -117,10 +117,14 @@ impl Guest {
 
     /// Posts one packet.
     fn packet(&mut self, step: &[u8]) {
-        let [_, what, ports, shape, lens, flags, credit, _] = *step else { return };
+        let [_, what, ports, shape, lens, flags, credit, host_port] = *step else { return };
         let cids = [2, CIDS[0], CIDS[1], 99];
         let (port, peer) = (u32::from(ports & 3), cids[usize::from(ports >> 2 & 3)]);
-        let peer_port = u32::from(ports >> 4 & 7);
+        // A port that it asks for, or one that asked: those are given from 2^30 on.
+        let peer_port = match ports >> 4 & 7 {
+            port @ 0..=3 => u32::from(port),
+            _ => (1 << 30) + u32::from(host_port & 31),
+        };
         let operations = [5, 5, 5, 5, 1, 1, 2, 4, 6, 7, 3, 0, 5, 1, 5, 9];
         let len = LENS[usize::from(lens & 7)];
         let operation = operations[usize::from(what & 15)];
@@ -145,8 +149,9 @@ impl Guest {
             .into(),
         };
         self.shared.write(self.driver.payload, header.as_bytes());
-        let bytes = HEADER_BYTES + payload as usize;
-        let parts = parts(self.driver.payload, bytes, EACH[usize::from(shape & 7)], self.driver.tx.room());
+        let each = EACH[usize::from(shape & 7)];
+        let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
+        let parts = parts(head, payload as usize, each, self.driver.tx.room());
         self.driver.tokens += 1;
         if !parts.is_empty() && self.driver.tx.add(&parts, &[], self.driver.tokens) {
             self.driver.tx.publish();
@@ -159,7 +164,8 @@ impl Guest {
         let bytes = sizes[usize::from(step[1] & 7)];
         for _ in 0..step[2] % 64 {
             let each = EACH[usize::from(step[3] & 7)];
-            let parts = parts(self.driver.buffers, bytes, each, self.driver.rx.room());
+            let head = Buffer { guest: self.driver.buffers, len: 10 };
+            let parts = parts(head, bytes - 10, each, self.driver.rx.room());
             self.driver.tokens += 1;
             if parts.is_empty() || !self.driver.rx.add(&[], &parts, self.driver.tokens) {
                 break;
@@ -262,17 +268,19 @@ impl Guest {
     }
 }
 
-/// A chain over these bytes, in pieces of `each`, with at most as many descriptors as there are.
-fn parts(start: u64, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
-    let each = each.max(bytes.div_ceil(1024)).max(1);
-    if bytes.div_ceil(each) > room {
+/// A chain of a head and `bytes` behind it, of which the first `each` are in one piece with the head and the others in pieces
+/// of `each`. None if there are not enough descriptors.
+fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
+    let each = each.max(bytes.div_ceil(1024));
+    if bytes.div_ceil(each).max(1) > room {
         return Vec::new();
     }
-    let piece = |at: usize| Buffer {
-        guest: start + at as u64,
-        len: u32::try_from(each.min(bytes - at)).expect("it is short"),
-    };
-    (0..bytes).step_by(each).map(piece).collect()
+    let len = |len: usize| u32::try_from(len).expect("it is short");
+    let first = Buffer { len: head.len + len(each.min(bytes)), ..head };
+    let start = head.guest + u64::from(head.len);
+    let rest = (0..bytes).step_by(each).skip(1);
+    let rest = rest.map(|at| Buffer { guest: start + at as u64, len: len(each.min(bytes - at)) });
+    std::iter::once(first).chain(rest).collect()
 }
 
 /// Runs an input: byte 0 chooses the size of the rings, then each step is 8 bytes.
@@ -376,7 +384,7 @@ fn hostile_guests_and_peers_do_no_harm() {
         let ports = rng.u8(..);
         for step in data[1..].chunks_exact_mut(STEP) {
             if rng.u8(..4) > 0 {
-                (step[2], step[6]) = (ports, step[6] | 2);
+                (step[2], step[6], step[7]) = (ports ^ (step[2] & 0x40), step[6] | 2, step[7] & 3);
             }
         }
         let failed = std::panic::catch_unwind(|| device(&data));

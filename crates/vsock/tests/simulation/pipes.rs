@@ -112,7 +112,7 @@ impl Net {
         let mut state = self.0.borrow_mut();
         state.rng = state.rng.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let capacity = match kind {
-            Kind::Stream => [1, 3000, 200_000, 1 << 20][(state.rng >> 60) as usize & 3],
+            Kind::Stream => [700, 3000, 200_000, 1 << 20][(state.rng >> 60) as usize & 3],
             Kind::Seqpacket => [300_000, 1 << 20][(state.rng >> 60) as usize & 1],
         };
         let way = || Way { capacity, ..Way::default() };
