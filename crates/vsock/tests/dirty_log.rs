@@ -49,7 +49,10 @@ impl Migration {
             let copied = self.pages.get(&page).unwrap_or(&zeroes);
             let found = memory.bytes(page * PAGE, PAGE as usize);
             let at = found.iter().zip(copied).position(|(found, copied)| found != copied);
-            assert!(at.is_none(), "page {page:#x} differs at byte {at:?}: it was written after it was marked");
+            assert!(
+                at.is_none(),
+                "page {page:#x} differs at byte {at:?}: it was written after it was marked"
+            );
         }
     }
 }
@@ -82,7 +85,8 @@ fn a_page_is_marked_after_its_last_write() {
     let (mut frontend, mut guest, log) = start(&served);
     let memory = Arc::clone(guest.memory());
     let over = AtomicBool::new(false);
-    let (mut packets, mut range) = (0, u64::MAX..0);
+    let mut packets = 0;
+    let (mut first, mut last) = (u64::MAX, 0);
     let migration = std::thread::scope(|scope| {
         let copying = scope.spawn(|| {
             let mut migration = Migration::default();
@@ -112,8 +116,8 @@ fn a_page_is_marked_after_its_last_write() {
                     Event::Request(ports) => guest.accept(ports),
                     Event::Data { guest: payload, .. } => {
                         packets += 1;
-                        range.start = range.start.min(payload - HEADER_BYTES as u64);
-                        range.end = range.end.max(payload - HEADER_BYTES as u64 + BUFFER_BYTES as u64);
+                        first = first.min(payload - HEADER_BYTES as u64);
+                        last = last.max(payload - HEADER_BYTES as u64 + BUFFER_BYTES as u64);
                     }
                     _ => {}
                 })
@@ -130,9 +134,9 @@ fn a_page_is_marked_after_its_last_write() {
         migration.copy(&log, &memory);
         migration
     });
-    assert!(range.end - range.start > u64::from(BUFFERS) * BUFFER_BYTES as u64 / 2, "{range:x?}");
+    assert!(last - first > u64::from(BUFFERS) * BUFFER_BYTES as u64 / 2, "{first:#x} to {last:#x}");
     assert!(migration.rounds > 10, "{} looks at the log", migration.rounds);
-    migration.compare(&memory, range);
+    migration.compare(&memory, first..last);
     for used in [guest.rx().places().used, guest.tx().places().used] {
         migration.compare(&memory, used..used + 8 * u64::from(BUFFERS) + 6);
     }

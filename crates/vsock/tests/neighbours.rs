@@ -81,6 +81,8 @@ fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header 
 fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest), host: &Path) {
     yield_to_others();
     let listener = listen_for_messages(host);
+    // It may be refused a connection.
+    rustix::io::ioctl_fionbio(&listener, true).unwrap();
     let mut hosts = Vec::new();
     let mut port = 1000;
     while run.attacks(0) {
@@ -88,7 +90,9 @@ fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest),
         let ports = (port, PORT);
         guest.request_seqpacket(ports);
         guest.poll(|_, _| ()).unwrap();
-        hosts.extend(rustix::net::accept(&listener));
+        while let Ok(host) = rustix::net::accept(&listener) {
+            hosts.push(host);
+        }
         let header =
             |len: usize, flags| Header { len: len as u32, flags, ..header(cid, HOST_CID, ports, 2, op::RW) };
         let _ = guest.put_in_pieces(&header(8192, 0), &[1; 8192], 8);
