@@ -119,7 +119,7 @@ fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
                 let _ = guest.put(&header(cid, peer, (port, PORT), 1, op), 0);
             }
             let _ = guest.put(&header(cid, HOST_CID, (port, PORT), 1, op::REQUEST), 0);
-            if port % 3 == 0 {
+            if port.is_multiple_of(3) {
                 let _ = guest.put(&header(cid, peer, (port, PORT), 1, op::RST), 0);
             }
         }
