@@ -10,6 +10,12 @@ pub mod vhost_user;
 #[path = "../../crates/vsock/tests/simulation/packets.rs"]
 pub mod vsock;
 
+#[path = "../../crates/vsock/tests/simulation/device_fuzz.rs"]
+pub mod vsock_device;
+
+#[path = "../../crates/vsock/tests/simulation/pipes.rs"]
+mod pipes;
+
 #[path = "../../crates/net/tests/segments/hostile.rs"]
 pub mod segments;
 

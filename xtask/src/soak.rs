@@ -19,6 +19,7 @@ struct Soak {
 /// Inputs for each target; a conversation starts threads.
 const VHOST_FUZZ: [(&str, u64); 3] =
     [("vhost_ring", 10_000_000), ("vhost_message", 10_000_000), ("vhost_session", 200_000)];
+const VSOCK_FUZZ: [(&str, u64); 2] = [("vsock_device", 2_000_000), ("vsock_packet", 10_000_000)];
 const VHOST_FUZZ_WITHIN: Duration = Duration::from_secs(3600);
 
 const SOAKS: &[Soak] = &[
@@ -38,6 +39,16 @@ const SOAKS: &[Soak] = &[
         name: "vsock",
         about: "100,000 schedules of vsock connections in virtual time, others with TOWLINE_SEEDS",
         run: vsock,
+    },
+    Soak {
+        name: "vsock-fuzz",
+        about: "2 million inputs of hostile guests, clients and peers of two vsock devices",
+        run: || fuzz::long(&VSOCK_FUZZ, VHOST_FUZZ_WITHIN),
+    },
+    Soak {
+        name: "vsock-neighbours",
+        about: "sixteen guests of one process, three of them hostile: what the others get (TOWLINE_SOAK_NEIGHBOURS: pairs of turns)",
+        run: vsock_neighbours,
     },
     Soak {
         name: "vsock-bytes",
@@ -295,6 +306,18 @@ fn simulation() -> Result<()> {
 }
 
 /// Schedules of vsock connections: `TOWLINE_SEEDS` says how many.
+fn vsock_neighbours() -> Result<()> {
+    let mut command =
+        cargo(["test", "--release", "--package", "towline-vsock", "--test", "neighbours", "--"]);
+    command.arg("--nocapture");
+    for (name, value) in [("TOWLINE_SOAK_NEIGHBOURS", "20"), ("TOWLINE_SOAK_NEIGHBOURS_MS", "1000")] {
+        if std::env::var_os(name).is_none() {
+            command.env(name, value);
+        }
+    }
+    run_command(&mut command)
+}
+
 fn vsock() -> Result<()> {
     let mut command =
         cargo(["test", "--release", "--package", "towline-vsock", "--test", "simulation", "--"]);

@@ -14,7 +14,7 @@ use towline_vhost_user::{Record, STORED_RECORD};
 use crate::notify;
 
 /// The word that stands for the service manager's store.
-const STORE: &str = "fd-store";
+pub(crate) const STORE: &str = "fd-store";
 
 /// The record of a device with so many queues.
 pub(crate) fn record(place: Option<&Path>, queues: usize) -> Result<Record> {

@@ -3,20 +3,20 @@
 mod guest;
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Device, Frontends};
+use towline_vhost_user::{Device, Frontends, Record, ServeError, Service};
 use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock, guest_cid};
 
 pub(crate) use self::guest::Guest;
-use crate::Exit;
 use crate::args::ZeroCopy;
 use crate::backend::{NOT_PASSED, lacks_socket};
 use crate::console::{self, Keep};
@@ -26,6 +26,7 @@ use crate::signals::cancel_on_signals;
 use crate::sockets::SocketArgs;
 use crate::units::bytes;
 use crate::watch::{WatchArgs, guest};
+use crate::{Exit, state};
 
 /// Connect a guest's vsock with sockets of this host (a vhost-user device)
 ///
@@ -83,7 +84,12 @@ pub(crate) struct VsockArgs {
     /// Who else may be connected with whom; see below
     #[arg(long, value_name = "RULE", conflicts_with_all = ["guest", "config"])]
     forward: Vec<Rule>,
-    /// One of several guests: cid=N,socket=PATH and, as above, uds=, uds-seqpacket=, forward=, group=NAME, as often as needed
+    /// Record descriptors in flight in this file (on a tmpfs), so that a process that is started after this one has died completes
+    /// each of them once; or `fd-store`: in the service manager's store (`FileDescriptorStoreMax=1`)
+    #[arg(long, value_name = "FILE|fd-store", conflicts_with_all = ["guest", "config"])]
+    state: Option<PathBuf>,
+    /// One of several guests: cid=N,socket=PATH and, as above, uds=, uds-seqpacket=, forward=, group=NAME, state=, as often as
+    /// needed
     #[arg(long, value_name = "KEY=VALUE,...")]
     guest: Vec<Guest>,
     /// The guests of a TOML file, beside those of --guest; see below
@@ -92,12 +98,12 @@ pub(crate) struct VsockArgs {
     /// The most bytes that one connection may have waiting for its host side (suffixes K, M, G)
     #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "1M")]
     buf_alloc: u64,
-    /// The most bytes that all connections of a guest together may have waiting
+    /// Maximum memory of all connections of a guest together, with their bookkeeping
     #[arg(long, value_name = "BYTES", value_parser = bytes, default_value = "512M")]
     memory_limit: u64,
-    /// The most connections that a guest may have
-    #[arg(long, value_name = "N", default_value_t = Limits::default().connections)]
-    connections_limit: usize,
+    /// Maximum connections of a guest. Default: 16384, or what a guest's share of the descriptors of the process allows
+    #[arg(long, value_name = "N")]
+    connections_limit: Option<usize>,
     /// Send packets of 16 KiB and more to TCP without a copy (MSG_ZEROCOPY). auto: not to addresses to which the kernel
     /// copies them all the same
     #[arg(long, value_name = "AUTO|ON|OFF", default_value = "auto")]
@@ -125,7 +131,11 @@ struct Served {
     cid: u64,
     device: Arc<Vsock>,
     frontends: Frontends,
+    record: Record,
 }
+
+/// How long to wait for descriptors or memory that the process lacks.
+const RETRY_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
     let is_one = args.guest.is_empty() && args.config.is_none();
@@ -134,13 +144,15 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
         console::error(lack);
         return Ok(Exit::Usage);
     }
-    let limits = limits(args)?;
-    towline_vsock::allow_descriptors();
+    let descriptors = towline_vsock::allow_descriptors();
     let siblings = Arc::new(Siblings::default());
     let mut served = Vec::new();
     let mut policy = Policy::default();
-    for (guest, frontends) in guests(args)? {
+    let guests = guests(args)?;
+    let limits = limits(args, descriptors, guests.len())?;
+    for (guest, frontends) in guests {
         allow(&mut policy, &guest);
+        let record = record(&guest)?;
         let cid = guest.cid;
         let settings = Settings {
             cid,
@@ -154,7 +166,7 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             unmigratable: args.unmigratable,
         };
         let device = Arc::new(Vsock::new(settings, &siblings)?);
-        served.push(Served { cid, device, frontends });
+        served.push(Served { cid, device, frontends, record });
     }
     args.watch.allow(&mut policy);
     let mut sandbox = args.sandbox.begin(&policy);
@@ -197,13 +209,33 @@ pub(crate) fn allow(policy: &mut Policy, guest: &Guest) {
     }
 }
 
-fn limits(args: &VsockArgs) -> Result<Limits> {
+/// The limits of each of the guests, which share the descriptors of this process.
+fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Limits> {
     let most = u64::from(towline_vsock::credit::WINDOW_MAX);
     let buf_alloc =
         u32::try_from(args.buf_alloc).ok().filter(|bytes| (4096..=most).contains(&u64::from(*bytes)));
     let buf_alloc = buf_alloc
         .with_context(|| format!("--buf-alloc {}: expected 4096 to {most} bytes", args.buf_alloc))?;
-    Ok(Limits { connections: args.connections_limit, buf_alloc, memory: args.memory_limit })
+    let wanted = Limits { buf_alloc, memory: args.memory_limit, ..Limits::default() };
+    let wanted = Limits { connections: args.connections_limit.unwrap_or(wanted.connections), ..wanted };
+    let limits = wanted.within_descriptors(descriptors, guests);
+    if args.connections_limit.is_some_and(|connections| connections > limits.connections) {
+        tracing::warn!(
+            wanted = wanted.connections,
+            connections = limits.connections,
+            descriptors,
+            guests,
+            "--connections-limit is more than a guest's share of the descriptors of this process; raise its hard limit \
+             (LimitNOFILE=), or serve fewer guests with it"
+        );
+    }
+    Ok(limits)
+}
+
+/// Where the descriptors that are in flight with a guest's device are recorded.
+fn record(guest: &Guest) -> Result<Record> {
+    state::record(guest.state.as_deref(), towline_vsock::QUEUES)
+        .with_context(|| format!("the guest with the context {}", guest.cid))
 }
 
 fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
@@ -214,6 +246,13 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
     let mut many = args.guest.clone();
     if let Some(path) = &args.config {
         many.extend(guest::read(path)?);
+    }
+    if many.len() > 1 && many.iter().any(|guest| guest.state.as_deref() == Some(Path::new(state::STORE))) {
+        bail!(
+            "state=fd-store: the service manager's store has one record, and {} guests are to be served; name a \
+               file for each",
+            many.len()
+        );
     }
     if !many.is_empty() {
         let listening = many.into_iter().map(|guest| {
@@ -233,6 +272,7 @@ fn guests(args: &VsockArgs) -> Result<Vec<(Guest, Frontends)>> {
         uds: args.uds.clone(),
         uds_seqpacket: args.uds_seqpacket.clone(),
         forward: args.forward.clone(),
+        state: args.state.clone(),
         ..Guest::default()
     };
     Ok(vec![(guest, frontends)])
@@ -242,18 +282,18 @@ fn take_over(fd: i32) -> Result<OwnedFd> {
     towline_channel::inherit(fd).with_context(|| format!("--fd {fd}: not open here"))
 }
 
-/// Each on its own thread; the first that cannot go on ends all.
+/// Serves each guest on a thread of its own, until all of them have ended. A guest that cannot be served any more is logged
+/// and ends no other.
 fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
-    let serve = |Served { cid, device, frontends }: Served| {
+    let serve = |served: Served| {
         let cancel = cancel.clone();
+        let cid = served.cid;
         let thread = move || {
-            let device: Arc<dyn Device> = device;
-            let done = frontends.serve(&device, &cancel);
-            let wished = cancel.is_cancelled();
-            if done.is_err() && !wished {
-                cancel.cancel();
+            let done = serve(served, &cancel);
+            if let Err(error) = &done {
+                tracing::error!(error = format!("{error:#}"), cid, "a guest is served no more");
             }
-            if wished { Ok(()) } else { done.with_context(|| format!("the guest with the context {cid}")) }
+            done
         };
         thread::Builder::new().name(format!("vsock-{cid}")).spawn(thread)
     };
@@ -269,6 +309,43 @@ fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
 /// Prints what a guest's device did so far.
 fn print(cid: u64, device: &Vsock) {
     console::print(Keep::Limited, &format!("cid={cid} {}", device.report()));
+}
+
+/// Serves one guest's frontends until cancelled. A process that has no descriptor or memory left may have some later.
+fn serve(served: Served, cancel: &Cancel) -> Result<()> {
+    let Served { cid, device, frontends, record } = served;
+    let device: Arc<dyn Device> = device;
+    let mut service = Service::new(frontends);
+    let mut noted = false;
+    loop {
+        match service.serve(&device, &record, cancel) {
+            _ if cancel.is_cancelled() => return Ok(()),
+            Err(error) if is_shortage(&error) => {
+                if !std::mem::replace(&mut noted, true) {
+                    tracing::warn!(%error, cid, "no frontend can connect until the process has descriptors and memory");
+                }
+                wait(cancel);
+            }
+            done => return done.with_context(|| format!("the guest with the context {cid}")),
+        }
+    }
+}
+
+/// Waits before the next attempt, or until cancelled.
+fn wait(cancel: &Cancel) {
+    if let Err(errno) = poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&RETRY_INTERVAL)) {
+        tracing::debug!(%errno, "poll");
+    }
+}
+
+/// Whether the process, or the machine, lacks descriptors or memory for now.
+fn is_shortage(error: &ServeError) -> bool {
+    let errno = match error {
+        ServeError::Channel(towline_channel::Error::Io { source, .. }) => source.raw_os_error(),
+        ServeError::Descriptor(errno) => Some(errno.raw_os_error()),
+        _ => None,
+    };
+    errno.is_some_and(|errno| [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].contains(&errno))
 }
 
 /// The thread that waits for signals never ends, and so keeps no device: with a device its sockets' files go.

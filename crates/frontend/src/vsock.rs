@@ -394,6 +394,27 @@ impl Guest {
         false
     }
 
+    /// As [`Guest::put`], with header and payload in pieces: the header and the first `each` bytes, then `each` bytes a piece.
+    /// With more pieces than a ring has, indirect descriptors have to be negotiated.
+    pub fn put_in_pieces(&mut self, header: &Header, payload: &[u8], each: usize) -> bool {
+        let Some(slot) = self.tx_free.pop() else { return false };
+        let guest = self.slot(slot);
+        self.memory.write(guest, &header.encode());
+        self.memory.write(guest + HEADER_BYTES as u64, payload);
+        let len = |bytes: usize| u32::try_from(bytes).expect("a piece is short");
+        let mut parts = vec![Buffer { guest, len: len(HEADER_BYTES + each.min(payload.len())) }];
+        let rest = payload.chunks(each).enumerate().skip(1);
+        parts.extend(rest.map(|(index, piece)| Buffer {
+            guest: guest + (HEADER_BYTES + index * each) as u64,
+            len: len(piece.len()),
+        }));
+        if self.tx.add(&parts, &[], slot.into()) {
+            return true;
+        }
+        self.tx_free.push(slot);
+        false
+    }
+
     fn slot(&self, slot: u16) -> u64 {
         self.tx_slots + u64::from(slot) * SLOT_BYTES
     }

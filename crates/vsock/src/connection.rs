@@ -10,13 +10,52 @@ pub struct Limits {
     pub connections: usize,
     /// Bytes that one connection may have us keep.
     pub buf_alloc: u32,
-    /// Bytes that all connections together may have us keep.
+    /// Bytes of memory that all connections together may take, with their bookkeeping ([`Limits::cost`]).
     pub memory: u64,
+    /// Connections that were accepted and have not said `CONNECT` yet, and as many that wait for something else.
+    pub handshakes: usize,
+}
+
+/// Descriptors that a process keeps for itself: logs, signals, control sockets and their clients.
+const DESCRIPTORS_OF_PROCESS: u64 = 64;
+/// Descriptors of a guest beside those of connections: its frontend, rings, memory, listeners.
+const DESCRIPTORS_OF_GUEST: u64 = 64;
+
+/// Bytes that a connection takes beside its window: its entries in tables and lists, and those of the pieces of what waits.
+const CONNECTION_BYTES: u64 = 4096;
+
+impl Limits {
+    /// These limits, as far as a guest's share of the descriptors of this process allows: `descriptors` for `guests` guests.
+    /// Three quarters of a share are for connections, so that a guest which has all of them leaves the others theirs.
+    #[must_use]
+    pub fn within_descriptors(self, descriptors: u64, guests: usize) -> Self {
+        let guests = u64::try_from(guests.max(1)).unwrap_or(u64::MAX);
+        let share = descriptors.saturating_sub(DESCRIPTORS_OF_PROCESS) / guests;
+        let free = usize::try_from(share.saturating_sub(DESCRIPTORS_OF_GUEST)).unwrap_or(usize::MAX);
+        let (connections, handshakes) = ((free - free / 4).max(1), (free / 8).max(1));
+        Self {
+            connections: self.connections.min(connections),
+            handshakes: self.handshakes.min(handshakes),
+            ..self
+        }
+    }
+
+    /// The most bytes of memory that a connection with this window can take: what waits, chunks of it that are partly sent
+    /// or partly empty, for messages two bits for each byte that say where they end, and the connection itself. Not its
+    /// socket's buffers, which are the kernel's.
+    pub fn cost(window: u32, kind: Kind) -> u64 {
+        let window = u64::from(window);
+        let marks = match kind {
+            Kind::Stream => 0,
+            Kind::Seqpacket => window / 4,
+        };
+        window + window / 4 + marks + CONNECTION_BYTES
+    }
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connections: 16384, buf_alloc: 1 << 20, memory: 512 << 20 }
+        Self { connections: 16384, buf_alloc: 1 << 20, memory: 512 << 20, handshakes: 1024 }
     }
 }
 
@@ -86,6 +125,8 @@ pub struct Connection {
     pub(crate) from_guest: FromGuest,
     pub(crate) owed: Owed,
     pub(crate) in_line: bool,
+    /// The peer asked for it, not the guest.
+    pub(crate) incoming: bool,
 }
 
 /// What a packet of the guest's asks of the engine.
@@ -128,4 +169,23 @@ pub struct TableStatistics {
     pub credit_updates_sent: u64,
     /// Such of the guest.
     pub credit_updates_received: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guests_share_the_descriptors_of_a_process() {
+        let limits = Limits::default();
+        assert_eq!(limits.within_descriptors(1 << 20, 16), limits);
+        for (descriptors, guests) in [(4096, 1), (4096, 16), (65536, 4), (65536, 100), (1 << 20, 1000)] {
+            let each = limits.within_descriptors(descriptors, guests);
+            let most = each.connections + 2 * each.handshakes + 64;
+            assert!((most * guests) as u64 + 64 <= descriptors, "{descriptors} for {guests}: {each:?}");
+            assert!(each.connections >= 80, "{descriptors} for {guests}: {each:?}");
+        }
+        let few = limits.within_descriptors(100, 16);
+        assert_eq!((few.connections, few.handshakes), (1, 1));
+    }
 }

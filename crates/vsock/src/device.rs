@@ -15,7 +15,7 @@ use crate::connection::Limits;
 use crate::engine::{Engine, News};
 use crate::gate::Gate;
 use crate::host::{Ears, Event, Host, HostSocket, Listening, wait_for_freed};
-use crate::packet::Kind;
+use crate::packet::{HOST_CID, Kind};
 use crate::report::{Desk, Report};
 use crate::rules::{Place, Rule};
 use crate::siblings::{Mailbox, Siblings};
@@ -27,16 +27,13 @@ const TRANSMIT: usize = 1;
 const EVENT: usize = 2;
 /// `VIRTIO_VSOCK_F_SEQPACKET`.
 const F_SEQPACKET: u64 = 1 << 1;
-/// With the event queue, which QEMU keeps to itself and others leave to the device.
-const QUEUES: usize = 3;
+/// Queues of a device: with the event queue, which QEMU keeps to itself and others leave to the device.
+pub const QUEUES: usize = 3;
 /// Before the context in [`Device::migration_version`]: what a state of this form is called.
 const VERSION: &str = "vsock 1 seqpacket cid ";
 /// How long what is lent may take when the device ends, and, when its connections have been reset, until nothing is read.
 const LOANS_WITHIN: Duration = Duration::from_secs(1);
 const RESET_WITHIN: Duration = Duration::from_millis(100);
-/// Connections of the host's that wait until the guest knows that it has none.
-const WAITING_MAX: usize = 1024;
-
 /// What a device is made of.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -133,14 +130,16 @@ impl Vsock {
                 add(name, Listening::place(from), Some(*port))?;
             }
         }
-        let mailbox = Arc::new(Mailbox::new()?);
+        let mailbox = Arc::new(Mailbox::new(limits.handshakes)?);
         if !siblings.add(cid, groups, Arc::clone(&mailbox)) {
             return Err(DeviceError::Cid { cid });
         }
         // The guest's messages go where its bytes go, unless only messages have a place.
         let uds = uds.or(uds_seqpacket);
         let siblings = Arc::clone(siblings);
-        let ears = Arc::new(Ears { listening, uds, rules, zero_copy_send, cid, siblings, mailbox });
+        let greetings_max = limits.handshakes;
+        let ears =
+            Arc::new(Ears { listening, uds, rules, zero_copy_send, cid, siblings, mailbox, greetings_max });
         Ok(Self { cid, limits, poll, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
     }
 
@@ -185,7 +184,18 @@ impl Device for Vsock {
         let (gate, waiting) = (Gate::default(), VecDeque::new());
         desk.open();
         let (pulse, news) = (Pulse::new(self.poll), true);
-        Ok(Box::new(Server { engine, desk, passage, gate, fresh: [false; 2], waiting, pulse, news }))
+        Ok(Box::new(Server {
+            engine,
+            limits: self.limits,
+            desk,
+            passage,
+            gate,
+            fresh: [false; 2],
+            served: [false; 2],
+            waiting,
+            pulse,
+            news,
+        }))
     }
 
     fn config(&self) -> Vec<u8> {
@@ -229,14 +239,15 @@ impl Device for Vsock {
     }
 }
 
-/// Lets this process have as many descriptors as it may: each connection is one.
-pub fn allow_descriptors() {
+/// Lets this process have as many descriptors as it may: each connection is one. Returns how many it has then.
+pub fn allow_descriptors() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     if let Err(errno) = setrlimit(Resource::Nofile, limit) {
         tracing::warn!(%errno, "the limit of open descriptors stays as it is");
     }
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 /// Where the host's ports begin: elsewhere with every process, so that none is used again at once.
@@ -247,11 +258,14 @@ fn seed() -> u32 {
 
 struct Server {
     engine: Engine<Host>,
+    limits: Limits,
     desk: Arc<Desk>,
     passage: Arc<Passage>,
     gate: Gate,
     /// Whether this queue began anew, and the other one did not yet.
     fresh: [bool; 2],
+    /// Whether this queue was started before.
+    served: [bool; 2],
     waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
     pulse: Pulse,
     /// Sockets have something to tell.
@@ -279,6 +293,13 @@ impl Server {
     }
 
     fn open(&mut self, port: u32, kind: Kind, cid: u64, socket: HostSocket) {
+        let connections = self.limits.connections;
+        if cid != HOST_CID
+            && self.engine.table().incoming(cid) >= self.engine.sockets().sibling_share(connections)
+        {
+            self.engine.refuse(socket);
+            return;
+        }
         if let Err(socket) = self.engine.open(port, kind, cid, socket) {
             self.engine.sockets_mut().close(socket, true);
         }
@@ -317,7 +338,7 @@ impl Server {
                 Event::Open { port, kind, cid, socket } => {
                     if self.gate == Gate::Open {
                         self.open(port, kind, cid, socket);
-                    } else if self.waiting.len() < WAITING_MAX {
+                    } else if self.waiting.len() < self.limits.handshakes {
                         self.waiting.push_back((port, kind, cid, socket));
                     }
                 }
@@ -366,6 +387,10 @@ impl Worker for Server {
         self.hear();
         self.pass(queues);
         let mut again = false;
+        if let Some(ring) = queues.ring(EVENT) {
+            // Its buffers are of use only for an event.
+            ring.listen(self.gate != Gate::Open);
+        }
         if let Some(ring) = queues.ring(TRANSMIT) {
             again |= self.engine.take(ring);
         }
@@ -395,6 +420,11 @@ impl Worker for Server {
         if queue != RECEIVE && queue != TRANSMIT {
             return;
         }
+        // A driver that goes on where another device left it has connections that do not exist any more.
+        let begins = !std::mem::replace(&mut self.served[queue], true);
+        if begins && !fresh && self.gate == Gate::Open {
+            self.gate = Gate::Tell(self.engine.sockets_mut().look_at_clock());
+        }
         // Both queues of a new driver begin anew, one after the other; what is made between the two is its own.
         let other = std::mem::take(&mut self.fresh[TRANSMIT - queue]);
         self.fresh[queue] = fresh && !other;
@@ -417,5 +447,11 @@ impl Worker for Server {
             self.await_loans(deadline);
             self.engine.let_go(queues.ring(TRANSMIT));
         }
+    }
+
+    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) {
+        // What is lent is pinned by the kernel, and needs no mapping of ours.
+        self.engine.let_go(queues.held(TRANSMIT));
+        self.engine.clear_idle();
     }
 }

@@ -29,12 +29,12 @@ mod sys;
 mod table;
 
 pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
-pub use device::{DeviceError, Settings, Vsock, allow_descriptors};
+pub use device::{DeviceError, QUEUES, Settings, Vsock, allow_descriptors};
 pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
 pub use report::{ConnectionReport, Report};
 pub use rules::{Place, Rule, RuleError, guest_cid};
 pub use siblings::Siblings;
-pub use sockets::{Connect, Received, Sockets};
+pub use sockets::{Connect, Front, Received, Sockets};
 pub use state::STATE_VERSION;
 pub use table::{STRAYS_MAX, Table};
 pub use towline_channel::ZeroCopySend;

@@ -41,12 +41,15 @@ impl fmt::Display for Report {
             connections_peak,
             lent,
             taken_back,
+            memory_reserved,
+            memory_waits,
         } = self.statistics;
         write!(
             f,
             "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
              bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} \
              bytes_lent={} lent={lent} taken_back={taken_back} kept={} \
+             memory_reserved={memory_reserved} memory_waits={memory_waits} \
              sends={sends} receives={receives} blocked={blocked} stalled={stalled} starved={starved} resets_sent={} \
              resets_received={} violations={} dropped={} credit_updates_sent={} credit_updates_received={}",
             table.requests_from_guest,

@@ -27,17 +27,19 @@ pub trait Sockets {
     /// That the socket is gone.
     fn accepted(&mut self, id: Id, socket: &Self::Socket, port: u32) -> io::Result<()>;
 
-    /// Receives into these buffers, a message at most where messages are kept.
+    /// Receives into these buffers, a message at most where messages are kept; at most
+    /// [`IOV_MAX`](towline_channel::IOV_MAX) - 1 buffers.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if there is nothing, all others for good.
+    /// [`io::ErrorKind::WouldBlock`] if there is nothing, all others for good: also a message that is longer than the
+    /// buffers.
     fn receive(&mut self, socket: &Self::Socket, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received>;
 
-    /// How long the next message is, without taking it; 0 is the end. Empty ones are left out: vsock does not carry them.
+    /// What comes next, without taking it. Empty messages are left out: vsock does not carry them.
     ///
     /// # Errors
     /// As [`Sockets::receive`].
-    fn next_message(&mut self, socket: &Self::Socket) -> io::Result<usize>;
+    fn front(&mut self, socket: &Self::Socket) -> io::Result<Front>;
 
     /// Sends these bytes, or some of them; all of them as one message where messages are kept, and then `ends` is what ends
     /// with it.
@@ -98,6 +100,17 @@ pub enum Connect<S> {
     Later,
     /// There is nobody, or nobody whom the guest may have.
     Refused,
+}
+
+/// What comes next out of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Front {
+    /// A message of this length in bytes; of a stream, at least so many bytes.
+    Bytes(usize),
+    /// The end.
+    End,
+    /// As many empty messages as are skipped at a time; there may be more. Ask again when others have had a turn.
+    Skipped,
 }
 
 /// What was received.

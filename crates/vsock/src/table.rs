@@ -9,6 +9,7 @@
 //! the host does, what waits is bounded by the table. Answers to packets of no connection wait in a short queue of their
 //! own ([`STRAYS_MAX`]); while it is full, no more is taken from the guest.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
 use crate::connection::{Connection, Id, Inbound, Key, Limits, Owed, Phase, TableStatistics};
@@ -18,9 +19,9 @@ use crate::packet::{Ends, Header, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
 /// The most resets for unknown connections that wait for room in the guest's ring.
 pub const STRAYS_MAX: usize = 1024;
 /// Each connection is given this share of the memory that is left, so that windows get smaller.
-const SHARE: u64 = 4096;
+const SHARE: u64 = 8192;
 /// As long as less than a quarter is promised, a larger one: of the usual memory, a full first window.
-const SHARE_FIRST: u64 = SHARE / 8;
+const SHARE_FIRST: u64 = SHARE / 16;
 /// Ports of the host side: above those that programs are given by name.
 const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
 
@@ -38,8 +39,12 @@ pub struct Table {
     line: VecDeque<Id>,
     strays: VecDeque<Header>,
     next_port: u32,
-    /// The sum of all windows.
+    /// Bytes of memory that are reserved: the cost of all windows, and messages on their way to the guest.
     promised: u64,
+    /// Of `promised`, those of messages.
+    messages: u64,
+    /// Connections that other guests asked for, by their contexts.
+    incoming: HashMap<u64, usize>,
     statistics: TableStatistics,
 }
 
@@ -63,6 +68,8 @@ impl Table {
             strays: VecDeque::new(),
             next_port: HOST_PORTS.start() + seed % span,
             promised: 0,
+            messages: 0,
+            incoming: HashMap::new(),
             statistics: TableStatistics::default(),
         }
     }
@@ -248,10 +255,54 @@ impl Table {
         }
         let id = self.add(key, kind, Phase::Asked);
         match id {
-            Some(id) => self.owe(id, Owed::REQUEST),
+            Some(id) => {
+                if let Some(connection) = self.get_mut(id) {
+                    connection.incoming = true;
+                }
+                *self.incoming.entry(peer_cid).or_default() += 1;
+                self.owe(id, Owed::REQUEST);
+            }
             None => self.statistics.refused_by_limit += 1,
         }
         id
+    }
+
+    /// How many connections there are that this peer asked for.
+    pub fn incoming(&self, peer_cid: u64) -> usize {
+        self.incoming.get(&peer_cid).copied().unwrap_or(0)
+    }
+
+    /// A connection was refused before it came here.
+    pub(crate) fn refuse(&mut self) {
+        self.statistics.refused_by_limit += 1;
+    }
+
+    /// Bytes of memory that are reserved, of [`Limits::memory`].
+    pub fn reserved(&self) -> u64 {
+        self.promised
+    }
+
+    /// Reserves memory for a message on its way to the guest. Without room for it there is still one at a time, so that
+    /// messages go on.
+    pub fn reserve(&mut self, bytes: u64) -> bool {
+        let fits = bytes <= self.limits.memory.saturating_sub(self.promised);
+        if !fits && self.messages > 0 {
+            return false;
+        }
+        self.promised += bytes;
+        self.messages += bytes;
+        true
+    }
+
+    /// Gives memory back that was [reserved](Table::reserve).
+    pub fn release(&mut self, bytes: u64) {
+        self.promised -= bytes;
+        self.messages -= bytes;
+    }
+
+    /// The window of a connection, in bytes.
+    pub fn window(&self, id: Id) -> u32 {
+        self.get(id).map_or(0, |connection| connection.from_guest.window())
     }
 
     fn take_port(&mut self) -> u32 {
@@ -263,13 +314,13 @@ impl Table {
     fn add(&mut self, key: Key, kind: Kind, phase: Phase) -> Option<Id> {
         let left = self.limits.memory.saturating_sub(self.promised);
         let least = WINDOW_MIN.min(self.limits.buf_alloc);
-        if self.names.len() >= self.limits.connections || left < u64::from(least) {
+        if self.names.len() >= self.limits.connections || left < Limits::cost(least, kind) {
             return None;
         }
         let share = if self.promised < self.limits.memory / 4 { SHARE_FIRST } else { SHARE };
         let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
         let window = fair.min(self.limits.buf_alloc);
-        self.promised += u64::from(window);
+        self.promised += Limits::cost(window, kind);
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
@@ -285,6 +336,7 @@ impl Table {
             from_guest: FromGuest::new(window),
             owed: Owed::empty(),
             in_line: false,
+            incoming: false,
         });
         let id = Id { index, generation: slot.generation };
         self.names.insert(key, id);
@@ -295,7 +347,15 @@ impl Table {
         let slot = &mut self.slots[id.index as usize];
         let connection = slot.connection.take().expect("the caller has looked");
         slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
-        self.promised -= u64::from(connection.from_guest.window());
+        self.promised -= Limits::cost(connection.from_guest.window(), connection.kind);
+        if connection.incoming
+            && let Entry::Occupied(mut count) = self.incoming.entry(connection.key.peer_cid)
+        {
+            *count.get_mut() -= 1;
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
         self.names.remove(&connection.key);
         self.free.push(id.index);
     }
@@ -345,10 +405,11 @@ impl Table {
         // A message has to fit into what a socket of the host takes at once, so there the window stays.
         if connection.kind == Kind::Stream {
             let (window, wanted) = (connection.from_guest.window(), connection.from_guest.wanted().min(most));
-            let more = wanted.saturating_sub(window);
-            if u64::from(more) <= left / 2 {
+            let wanted = wanted.max(window);
+            let more = Limits::cost(wanted, Kind::Stream) - Limits::cost(window, Kind::Stream);
+            if more <= left / 2 {
                 connection.from_guest.widen(wanted);
-                self.promised += u64::from(more);
+                self.promised += more;
             }
         }
         self.owe(id, Owed::CREDIT);

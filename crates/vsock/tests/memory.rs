@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, getrlimit};
 use towline_frontend::vsock::{Event, Guest};
 use towline_vsock::Limits;
+use towline_vsock::packet::Kind;
 
 use common::{Served, WITHIN, until};
 
@@ -150,8 +151,8 @@ fn ten_thousand_connections_take_the_memory_that_was_stated() {
 /// Windows are promises of memory: when there is none left to promise, a connection is refused.
 #[test]
 fn what_cannot_be_promised_is_refused() {
-    // 16 KiB each.
-    let served = Served::new(Limits { memory: 8 * (16 << 10), ..Limits::default() });
+    let memory = 8 * Limits::cost(16 << 10, Kind::Stream);
+    let served = Served::new(Limits { memory, ..Limits::default() });
     let (_frontend, mut guest) = served.guest();
     let _listener = UnixListener::bind(served.path("v_5000")).unwrap();
     let mut outcomes = Vec::new();

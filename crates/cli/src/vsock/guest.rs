@@ -16,6 +16,7 @@ pub(crate) struct Guest {
     pub(super) uds_seqpacket: Option<PathBuf>,
     pub(super) forward: Vec<Rule>,
     pub(super) group: Vec<String>,
+    pub(super) state: Option<PathBuf>,
 }
 
 impl FromStr for Guest {
@@ -32,7 +33,8 @@ impl FromStr for Guest {
                 "uds-seqpacket" => guest.uds_seqpacket = Some(value.into()),
                 "forward" => guest.forward.push(value.parse()?),
                 "group" => guest.group.push(value.to_owned()),
-                _ => bail!("`{key}` is not one of cid, socket, uds, uds-seqpacket, forward, group"),
+                "state" => guest.state = Some(value.into()),
+                _ => bail!("`{key}` is not one of cid, socket, uds, uds-seqpacket, forward, group, state"),
             }
         }
         if guest.cid == 0 || guest.socket.as_os_str().is_empty() {
@@ -61,6 +63,7 @@ struct Entry {
     forward: Vec<String>,
     #[serde(default)]
     group: Vec<String>,
+    state: Option<PathBuf>,
 }
 
 /// The guests of a TOML file.
@@ -77,11 +80,11 @@ fn parse(text: &str) -> Result<Vec<Guest>> {
 
 impl Entry {
     fn into_guest(self) -> Result<Guest> {
-        let Self { cid, socket, uds, uds_seqpacket, forward, group } = self;
+        let Self { cid, socket, uds, uds_seqpacket, forward, group, state } = self;
         let cid = guest_cid(&cid.to_string())?;
         let rules = forward.iter().map(|rule| rule.parse::<Rule>());
         let forward = rules.collect::<Result<_, _>>().with_context(|| format!("the guest with cid {cid}"))?;
-        Ok(Guest { cid, socket, uds, uds_seqpacket, forward, group })
+        Ok(Guest { cid, socket, uds, uds_seqpacket, forward, group, state })
     }
 }
 
@@ -99,6 +102,7 @@ mod tests {
             uds-seqpacket = "/run/a.m"
             forward = ["guest:80=tcp:127.0.0.1:8080", "cid:9=uds:/run/nine"]
             group = ["lab", "all"]
+            state = "/run/a.state"
 
             [[guest]]
             cid = 4
@@ -106,7 +110,7 @@ mod tests {
         "#;
         let options = [
             "cid=3,socket=/run/a,uds=/run/a.v,uds-seqpacket=/run/a.m,forward=guest:80=tcp:127.0.0.1:8080,\
-             forward=cid:9=uds:/run/nine,group=lab,group=all",
+             forward=cid:9=uds:/run/nine,group=lab,group=all,state=/run/a.state",
             "cid=4,socket=/run/b",
         ];
         let options: Vec<Guest> = options.iter().map(|text| text.parse().unwrap()).collect();

@@ -84,6 +84,17 @@ fn numbers(report: &Report) -> Vec<Number> {
         Number::level("connections-peak", "the most that there were at a time", all.connections_peak),
         Number::level("kept-bytes", "bytes kept for sockets that do not take them", report.kept as u64)
             .in_bytes(),
+        Number::level(
+            "memory-reserved-bytes",
+            "memory that connections are given, of --memory-limit",
+            all.memory_reserved,
+        )
+        .in_bytes(),
+        Number::events(
+            "memory-waits",
+            "times that a message for the guest waited for memory",
+            all.memory_waits,
+        ),
         Number::level("lent", "packets that the kernel reads in the guest's memory", all.lent),
         Number::events(
             "taken-back",

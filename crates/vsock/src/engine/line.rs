@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 
-use towline_channel::IoBuf;
+use towline_channel::{IOV_MAX, IoBuf};
 use towline_vhost_user::{Batch, Head};
 
 use super::SKIP;
+use super::chunk::Chunk;
 use super::loans::Loans;
 use crate::connection::Id;
 use crate::packet::{Ends, Kind};
@@ -19,8 +20,17 @@ pub(super) const HELD_PER_LINE_MAX: usize = 16;
 pub(super) const LEND_BYTES_MIN: u32 = 16 << 10;
 /// Chains of one connection that may be lent at a time; what comes beyond is copied by the kernel.
 pub(super) const LENT_PER_LINE_MAX: usize = 16;
-/// What is copied is gathered in pieces of about this size.
-const CHUNK_BYTES: usize = 64 << 10;
+/// The sizes of a chunk of copied payload, in bytes: an eighth of the window within these.
+const CHUNK_BYTES_MIN: u32 = 1 << 10;
+const CHUNK_BYTES_MAX: u32 = 64 << 10;
+/// The most chains of a ring that connections may hold, or have lent to the kernel, at a time.
+pub(super) const HELD_MAX: usize = 256;
+/// The most pieces of memory in a batch of which chains are held: a description of each piece stays with the batch.
+const PIECES_HELD_MAX: usize = 1024;
+/// Idle batches that are left for the next packets.
+const IDLE_MAX: usize = 4;
+/// Entries of a queue of packets that are left to a connection.
+const ENTRIES_IDLE_MAX: usize = 16;
 
 /// A connection's socket, and what is on the way to it.
 pub(super) struct Line<S> {
@@ -61,6 +71,8 @@ pub(super) struct Line<S> {
     pub(super) read_shut: bool,
     /// Buffers of the guest's that the next read may fill.
     pub(super) appetite: usize,
+    /// Urgent data came: a short read may have stopped at its mark, and does not mean that the socket is empty.
+    pub(super) urgent: bool,
     /// A message that did not fit into the guest's buffers at once, how much of it has left, and what it ends.
     pub(super) message: Option<(Vec<u8>, usize, Ends)>,
     pub(super) statistics: LineStatistics,
@@ -87,18 +99,25 @@ pub struct LineStatistics {
 pub(super) enum Out {
     /// In the guest's memory. `loan`: until when the kernel reads what has left of it.
     Chain { slot: usize, chain: usize, offset: u32, len: u32, end: Ends, loan: Option<u64> },
-    /// Copied. `ends`: where messages end, as offsets, and what ends with each.
-    Kept { bytes: Vec<u8>, offset: usize, ends: VecDeque<(usize, Ends)> },
+    /// Copied.
+    Kept(Box<Chunk>),
 }
 
 impl Out {
     /// Whether it is worth being lent, or was begun to be.
-    fn is_large(&self) -> bool {
+    fn is_large(&self, shelf: &Shelf) -> bool {
         match self {
-            Self::Chain { len, loan, .. } => loan.is_some() || *len >= LEND_BYTES_MIN,
-            Self::Kept { .. } => false,
+            Self::Chain { slot, len, loan, .. } => {
+                loan.is_some() || (*len >= LEND_BYTES_MIN && shelf.may_stay(*slot))
+            }
+            Self::Kept(_) => false,
         }
     }
+}
+
+/// How large chunks of copied payload are for this window: the first may be sent and not free, and the last one empty.
+pub(super) fn chunk_bytes(window: u32) -> usize {
+    (window / 8).clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX) as usize
 }
 
 impl<S> Line<S> {
@@ -125,6 +144,7 @@ impl<S> Line<S> {
             write_shut: false,
             read_shut: false,
             appetite: 2,
+            urgent: false,
             message: None,
             statistics: LineStatistics::default(),
         }
@@ -149,29 +169,28 @@ impl<S> Line<S> {
                         let here = skip.min(buf.len());
                         skip -= here;
                         let buf = buf.skip(here).prefix(left);
-                        if !buf.is_empty() {
-                            left -= buf.len();
-                            bytes += buf.len();
-                            bufs.push(buf);
+                        if buf.is_empty() {
+                            continue;
                         }
+                        if bufs.len() == IOV_MAX {
+                            return if whole { None } else { Some((bytes, Ends::empty())) };
+                        }
+                        left -= buf.len();
+                        bytes += buf.len();
+                        bufs.push(buf);
                     }
                     *end
                 }
-                Out::Kept { bytes: kept, offset, ends } => {
-                    let until = if whole { ends.front().copied() } else { None };
-                    let (until, end) = until.unwrap_or((kept.len(), Ends::empty()));
-                    let part = &kept[*offset..until];
+                Out::Kept(chunk) => {
+                    if bufs.len() == IOV_MAX {
+                        return if whole { None } else { Some((bytes, Ends::empty())) };
+                    }
+                    let (part, end) = chunk.front(whole);
                     bytes += part.len();
                     bufs.push(IoBuf::from(part));
                     end
                 }
             };
-            if bufs.len() > towline_channel::IOV_MAX {
-                if whole {
-                    return None;
-                }
-                break;
-            }
             if whole && !end.is_empty() {
                 return Some((bytes, end));
             }
@@ -194,15 +213,11 @@ impl<S> Line<S> {
                     }
                     (*len == 0).then_some(Some(((*slot, *chain), *before)))
                 }
-                Out::Kept { bytes, offset, ends } => {
-                    let here = left.min(bytes.len() - *offset);
-                    *offset += here;
+                Out::Kept(chunk) => {
+                    let here = chunk.advance(left);
                     left -= here;
                     self.kept -= here;
-                    while ends.front().is_some_and(|(end, _)| *end <= *offset) {
-                        ends.pop_front();
-                    }
-                    (*offset == bytes.len()).then_some(None)
+                    chunk.is_sent().then_some(None)
                 }
             };
             let Some(gone) = gone else { return };
@@ -228,8 +243,8 @@ impl<S> Line<S> {
     }
 
     /// Whether something is worth being lent.
-    pub(super) fn has_large(&self) -> bool {
-        self.out.iter().any(Out::is_large)
+    pub(super) fn has_large(&self, shelf: &Shelf) -> bool {
+        self.out.iter().any(|out| out.is_large(shelf))
     }
 
     /// How many entries the next call takes, and whether they are lent: those that are worth it, as many as may be, or all
@@ -240,41 +255,43 @@ impl<S> Line<S> {
         if room == 0 {
             return (usize::MAX, false);
         }
-        match self.out.iter().take_while(|out| out.is_large()).count() {
-            0 => (self.out.iter().take_while(|out| !out.is_large()).count(), false),
+        match self.out.iter().take_while(|out| out.is_large(shelf)).count() {
+            0 => (self.out.iter().take_while(|out| !out.is_large(shelf)).count(), false),
             large => (large.min(room), true),
         }
     }
 
     /// What came with this batch and did not leave stays where it is, if that is worth a chain of the ring, else it is
-    /// copied. Returns the bytes copied.
-    pub(super) fn settle(&mut self, shelf: &mut Shelf, held_max: usize) -> usize {
+    /// copied into chunks of `size` bytes. Returns the bytes copied.
+    pub(super) fn settle(&mut self, shelf: &mut Shelf, size: usize) -> usize {
         let mut copied = 0;
         for out in self.out.split_off(self.settled) {
             let Out::Chain { slot, chain, offset, len, end, loan } = out else {
                 self.out.push_back(out);
                 continue;
             };
-            if len >= HOLD_BYTES_MIN && self.held < HELD_PER_LINE_MAX && shelf.held < held_max {
+            let fits = self.held < HELD_PER_LINE_MAX && shelf.held < shelf.held_max;
+            if len >= HOLD_BYTES_MIN && fits && shelf.may_stay(slot) {
                 self.held += 1;
                 shelf.held += 1;
                 self.out.push_back(out);
                 continue;
             }
-            copied += self.keep(shelf, (slot, chain), offset, len, end);
+            copied += self.keep(shelf, &Copied { slot, chain, offset, len, end }, size);
             self.part((slot, chain), false, loan, shelf);
         }
         self.settled = self.out.len();
         copied
     }
 
-    /// Everything that is held is copied, because the ring goes.
-    pub(super) fn let_go(&mut self, shelf: &mut Shelf) -> usize {
+    /// Everything that is in the ring is copied into chunks of `size` bytes: the ring goes, or a message has more pieces
+    /// than a call takes. Returns the bytes copied.
+    pub(super) fn let_go(&mut self, shelf: &mut Shelf, size: usize) -> usize {
         let mut copied = 0;
         let (settled, all) = (self.settled, std::mem::take(&mut self.out));
         for (index, out) in all.into_iter().enumerate() {
             if let Out::Chain { slot, chain, offset, len, end, loan } = out {
-                copied += self.keep(shelf, (slot, chain), offset, len, end);
+                copied += self.keep(shelf, &Copied { slot, chain, offset, len, end }, size);
                 self.held -= usize::from(index < settled);
                 self.part((slot, chain), index < settled, loan, shelf);
             } else {
@@ -285,31 +302,46 @@ impl<S> Line<S> {
         copied
     }
 
-    fn keep(
-        &mut self,
-        shelf: &Shelf,
-        (slot, chain): (usize, usize),
-        offset: u32,
-        len: u32,
-        end: Ends,
-    ) -> usize {
-        let len = len as usize;
-        let room = match self.out.back() {
-            Some(Out::Kept { bytes, .. }) => bytes.len() + len <= CHUNK_BYTES,
-            _ => false,
-        };
-        if !room {
-            self.out.push_back(Out::Kept { bytes: Vec::new(), offset: 0, ends: VecDeque::new() });
+    fn keep(&mut self, shelf: &Shelf, from: &Copied, size: usize) -> usize {
+        let chain = shelf.batch(from.slot).chain(from.chain);
+        let (mut offset, mut left) = (SKIP + from.offset as usize, from.len as usize);
+        while left > 0 {
+            if !matches!(self.out.back(), Some(Out::Kept(chunk)) if chunk.room() > 0) {
+                self.out.push_back(Out::Kept(Box::new(Chunk::new(size))));
+            }
+            let Some(Out::Kept(chunk)) = self.out.back_mut() else { break };
+            let here = left.min(chunk.room());
+            chunk.append(here, |room| {
+                chain.read_at(offset, room);
+            });
+            (offset, left) = (offset + here, left - here);
         }
-        let Some(Out::Kept { bytes, ends, .. }) = self.out.back_mut() else { return 0 };
-        let start = bytes.len();
-        bytes.resize(start + len, 0);
-        shelf.batch(slot).chain(chain).read_at(SKIP + offset as usize, &mut bytes[start..]);
-        if !end.is_empty() {
-            ends.push_back((bytes.len(), end));
+        if let Some(Out::Kept(chunk)) = self.out.back_mut()
+            && !from.end.is_empty()
+        {
+            chunk.end(from.end);
         }
-        self.kept += len;
-        len
+        self.kept += from.len as usize;
+        from.len as usize
+    }
+
+    /// Frees the room for packets that a batch took and that are gone.
+    pub(super) fn trim(&mut self) {
+        if self.out.capacity() > ENTRIES_IDLE_MAX {
+            self.out.shrink_to(ENTRIES_IDLE_MAX);
+        }
+    }
+
+    /// Bytes of memory that it takes beside its socket and a message on its way to the guest.
+    pub(super) fn footprint(&self) -> usize {
+        let chunks = self.out.iter().map(|out| match out {
+            Out::Kept(chunk) => chunk.footprint(),
+            Out::Chain { .. } => 0,
+        });
+        size_of::<Self>()
+            + self.out.capacity() * size_of::<Out>()
+            + self.loans.footprint()
+            + chunks.sum::<usize>()
     }
 
     /// All that waits is dropped.
@@ -321,6 +353,15 @@ impl<S> Line<S> {
         }
         (self.settled, self.held, self.kept) = (0, 0, 0);
     }
+}
+
+/// The part of a chain's payload that is copied, and what ends with it.
+struct Copied {
+    slot: usize,
+    chain: usize,
+    offset: u32,
+    len: u32,
+    end: Ends,
 }
 
 /// Batches of the guest's packets, as long as somebody still needs one of their chains.
@@ -338,7 +379,10 @@ pub(super) struct Shelf {
 #[derive(Default)]
 struct Place {
     batch: Batch,
+    /// Chains of the batch that are in use.
     users: usize,
+    /// Pieces of memory of all chains in the batch.
+    pieces: usize,
 }
 
 impl Shelf {
@@ -348,6 +392,39 @@ impl Shelf {
             self.places.push(Place::default());
             self.places.len() - 1
         })
+    }
+
+    /// Counts the pieces of a batch that was just taken.
+    pub(super) fn measure(&mut self, slot: usize) {
+        let place = &mut self.places[slot];
+        place.pieces = pieces(&place.batch);
+    }
+
+    /// Whether chains of this batch may be held or lent.
+    pub(super) fn may_stay(&self, slot: usize) -> bool {
+        self.places[slot].pieces <= PIECES_HELD_MAX
+    }
+
+    /// Frees the memory of idle batches that hold much of it, and of those that are too many.
+    pub(super) fn trim(&mut self) {
+        for place in &mut self.places {
+            if place.users == 0 && place.pieces > PIECES_HELD_MAX {
+                *place = Place::default();
+            }
+        }
+        while self.places.len() > IDLE_MAX && self.places.last().is_some_and(|place| place.users == 0) {
+            self.places.pop();
+        }
+    }
+
+    /// Drops all idle batches, which refer to the guest's memory.
+    pub(super) fn clear_idle(&mut self) {
+        self.places.iter_mut().filter(|place| place.users == 0).for_each(|place| *place = Place::default());
+    }
+
+    /// Pieces of memory that are described by batches in use.
+    pub(super) fn pieces(&self) -> usize {
+        self.places.iter().filter(|place| place.users > 0).map(|place| place.pieces).sum()
     }
 
     pub(super) fn batch(&self, slot: usize) -> &Batch {
@@ -370,4 +447,14 @@ impl Shelf {
         self.places[slot].users -= 1;
         self.held -= usize::from(held);
     }
+}
+
+/// The pieces of memory of all chains in a batch.
+pub(super) fn pieces(batch: &Batch) -> usize {
+    batch.chains().map(|chain| chain.readable().len() + chain.writable().len()).sum()
+}
+
+/// Whether a batch with so many pieces keeps too much memory to be left for the next packets.
+pub(super) fn is_heavy(pieces: usize) -> bool {
+    pieces > PIECES_HELD_MAX
 }

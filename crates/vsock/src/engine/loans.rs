@@ -33,6 +33,11 @@ impl Loans {
         self.chains.len()
     }
 
+    /// Bytes of memory beside its own.
+    pub(super) fn footprint(&self) -> usize {
+        self.chains.capacity() * size_of::<(u64, (usize, usize))>()
+    }
+
     /// A loan was made.
     pub(super) fn begin(&mut self, number: u64) {
         self.last = number;
@@ -49,9 +54,9 @@ impl Loans {
         self.chains.push_back((until, place));
     }
 
-    /// All loans up to this one are over.
+    /// All loans up to this one are over. Says nothing of loans that were not made yet.
     fn free(&mut self, over: u64, shelf: &mut Shelf) {
-        self.over = self.over.max(over);
+        self.over = self.over.max(over.min(self.last));
         while let Some((until, (slot, chain))) = self.chains.front().copied()
             && until <= self.over
         {
@@ -133,6 +138,9 @@ impl<S: Sockets> Engine<S> {
 
     pub(super) fn drop_line(&mut self, mut line: Line<S::Socket>, reset: bool) {
         line.discard(&mut self.shelf);
+        if let Some((message, ..)) = line.message.take() {
+            self.free_message(&message);
+        }
         let Some(socket) = line.socket else {
             self.sockets.forget(line.id);
             return;
@@ -144,5 +152,21 @@ impl<S: Sockets> Engine<S> {
         self.sockets.part(&socket, reset);
         self.parting.push(Parting { id: line.id, socket, loans: line.loans, reset });
         self.freed(line.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As when the kernel's error queue cannot be read.
+    #[test]
+    fn loans_that_are_made_later_are_not_over() {
+        let (mut loans, mut shelf) = (Loans::default(), Shelf::default());
+        loans.begin(1);
+        loans.free(u64::MAX, &mut shelf);
+        loans.begin(2);
+        loans.enter(2, (0, 0), true, &mut shelf);
+        assert_eq!((loans.len(), shelf.done.len()), (1, 0), "the kernel reads it yet");
     }
 }

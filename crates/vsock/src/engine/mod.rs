@@ -12,16 +12,17 @@
 //! It waits for nothing, and knows the time only by what [`Engine::tick`] is told, so that it can be run in virtual time
 //! with sockets of a model.
 
+mod chunk;
 mod line;
 mod loans;
+mod queue;
 mod to_guest;
 mod to_host;
-
-use std::collections::VecDeque;
 
 pub use line::LineStatistics;
 use line::{Line, Shelf};
 use loans::Parting;
+use queue::LiveQueue;
 use towline_vhost_user::{Batch, Ring, Traffic};
 
 use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
@@ -61,6 +62,11 @@ pub struct Statistics {
     pub lent: u64,
     /// Connections that were reset because it did not stop to in time.
     pub taken_back: u64,
+    /// Bytes of memory that connections are given now, of [`Limits::memory`]: windows, their bookkeeping, and messages on
+    /// their way to the guest.
+    pub memory_reserved: u64,
+    /// Times that a message for the guest waited for memory.
+    pub memory_waits: u64,
 }
 
 /// What is new of a socket.
@@ -68,6 +74,8 @@ pub struct Statistics {
 pub enum News {
     /// There is something to receive.
     Data,
+    /// There is urgent data, at whose mark a read stops.
+    Urgent,
     /// Its other end sends no more.
     Ending,
     /// Its other end neither sends nor receives any more.
@@ -79,8 +87,12 @@ pub struct Engine<S: Sockets> {
     table: Table,
     sockets: S,
     lines: Vec<Option<Line<S::Socket>>>,
-    /// Who has something for the guest, by turns.
-    ready: VecDeque<Id>,
+    /// Connections with something for the guest, round-robin.
+    ready: LiveQueue<Id>,
+    /// Connections whose next message for the guest waits for memory.
+    waiting: LiveQueue<Id>,
+    /// Bytes of memory of messages on their way to the guest.
+    messages: u64,
     /// Who got something of the guest's with this batch.
     touched: Vec<Id>,
     shelf: Shelf,
@@ -88,8 +100,8 @@ pub struct Engine<S: Sockets> {
     parting: Vec<Parting<S::Socket>>,
     buffers: Batch,
     now_ms: u64,
-    deadlines: VecDeque<(u64, Id)>,
-    stalls: VecDeque<(u64, Id)>,
+    deadlines: LiveQueue<(u64, Id)>,
+    stalls: LiveQueue<(u64, Id)>,
     /// Since when the guest has left no room for answers.
     full_since: Option<u64>,
     /// Without packets that carry something to the guest: those are counted below.
@@ -104,14 +116,16 @@ impl<S: Sockets> Engine<S> {
             table: Table::new(cid, limits, seed),
             sockets,
             lines: Vec::new(),
-            ready: VecDeque::new(),
+            ready: LiveQueue::default(),
+            waiting: LiveQueue::default(),
+            messages: 0,
             touched: Vec::new(),
             shelf: Shelf::default(),
             parting: Vec::new(),
             buffers: Batch::new(),
             now_ms: 0,
-            deadlines: VecDeque::new(),
-            stalls: VecDeque::new(),
+            deadlines: LiveQueue::default(),
+            stalls: LiveQueue::default(),
             full_since: None,
             traffic: Traffic::default(),
             statistics: Statistics::default(),
@@ -142,7 +156,8 @@ impl<S: Sockets> Engine<S> {
     /// What was counted so far.
     pub fn statistics(&self) -> Statistics {
         let (connections, lent) = (self.table.len() as u64, self.lent() as u64);
-        Statistics { table: self.table.statistics(), connections, lent, ..self.statistics }
+        let memory_reserved = self.table.reserved();
+        Statistics { table: self.table.statistics(), connections, lent, memory_reserved, ..self.statistics }
     }
 
     /// Each connection and what it has moved.
@@ -173,6 +188,29 @@ impl<S: Sockets> Engine<S> {
         self.lines.iter().flatten().map(|line| line.kept).sum()
     }
 
+    /// Bytes of memory that connections take in this process, beside their sockets: never more than
+    /// [`Statistics::memory_reserved`].
+    pub fn footprint(&self) -> u64 {
+        let lines = self.lines.iter().flatten().map(|line| line.footprint() as u64);
+        lines.sum::<u64>() + self.messages
+    }
+
+    /// Entries of all lists that wait for something, whose connections may be gone.
+    pub fn backlog(&self) -> usize {
+        self.ready.len() + self.waiting.len() + self.deadlines.len() + self.stalls.len()
+    }
+
+    /// Pieces of guest memory that are described in batches which connections hold.
+    pub fn pieces(&self) -> usize {
+        self.shelf.pieces()
+    }
+
+    /// Drops idle batches, which refer to the guest's memory as it was.
+    pub fn clear_idle(&mut self) {
+        self.shelf.clear_idle();
+        self.buffers = Batch::new();
+    }
+
     /// A socket of the host's asks for a port of the guest's. It comes back if there are too many already.
     ///
     /// # Errors
@@ -187,8 +225,14 @@ impl<S: Sockets> Engine<S> {
         let Some(id) = self.table.open(guest_port, kind, peer_cid) else { return Err(socket) };
         self.sockets.opened(id, &socket);
         self.put(Line::new(id, kind, Some(socket)));
-        self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+        self.end_later(id);
         Ok(id)
+    }
+
+    /// A socket that asks for a port of the guest's is refused before it comes to the table.
+    pub fn refuse(&mut self, socket: S::Socket) {
+        self.table.refuse();
+        self.sockets.close(socket, true);
     }
 
     /// A connection that was to come later is there, or will not be.
@@ -210,7 +254,8 @@ impl<S: Sockets> Engine<S> {
     pub fn readable(&mut self, id: Id, news: News) {
         let Some(line) = self.line(id) else { return };
         line.readable = true;
-        line.ending |= news != News::Data;
+        line.urgent |= news == News::Urgent;
+        line.ending |= matches!(news, News::Ending | News::HungUp);
         line.hung_up |= news == News::HungUp;
         if news == News::HungUp && line.ended && !line.deaf && !line.write_shut {
             // Its end was told already, when only that was known.
@@ -234,14 +279,14 @@ impl<S: Sockets> Engine<S> {
     pub fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
         while self.deadlines.front().is_some_and(|(at, _)| *at <= now_ms) {
-            let Some((_, id)) = self.deadlines.pop_front() else { return };
+            let Some((_, id)) = self.deadlines.pop() else { return };
             let late = [Phase::Asked, Phase::Connecting, Phase::Over];
             if self.table.get(id).is_some_and(|connection| late.contains(&connection.phase)) {
                 self.end(id, true);
             }
         }
         while self.stalls.front().is_some_and(|(at, _)| *at <= now_ms) {
-            let Some((_, id)) = self.stalls.pop_front() else { return };
+            let Some((_, id)) = self.stalls.pop() else { return };
             let Some(line) = self.line(id) else { continue };
             line.stall_noted = false;
             if line.stalled {
@@ -264,10 +309,10 @@ impl<S: Sockets> Engine<S> {
     /// The transmit ring stops: nothing of it is held any more. What is lent comes back by [`Engine::freed`], or is taken
     /// back.
     pub fn let_go(&mut self, ring: Option<&mut Ring>) {
-        for line in self.lines.iter_mut().flatten() {
-            let copied = line.let_go(&mut self.shelf) as u64;
-            line.statistics.bytes_copied += copied;
-            self.statistics.lines.bytes_copied += copied;
+        for index in 0..self.lines.len() {
+            if let Some(id) = self.lines[index].as_ref().map(|line| line.id) {
+                self.copy_out(id);
+            }
         }
         if let Some(ring) = ring {
             self.give_back(ring);
@@ -282,7 +327,7 @@ impl<S: Sockets> Engine<S> {
             }
         }
         self.table.clear();
-        (self.ready, self.deadlines, self.stalls) = Default::default();
+        (self.ready, self.waiting, self.deadlines, self.stalls) = Default::default();
     }
 
     fn line(&mut self, id: Id) -> Option<&mut Line<S::Socket>> {
@@ -326,7 +371,22 @@ impl<S: Sockets> Engine<S> {
         let something = line.readable || line.message.is_some();
         if open && something && !line.stalled && !line.ended && !line.in_line {
             line.in_line = true;
-            self.ready.push_back(id);
+            self.ready.push(id, |id| self.table.get(*id).is_some());
+        }
+    }
+
+    /// Ends a connection whose other end has not confirmed its current state by then.
+    fn end_later(&mut self, id: Id) {
+        self.deadlines.push((self.now_ms + PATIENCE_MS, id), |(_, id)| self.table.get(*id).is_some());
+    }
+
+    /// A message is on its way to the guest no more; others may have its memory.
+    fn free_message(&mut self, message: &Vec<u8>) {
+        let bytes = message.capacity() as u64;
+        self.messages -= bytes;
+        self.table.release(bytes);
+        while let Some(id) = self.waiting.pop() {
+            self.ready.push(id, |id| self.table.get(*id).is_some());
         }
     }
 
@@ -364,7 +424,7 @@ impl<S: Sockets> Engine<S> {
         if line.ended && (through || line.deaf) {
             self.hang_up(id, false);
             self.table.over(id);
-            self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+            self.end_later(id);
         }
     }
 
@@ -385,7 +445,7 @@ impl<S: Sockets> Engine<S> {
             }
             Connect::Later => {
                 self.put(Line::new(id, kind, None));
-                self.deadlines.push_back((self.now_ms + PATIENCE_MS, id));
+                self.end_later(id);
             }
             Connect::Refused => self.table.reset(id),
         }

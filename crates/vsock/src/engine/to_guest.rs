@@ -2,14 +2,15 @@
 
 use std::io;
 
-use towline_channel::IoBufMut;
-use towline_vhost_user::Ring;
+use towline_channel::{IOV_MAX, IoBufMut};
+use towline_vhost_user::{Batch, Ring};
 use zerocopy::IntoBytes as _;
 
+use super::line::{is_heavy, pieces};
 use super::{Engine, SKIP, STALL_MS};
 use crate::connection::Id;
 use crate::packet::{Ends, HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
-use crate::sockets::{Received, Sockets};
+use crate::sockets::{Front, Received, Sockets};
 
 /// Buffers of the guest's that are taken together.
 const BATCH: usize = 256;
@@ -17,6 +18,10 @@ const BATCH: usize = 256;
 const ROUNDS: usize = 8;
 /// Bytes that one connection may send before the next has its turn.
 const QUANTUM: usize = 256 << 10;
+/// Turns of connections that turned out to have nothing, before the rings are looked at again.
+const IDLE_TURNS: usize = 64;
+/// Pieces of memory that one call receives into: one is left for the mark of a message.
+const PIECES_MAX: usize = IOV_MAX - 1;
 
 impl<S: Sockets> Engine<S> {
     /// Tells the guest what there is to tell, and fills its buffers. True if there is more, and only others should have a
@@ -37,8 +42,12 @@ impl<S: Sockets> Engine<S> {
                 ring.listen(true);
                 return false;
             }
+            let heavy = is_heavy(pieces(&self.buffers));
             let used = self.fill_batch(ring, count);
             ring.give_back(&mut self.buffers, used);
+            if heavy {
+                self.buffers = Batch::new();
+            }
             if used == count {
                 ring.publish();
             }
@@ -57,8 +66,8 @@ impl<S: Sockets> Engine<S> {
     }
 
     fn fill_batch(&mut self, ring: &mut Ring, count: usize) -> usize {
-        let mut used = 0;
-        while used < count {
+        let (mut used, mut idle) = (0, 0);
+        while used < count && idle < IDLE_TURNS {
             let chain = self.buffers.chain(used);
             if (chain.writable_bytes() as usize) < HEADER_BYTES {
                 // Of no use to anybody, as the guest sees by its length.
@@ -70,8 +79,10 @@ impl<S: Sockets> Engine<S> {
                 chain.write_at(0, header.as_bytes());
                 ring.complete(chain, HEADER_BYTES as u32);
                 used += 1;
-            } else if let Some(id) = self.ready.pop_front() {
-                used += self.fill_from(id, ring, used);
+            } else if let Some(id) = self.ready.pop() {
+                let filled = self.fill_from(id, ring, used);
+                used += filled;
+                idle += usize::from(filled == 0);
             } else {
                 break;
             }
@@ -103,7 +114,7 @@ impl<S: Sockets> Engine<S> {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         line.stalled = true;
         if !std::mem::replace(&mut line.stall_noted, true) {
-            self.stalls.push_back((self.now_ms + STALL_MS, id));
+            self.stalls.push((self.now_ms + STALL_MS, id), |(_, id)| self.table.get(*id).is_some());
         }
     }
 
@@ -120,7 +131,7 @@ impl<S: Sockets> Engine<S> {
         let most = room.min(QUANTUM);
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut buffers) = (0, first);
-        while buffers < self.buffers.len() && offered < most {
+        while buffers < self.buffers.len() && offered < most && bufs.len() < PIECES_MAX {
             let here = payload_bufs(&self.buffers, buffers, most - offered, &mut bufs);
             offered += here;
             buffers += 1;
@@ -140,7 +151,7 @@ impl<S: Sockets> Engine<S> {
                 0
             }
             Ok(Received { bytes, more, .. }) => {
-                line.readable = more || bytes == offered || line.ending;
+                line.readable = more || bytes == offered || line.ending || line.urgent;
                 let used = self.write_headers(id, ring, first, bytes, Ends::empty());
                 if let Some(line) = self.line(id) {
                     line.appetite = if used == offered_buffers { 2 * used } else { used + 1 }.min(BATCH);
@@ -154,7 +165,7 @@ impl<S: Sockets> Engine<S> {
     /// Whether nothing but its end is left in a socket.
     fn is_at_end(&mut self, id: Id) -> bool {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return false };
-        line.socket.as_ref().is_some_and(|socket| matches!(self.sockets.next_message(socket), Ok(0)))
+        line.socket.as_ref().is_some_and(|socket| matches!(self.sockets.front(socket), Ok(Front::End)))
     }
 
     /// A buffer with room for a header only.
@@ -220,12 +231,14 @@ impl<S: Sockets> Engine<S> {
         if line.message.is_some() {
             return self.fill_rest(id, ring, first, room);
         }
-        let len = match self.sockets.next_message(socket) {
-            Ok(0) => {
+        let len = match self.sockets.front(socket) {
+            Ok(Front::Bytes(len)) => len,
+            Ok(Front::End) => {
                 self.ended(id);
                 return 0;
             }
-            Ok(len) => len,
+            // It stays readable, behind the others.
+            Ok(Front::Skipped) => return 0,
             Err(error) => return self.failed(id, &error),
         };
         if len > self.table.room_at_most(id) as usize {
@@ -245,7 +258,7 @@ impl<S: Sockets> Engine<S> {
         }
         let mut bufs = Vec::with_capacity(BATCH);
         let (mut offered, mut buffers) = (0, first);
-        while buffers < self.buffers.len() && offered < len {
+        while buffers < self.buffers.len() && offered < len && bufs.len() < PIECES_MAX {
             offered += payload_bufs(&self.buffers, buffers, len - offered, &mut bufs);
             buffers += 1;
         }
@@ -270,10 +283,23 @@ impl<S: Sockets> Engine<S> {
     fn receive_long(&mut self, id: Id, ring: &mut Ring, (first, room): (usize, usize), len: usize) -> usize {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let Some(socket) = &line.socket else { return 0 };
-        let mut message = vec![0; len];
+        let mut message = Vec::new();
+        message.reserve_exact(len);
+        let bytes = message.capacity() as u64;
+        if !self.table.reserve(bytes) {
+            self.statistics.memory_waits += 1;
+            line.in_line = true;
+            self.waiting.push(id, |id| self.table.get(*id).is_some());
+            return 0;
+        }
+        self.messages += bytes;
+        message.resize(len, 0);
         let received = match self.sockets.receive(socket, &mut [IoBufMut::from(&mut message[..])]) {
             Ok(received) => received,
-            Err(error) => return self.failed(id, &error),
+            Err(error) => {
+                self.free_message(&message);
+                return self.failed(id, &error);
+            }
         };
         message.truncate(received.bytes);
         line.appetite = (2 * line.appetite).min(BATCH);
@@ -311,10 +337,9 @@ impl<S: Sockets> Engine<S> {
             }
         }
         let stalls = room == 0 && offset < message.len();
-        if offset < message.len()
-            && let Some(line) = self.line(id)
-        {
-            line.message = Some((message, offset, end));
+        match self.line(id).filter(|_| offset < message.len()) {
+            Some(line) => line.message = Some((message, offset, end)),
+            None => self.free_message(&message),
         }
         if stalls {
             self.stall(id);
@@ -328,22 +353,22 @@ fn capacity(writable: u32) -> usize {
     writable.saturating_sub(HEADER_BYTES as u32).min(PAYLOAD_BYTES_MAX) as usize
 }
 
-/// Appends the room for payload in one chain, at most `most` bytes of it. Returns its bytes.
-fn payload_bufs<'b>(
-    batch: &'b towline_vhost_user::Batch,
-    index: usize,
-    most: usize,
-    bufs: &mut Vec<IoBufMut<'b>>,
-) -> usize {
+/// Appends the room for payload in one chain, at most `most` bytes of it and [`PIECES_MAX`] pieces in all. Returns its
+/// bytes.
+fn payload_bufs<'b>(batch: &'b Batch, index: usize, most: usize, bufs: &mut Vec<IoBufMut<'b>>) -> usize {
     let chain = batch.chain(index);
     let (mut skip, mut left) = (SKIP, most.min(capacity(chain.writable_bytes())));
-    let offered = left;
+    let mut offered = 0;
     for buf in chain.writable() {
+        if bufs.len() == PIECES_MAX || left == 0 {
+            break;
+        }
         let here = skip.min(buf.len());
         skip -= here;
         let buf = buf.skip(here).into_prefix(left);
         if !buf.is_empty() {
             left -= buf.len();
+            offered += buf.len();
             bufs.push(buf);
         }
     }

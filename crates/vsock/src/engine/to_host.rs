@@ -5,7 +5,7 @@ use std::io;
 use towline_channel::IoBuf;
 use towline_vhost_user::Ring;
 
-use super::line::{Line, Out};
+use super::line::{HELD_MAX, Line, Out, chunk_bytes};
 use super::{Engine, SKIP};
 use crate::connection::{Id, Inbound};
 use crate::packet::{Ends, HEADER_BYTES, Header, Kind, Shut};
@@ -31,10 +31,11 @@ impl<S: Sockets> Engine<S> {
             }
             let slot = self.shelf.free();
             let count = ring.pop(self.shelf.batch_mut(slot), BATCH);
+            self.shelf.measure(slot);
             for chain in 0..count {
                 self.packet(slot, chain, ring);
             }
-            self.shelf.held_max = usize::from(ring.size() / HELD_SHARE);
+            self.shelf.held_max = usize::from(ring.size() / HELD_SHARE).min(HELD_MAX);
             let mut touched = std::mem::take(&mut self.touched);
             for id in touched.drain(..) {
                 if let Some(line) = self.line(id) {
@@ -45,6 +46,7 @@ impl<S: Sockets> Engine<S> {
             }
             self.touched = touched;
             self.give_back(ring);
+            self.shelf.trim();
             if count < BATCH {
                 return false;
             }
@@ -166,7 +168,7 @@ impl<S: Sockets> Engine<S> {
             let Some(socket) = line.socket.as_ref().filter(|_| !line.blocked && !line.out.is_empty()) else {
                 break;
             };
-            let (entries, lends) = if !whole && line.has_large() && self.sockets.lends(socket) {
+            let (entries, lends) = if !whole && line.has_large(&self.shelf) && self.sockets.lends(socket) {
                 line.lendable(&self.shelf)
             } else {
                 (usize::MAX, false)
@@ -174,7 +176,11 @@ impl<S: Sockets> Engine<S> {
             let mut bufs: Vec<IoBuf<'_>> = Vec::with_capacity(line.out.len());
             let Some((bytes, ends)) = line.gather(&self.shelf, whole, entries, &mut bufs) else {
                 drop(bufs);
-                line.settle(&mut self.shelf, 0);
+                // Copied, a message has a piece for each chunk.
+                if self.copy_out(id) == 0 {
+                    self.end(id, true);
+                    return;
+                }
                 continue;
             };
             if bytes == 0 {
@@ -243,14 +249,24 @@ impl<S: Sockets> Engine<S> {
 
     /// What did not leave with this batch is held or copied.
     fn hold(&mut self, id: Id) {
-        if let Some(line) = Self::line_of(&mut self.lines, id)
-            && line.settled < line.out.len()
-        {
-            let held_max = self.shelf.held_max;
-            let copied = line.settle(&mut self.shelf, held_max) as u64;
+        let size = chunk_bytes(self.table.window(id));
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return };
+        if line.settled < line.out.len() {
+            let copied = line.settle(&mut self.shelf, size) as u64;
             line.statistics.bytes_copied += copied;
             self.statistics.lines.bytes_copied += copied;
         }
+        line.trim();
+    }
+
+    /// Copies everything that a connection has in the ring. Returns how many bytes that were.
+    pub(super) fn copy_out(&mut self, id: Id) -> usize {
+        let size = chunk_bytes(self.table.window(id));
+        let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
+        let copied = line.let_go(&mut self.shelf, size);
+        line.statistics.bytes_copied += copied as u64;
+        self.statistics.lines.bytes_copied += copied as u64;
+        copied
     }
 }
 
@@ -263,10 +279,7 @@ impl<S> Line<S> {
                 *end = ends_with;
                 true
             }
-            Some(Out::Kept { bytes, ends, .. }) if ends.back().map(|(end, _)| *end) != Some(bytes.len()) => {
-                ends.push_back((bytes.len(), ends_with));
-                true
-            }
+            Some(Out::Kept(chunk)) => chunk.end(ends_with),
             _ => false,
         }
     }

@@ -129,8 +129,10 @@ impl Host {
         let ears = Arc::clone(&self.ears);
         if let Some(mailbox) = ears.siblings.find(ears.cid, key.peer_cid) {
             let Ok((ours, theirs)) = HostSocket::pair(kind) else { return Connect::Refused };
-            mailbox.put(Incoming { port: key.peer_port, kind, cid: ears.cid, socket: theirs });
-            return self.wait_for(id, ours, Pending::Ok, false);
+            let most = ears.siblings.share(key.peer_cid, mailbox.most());
+            let put =
+                mailbox.put(Incoming { port: key.peer_port, kind, cid: ears.cid, socket: theirs }, most);
+            return if put { self.wait_for(id, ours, Pending::Ok, false) } else { Connect::Refused };
         }
         let uds = ears.rules.iter().find_map(|rule| match rule {
             Rule::Sibling { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),

@@ -31,10 +31,8 @@ use crate::engine::News;
 use crate::packet::{Ends, HOST_CID, Kind, Shut};
 use crate::rules::Rule;
 use crate::siblings::{Incoming, Mailbox, Siblings};
-use crate::sockets::{Connect, Received, Sockets};
+use crate::sockets::{Connect, Front, Received, Sockets};
 
-/// The most that have connected and not yet said where to.
-pub(crate) const GREETINGS_MAX: usize = 1024;
 /// How long they may take.
 const GREETING_MS: u64 = 10_000;
 /// Connections that are accepted before others have a turn.
@@ -64,6 +62,8 @@ pub(crate) struct Ears {
     pub(crate) cid: u64,
     pub(crate) siblings: Arc<Siblings>,
     pub(crate) mailbox: Arc<Mailbox>,
+    /// The most handshakes under way.
+    pub(crate) greetings_max: usize,
 }
 
 /// What happened, for the engine.
@@ -87,6 +87,8 @@ pub(crate) enum Event {
 struct Greeting {
     socket: HostSocket,
     since_ms: u64,
+    /// In the order in which they came.
+    number: u64,
 }
 
 /// The sockets of one guest.
@@ -101,6 +103,7 @@ pub(crate) struct Host {
     accepted_at: u64,
     greetings: Vec<Option<Greeting>>,
     greeting_count: usize,
+    greeted: u64,
     pending: HashMap<Id, Pending>,
     lenders: Lenders,
     events: VecDeque<Event>,
@@ -115,8 +118,10 @@ fn data_of(id: Id) -> u64 {
     u64::from(id.index) | u64::from(id.generation) << 32
 }
 
-const READ: epoll::EventFlags =
-    epoll::EventFlags::IN.union(epoll::EventFlags::RDHUP).union(epoll::EventFlags::ET);
+const READ: epoll::EventFlags = epoll::EventFlags::IN
+    .union(epoll::EventFlags::PRI)
+    .union(epoll::EventFlags::RDHUP)
+    .union(epoll::EventFlags::ET);
 const WRITE: epoll::EventFlags = epoll::EventFlags::OUT.union(epoll::EventFlags::ET);
 
 impl Host {
@@ -142,6 +147,7 @@ impl Host {
             accepted_at: 0,
             greetings: Vec::new(),
             greeting_count: 0,
+            greeted: 0,
             pending: HashMap::new(),
             events: VecDeque::new(),
             now_ms: 0,
@@ -180,8 +186,11 @@ impl Host {
 
     /// The clock ticks while somebody waits for time.
     pub(crate) fn keep_time(&mut self, wanted: bool) {
-        let again = self.pending.values().any(|pending| matches!(pending, Pending::Again(..)));
-        if self.ticking || !(wanted || again || self.deaf || self.greeting_count > 0) {
+        if self.ticking {
+            return;
+        }
+        let again = || self.pending.values().any(|pending| matches!(pending, Pending::Again(..)));
+        if !(wanted || self.deaf || self.greeting_count > 0 || again()) {
             return;
         }
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value: TICK };
@@ -212,6 +221,11 @@ impl Host {
                 self.tell(id, connect);
             }
         }
+    }
+
+    /// How many connections each other guest of the process may have with this one.
+    pub(crate) fn sibling_share(&self, connections: usize) -> usize {
+        self.ears.siblings.share(self.ears.cid, connections)
     }
 
     /// What time it is, in milliseconds.
@@ -254,10 +268,6 @@ impl Host {
         // To find that nobody else is there costs the kernel as much as to find somebody. It tells again if there is.
         let crowded = self.looks - std::mem::replace(&mut self.accepted_at, self.looks) <= 1;
         for _ in 0..if crowded { ACCEPTS } else { 1 } {
-            if self.greeting_count >= GREETINGS_MAX {
-                self.listen(false);
-                return;
-            }
             let (listening, port) = &self.ears.listening[index];
             match (listening.accept(port.is_none()), *port) {
                 (Ok(socket), Some(port)) => {
@@ -265,11 +275,13 @@ impl Host {
                     self.events.push_back(Event::Open { port, kind, cid: HOST_CID, socket });
                 }
                 (Ok(socket), None) => {
+                    self.make_room();
                     let index = self.greetings.iter().position(Option::is_none).unwrap_or_else(|| {
                         self.greetings.push(None);
                         self.greetings.len() - 1
                     });
-                    self.greetings[index] = Some(Greeting { socket, since_ms });
+                    self.greeted += 1;
+                    self.greetings[index] = Some(Greeting { socket, since_ms, number: self.greeted });
                     self.greeting_count += 1;
                     self.greet(index);
                 }
@@ -281,6 +293,18 @@ impl Host {
                     return;
                 }
             }
+        }
+    }
+
+    /// Ends the oldest handshake if there are as many as there may be: clients that say nothing shut out nobody who does.
+    fn make_room(&mut self) {
+        if self.greeting_count < self.ears.greetings_max {
+            return;
+        }
+        let there = self.greetings.iter_mut().filter(|place| place.is_some());
+        if let Some(oldest) = there.min_by_key(|place| place.as_ref().map(|greeting| greeting.number)) {
+            *oldest = None;
+            self.greeting_count -= 1;
         }
     }
 
@@ -327,6 +351,9 @@ impl Host {
         }
         if flags.contains(epoll::EventFlags::ERR) {
             self.events.push_back(Event::Error(id));
+        }
+        if flags.contains(epoll::EventFlags::PRI) {
+            self.events.push_back(Event::Readable(id, News::Urgent));
         }
         let news = if flags.contains(epoll::EventFlags::HUP) {
             News::HungUp
@@ -388,8 +415,8 @@ impl Sockets for Host {
         socket.receive(bufs)
     }
 
-    fn next_message(&mut self, socket: &HostSocket) -> io::Result<usize> {
-        socket.next_message()
+    fn front(&mut self, socket: &HostSocket) -> io::Result<Front> {
+        socket.front()
     }
 
     fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {

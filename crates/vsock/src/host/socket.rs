@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, FileType, lstat, unlinkat};
@@ -21,11 +21,13 @@ use super::lending::Lending;
 use crate::credit::WINDOW_FIRST_MAX;
 use crate::packet::{Ends, Kind, Shut};
 use crate::rules::Place;
-use crate::sockets::Received;
+use crate::sockets::{Front, Received};
 use crate::sys::{self, VsockAddress};
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 1024;
+/// Empty messages that are skipped at a time.
+const EMPTY_MAX: usize = 16;
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
 /// A socket of the host's side.
@@ -120,7 +122,7 @@ impl HostSocket {
     }
 
     /// Two that are connected with each other.
-    pub(super) fn pair(kind: Kind) -> io::Result<(Self, Self)> {
+    pub(crate) fn pair(kind: Kind) -> io::Result<(Self, Self)> {
         let (one, other) = socketpair(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
         let marked = kind == Kind::Seqpacket;
         let ends = [(one, false), (other, true)];
@@ -205,7 +207,7 @@ impl HostSocket {
     }
 
     /// Takes a message of which it is known that it is empty.
-    fn pass_over(&self) -> io::Result<()> {
+    fn skip_message(&self) -> io::Result<()> {
         recv(&self.fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT)?;
         Ok(())
     }
@@ -216,20 +218,27 @@ impl HostSocket {
         if sent < line.len() { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) }
     }
 
-    /// The length of the next message, 0 at the end. Empty ones, which vsock does not carry, are passed over.
-    pub(super) fn next_message(&self) -> io::Result<usize> {
+    /// What comes next. Empty messages, which vsock does not carry, are skipped, a few at a time: their sender may be
+    /// faster than this.
+    pub(super) fn front(&self) -> io::Result<Front> {
         let early = self.early.borrow().len();
         if early > 0 {
-            return Ok(early);
+            return Ok(Front::Bytes(early));
         }
-        loop {
+        for _ in 0..EMPTY_MAX {
             let (_, len) =
                 recv(&self.fd, &mut [0u8; 1][..], RecvFlags::PEEK | RecvFlags::TRUNC | RecvFlags::DONTWAIT)?;
-            if len > 0 || self.kind == Kind::Stream || self.is_at_end()? {
-                return Ok(len.saturating_sub(usize::from(self.marked)));
+            // Between guests a message has a mark.
+            let len = len.saturating_sub(usize::from(self.marked));
+            if len > 0 {
+                return Ok(Front::Bytes(len));
             }
-            self.pass_over()?;
+            if self.kind == Kind::Stream || self.is_at_end()? {
+                return Ok(Front::End);
+            }
+            self.skip_message()?;
         }
+        Ok(Front::Skipped)
     }
 
     /// Of one that gives nothing: whether that is not just an empty message.
@@ -274,7 +283,29 @@ impl HostSocket {
 pub(crate) struct Listening {
     fd: OwnedFd,
     kind: Kind,
-    path: Option<std::path::PathBuf>,
+    file: Option<SocketFile>,
+}
+
+/// The file of a socket that listens.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    /// Device and inode.
+    identity: (u64, u64),
+}
+
+impl SocketFile {
+    fn new(path: &Path) -> io::Result<Self> {
+        let stat = lstat(path)?;
+        Ok(Self { path: path.to_owned(), identity: (stat.st_dev, stat.st_ino) })
+    }
+
+    /// Removes it, unless another socket has taken its place meanwhile.
+    fn remove(&self) {
+        if lstat(&self.path).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == self.identity) {
+            let _ = unlinkat(CWD, &self.path, rustix::fs::AtFlags::empty());
+        }
+    }
 }
 
 impl AsFd for Listening {
@@ -299,8 +330,10 @@ impl Listening {
             unlinkat(CWD, path, rustix::fs::AtFlags::empty())?;
             bind(&fd, &address)?;
         }
-        listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind, path: Some(path.to_owned()) })
+        let file = Some(SocketFile::new(path)?);
+        let listening = Self { fd, kind, file };
+        listen(&listening.fd, BACKLOG)?;
+        Ok(listening)
     }
 
     /// Listens at an address.
@@ -310,7 +343,7 @@ impl Listening {
         sockopt::set_socket_reuseaddr(&fd, true)?;
         bind(&fd, address)?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, path: None })
+        Ok(Self { fd, kind: Kind::Stream, file: None })
     }
 
     /// Listens at a port of the host's own AF_VSOCK.
@@ -318,7 +351,7 @@ impl Listening {
         let fd = socket_with(AddressFamily::VSOCK, SocketType::STREAM, FLAGS, None)?;
         bind(&fd, &VsockAddress::new(cid, port))?;
         listen(&fd, BACKLOG)?;
-        Ok(Self { fd, kind: Kind::Stream, path: None })
+        Ok(Self { fd, kind: Kind::Stream, file: None })
     }
 
     pub(crate) fn place(place: &Place) -> io::Result<Self> {
@@ -340,8 +373,8 @@ impl Listening {
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            let _ = unlinkat(CWD, path, rustix::fs::AtFlags::empty());
+        if let Some(file) = &self.file {
+            file.remove();
         }
     }
 }
@@ -352,7 +385,7 @@ mod tests {
     use super::*;
 
     fn received(socket: &HostSocket) -> (Vec<u8>, Ends) {
-        let mut bytes = vec![0; 100];
+        let mut bytes = vec![0; 2 * IOV_MAX];
         let received = socket.receive(&mut [IoBufMut::from(&mut bytes[..])]).unwrap();
         bytes.truncate(received.bytes);
         (bytes, received.ends())
@@ -371,15 +404,15 @@ mod tests {
         ] {
             let len = total_len(bufs);
             assert_eq!(one.send(bufs, ends).unwrap(), len);
-            assert_eq!(other.next_message().unwrap(), len);
+            assert_eq!(other.front().unwrap(), Front::Bytes(len));
             let (bytes, found) = received(&other);
             assert_eq!((bytes.len(), found), (len, ends));
         }
         assert_eq!(one.send(&many, Ends::MESSAGE).unwrap(), IOV_MAX);
-        assert_eq!(other.next_message().unwrap(), IOV_MAX);
+        assert_eq!(other.front().unwrap(), Front::Bytes(IOV_MAX));
         drop(one);
-        assert_eq!(received(&other).0.len(), 100);
-        assert_eq!((other.next_message().unwrap(), received(&other).0.len()), (0, 0));
+        assert_eq!(received(&other).0.len(), IOV_MAX);
+        assert_eq!((other.front().unwrap(), received(&other).0.len()), (Front::End, 0));
     }
 
     #[test]
@@ -392,7 +425,7 @@ mod tests {
         assert_eq!(other.hear(convention::connect).unwrap(), Line::Whole(52, 11));
         one.say(" and more").unwrap();
         assert!(other.has_early());
-        assert_eq!(other.next_message().unwrap(), 8);
+        assert_eq!(other.front().unwrap(), Front::Bytes(8));
         let mut bytes = [0; 5];
         let first = other.receive(&mut [IoBufMut::from(&mut bytes)]).unwrap();
         assert_eq!((first, &bytes), (Received { bytes: 5, more: true, record: false }, b"and d"));
@@ -400,5 +433,31 @@ mod tests {
         drop(one);
         assert!(!other.has_early());
         assert_eq!(other.hear(convention::connect).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    #[test]
+    fn empty_messages_are_skipped_a_few_at_a_time() {
+        let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
+        for _ in 0..2 * EMPTY_MAX {
+            assert_eq!(one.send(&[], Ends::MESSAGE).unwrap(), 0);
+        }
+        assert_eq!(one.send(&[IoBuf::from(b"x")], Ends::MESSAGE).unwrap(), 1);
+        for _ in 0..2 {
+            assert_eq!(other.front().unwrap(), Front::Skipped);
+        }
+        assert_eq!(other.front().unwrap(), Front::Bytes(1));
+    }
+
+    #[test]
+    fn a_file_that_another_socket_has_taken_over_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let first = Listening::unix(&path, Kind::Stream).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let second = Listening::unix(&path, Kind::Stream).unwrap();
+        drop(first);
+        assert!(path.exists(), "the file of the second one");
+        drop(second);
+        assert!(!path.exists());
     }
 }

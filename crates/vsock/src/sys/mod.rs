@@ -13,10 +13,11 @@ const FLAGS: libc::c_int = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
 // The calls are made without the C library's own functions, which are points at which a thread can be cancelled: to allow
 // that and to forbid it again is a part of what a short call costs.
 
-/// `recvmsg(2)` that does not wait.
+/// `recvmsg(2)` that does not wait, into the first [`IOV_MAX`] of these buffers. A message that is longer than they are is an
+/// error of the kind [`io::ErrorKind::InvalidData`]: the rest of it is lost.
 pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
-    let room: usize = bufs.iter().map(IoBufMut::len).sum();
     let count = bufs.len().min(IOV_MAX);
+    let room: usize = bufs[..count].iter().map(IoBufMut::len).sum();
     // SAFETY: all zero is a valid `msghdr`: null pointers, no lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = bufs.as_mut_ptr().cast();
@@ -27,6 +28,12 @@ pub(crate) fn receive(fd: BorrowedFd<'_>, bufs: &mut [IoBufMut<'_>]) -> io::Resu
         let done =
             unsafe { libc::syscall(libc::SYS_recvmsg, fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         if let Ok(bytes) = usize::try_from(done) {
+            if message.msg_flags & libc::MSG_TRUNC != 0 {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("a message is longer than the {room} bytes that it was given room for"),
+                ));
+            }
             // A socket stops where somebody has sent descriptors, which are dropped here.
             let stopped = message.msg_flags & libc::MSG_CTRUNC != 0;
             return Ok(Received { bytes, more: stopped || bytes == room, record: false });
@@ -78,5 +85,38 @@ impl VsockAddress {
 unsafe impl SocketAddrArg for VsockAddress {
     unsafe fn with_sockaddr<R>(&self, f: impl FnOnce(*const SocketAddrOpaque, SocketAddrLen) -> R) -> R {
         f((&raw const self.0).cast(), size_of::<libc::sockaddr_vm>() as SocketAddrLen)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::os::fd::AsFd as _;
+    use std::os::unix::net::UnixStream;
+
+    use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send as send_message, socketpair};
+
+    use super::*;
+
+    #[test]
+    fn more_buffers_than_a_call_takes_do_not_hide_what_is_left() {
+        let (mut near, far) = UnixStream::pair().unwrap();
+        near.write_all(&[7; 1500]).unwrap();
+        let mut bytes = [0; 2000];
+        let mut bufs: Vec<IoBufMut<'_>> = bytes.chunks_mut(1).map(IoBufMut::from).collect();
+        let first = receive(far.as_fd(), &mut bufs).unwrap();
+        assert_eq!(first, Received { bytes: IOV_MAX, more: true, record: false });
+        let rest = receive(far.as_fd(), &mut bufs).unwrap();
+        assert_eq!((rest.bytes, rest.more), (1500 - IOV_MAX, false));
+    }
+
+    #[test]
+    fn a_message_that_is_cut_is_an_error() {
+        let (near, far) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::empty(), None).unwrap();
+        send_message(&near, b"four", SendFlags::empty()).unwrap();
+        let mut bytes = [0; 3];
+        let error = receive(far.as_fd(), &mut [IoBufMut::from(&mut bytes[..])]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     }
 }

@@ -2,8 +2,9 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::io::Write as _;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::feature;
 use towline_frontend::{Frontend, Memory};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
-use towline_vsock::{Limits, Settings, Vsock, ZeroCopySend};
+use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const CID: u64 = 33;
@@ -36,12 +37,29 @@ impl Served {
 
     /// A device for the guest `cid` with these rules.
     pub(crate) fn with(limits: Limits, cid: u64, rules: &[String]) -> Self {
+        Self::adapted(limits, cid, |settings, _| {
+            settings.rules = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+        })
+    }
+
+    /// A device for the guest `cid` whose settings are changed, given its directory.
+    pub(crate) fn adapted(limits: Limits, cid: u64, change: impl FnOnce(&mut Settings, &Path)) -> Self {
+        Self::among(limits, cid, &Arc::default(), change)
+    }
+
+    /// One of several guests of a process.
+    pub(crate) fn among(
+        limits: Limits,
+        cid: u64,
+        siblings: &Arc<Siblings>,
+        change: impl FnOnce(&mut Settings, &Path),
+    ) -> Self {
         let directory = TempDir::with_prefix("towline-vsock-").unwrap();
-        let settings = Settings {
+        let mut settings = Settings {
             cid,
             uds: Some(directory.path().join("v")),
             uds_seqpacket: None,
-            rules: rules.iter().map(|rule| rule.parse().unwrap()).collect(),
+            rules: Vec::new(),
             groups: Vec::new(),
             limits,
             // The loopback copies in the end, but only the peer's acknowledgement frees a packet there too.
@@ -49,7 +67,8 @@ impl Served {
             poll: Duration::from_micros(50),
             unmigratable: false,
         };
-        let device = Arc::new(Vsock::new(settings, &Arc::default()).unwrap());
+        change(&mut settings, directory.path());
+        let device = Arc::new(Vsock::new(settings, siblings).unwrap());
         let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
         let cancel = Cancel::new().unwrap();
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());
@@ -65,8 +84,12 @@ impl Served {
     }
 
     pub(crate) fn guest(&self) -> (Frontend, Guest) {
-        let options =
-            Options { cid: self.cid, size: 128, receive_bytes: 4096, features: 0, takes_at_once: true };
+        self.guest_with(128)
+    }
+
+    /// A guest whose rings have so many entries.
+    pub(crate) fn guest_with(&self, size: u16) -> (Frontend, Guest) {
+        let options = Options { cid: self.cid, size, receive_bytes: 4096, features: 0, takes_at_once: true };
         let mut frontend = Frontend::connect(&self.path("d"), WITHIN).unwrap();
         let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap();
         let options = Options { features: agreed.features, ..options };
@@ -139,4 +162,18 @@ pub(crate) fn send_all(guest: &mut Guest, ports: (u32, u32), content: &[u8]) {
 /// Bytes that differ from their neighbours.
 pub(crate) fn bytes(count: usize) -> Vec<u8> {
     (0..count).map(|at| (at as u32).wrapping_mul(0x9e37_79b1).to_be_bytes()[0]).collect()
+}
+
+/// A socket of the host that keeps messages apart and listens.
+pub(crate) fn listen_for_messages(path: &Path) -> OwnedFd {
+    let fd = message_socket();
+    rustix::net::bind(&fd, &rustix::net::SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::listen(&fd, 16).unwrap();
+    fd
+}
+
+/// A socket of the host that keeps messages apart.
+pub(crate) fn message_socket() -> OwnedFd {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }

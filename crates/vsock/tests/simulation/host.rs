@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 use towline_vsock::packet::{Ends, Kind, Shut};
-use towline_vsock::{Connect, Id, Key, News, Received, Sockets};
+use towline_vsock::{Connect, Front, Id, Key, News, Received, Sockets};
 
 use crate::plan::{Plan, byte};
 
@@ -232,12 +232,12 @@ impl Sockets for World {
         Ok(Received { bytes: here as usize, more: socket.taken < socket.written, record: false })
     }
 
-    fn next_message(&mut self, socket: &Shared) -> io::Result<usize> {
+    fn front(&mut self, socket: &Shared) -> io::Result<Front> {
         let socket = socket.borrow();
         if socket.taken < socket.written {
-            return Ok(socket.message_at(socket.taken) as usize);
+            return Ok(Front::Bytes(socket.message_at(socket.taken) as usize));
         }
-        if socket.ended || socket.closed { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) }
+        if socket.ended || socket.closed { Ok(Front::End) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
     fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {

@@ -6,10 +6,12 @@
 //! `TOWLINE_SEEDS` says how many are run, `TOWLINE_SEED` runs one.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
+mod device_fuzz;
 mod guest;
 mod host;
 mod hostile;
 mod packets;
+mod pipes;
 mod plan;
 
 use std::collections::BTreeMap;

@@ -13,7 +13,8 @@ const STEP: usize = 16;
 
 /// Each step is 16 bytes: what happens, a port, operation, kind, flags, a length, credit.
 pub fn packets(data: &[u8]) {
-    let limits = Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY };
+    let limits =
+        Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY, ..Limits::default() };
     let mut table = Table::new(CID, limits, 0);
     let mut ids: Vec<Id> = Vec::new();
     for step in data.chunks_exact(STEP) {
@@ -35,7 +36,8 @@ pub fn packets(data: &[u8]) {
         }
         assert!(table.len() <= CONNECTIONS && table.control_len() <= STRAYS_MAX + 2 * CONNECTIONS + 2);
         let kept: u64 = ids.iter().map(|id| u64::from(table.kept(*id))).sum();
-        assert!(kept <= MEMORY, "{kept} bytes are kept");
+        assert!(kept <= table.reserved(), "{kept} bytes are kept, {} are reserved", table.reserved());
+        assert!(table.reserved() <= MEMORY, "{} bytes are reserved", table.reserved());
         ids.retain(|id| table.get(*id).is_some());
     }
     control(&mut table, usize::MAX);

@@ -1,0 +1,165 @@
+//! Payload that was copied because the host side is behind, and where messages end in it.
+//!
+//! ```text
+//!   bytes     sent │ offset ► waiting │ room up to the size of the chunk
+//!   messages  one bit for each byte: a message ends with it
+//!   records   the same for records
+//! ```
+//! The marks take two bits for each byte, whatever the lengths of the messages are: a guest that sends messages of one byte
+//! makes this process keep no more than it was given a window for ([`Limits::cost`](crate::Limits::cost)).
+
+use crate::packet::Ends;
+
+/// What a buffer grows by at least, in bytes.
+const STEP_BYTES: usize = 512;
+
+/// A piece of copied payload.
+#[derive(Debug, Default)]
+pub(super) struct Chunk {
+    bytes: Vec<u8>,
+    /// How many of the bytes have been sent.
+    offset: usize,
+    size: usize,
+    messages: Vec<u64>,
+    records: Vec<u64>,
+}
+
+impl Chunk {
+    /// An empty chunk that takes up to `size` bytes.
+    pub(super) fn new(size: usize) -> Self {
+        Self { size, ..Self::default() }
+    }
+
+    /// How many bytes it still takes.
+    pub(super) fn room(&self) -> usize {
+        self.size.saturating_sub(self.bytes.len())
+    }
+
+    /// Whether all of it has been sent.
+    pub(super) fn is_sent(&self) -> bool {
+        self.offset == self.bytes.len()
+    }
+
+    /// Appends `len` bytes, at most [`Chunk::room`], that `fill` writes.
+    pub(super) fn append(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
+        let (start, capacity) = (self.bytes.len(), self.bytes.capacity());
+        let end = start + len;
+        if end > capacity {
+            let grown = (capacity + capacity / 4 + STEP_BYTES).min(self.size).max(end);
+            self.bytes.reserve_exact(grown - start);
+        }
+        self.bytes.resize(end, 0);
+        fill(&mut self.bytes[start..]);
+    }
+
+    /// Marks the last byte as the end of a message. False if there is no byte that could be one: nothing waits, or it is
+    /// marked already.
+    pub(super) fn end(&mut self, ends: Ends) -> bool {
+        if self.is_sent() {
+            return false;
+        }
+        let (last, words) = (self.bytes.len() - 1, self.bytes.capacity().div_ceil(64));
+        if bit(&self.messages, last) {
+            return false;
+        }
+        set(&mut self.messages, last, words);
+        if ends.contains(Ends::RECORD) {
+            set(&mut self.records, last, words);
+        }
+        true
+    }
+
+    /// What waits: all of it, or, `whole`, the bytes up to the end of the first message and what ends there. No end: the
+    /// message goes on behind this chunk.
+    pub(super) fn front(&self, whole: bool) -> (&[u8], Ends) {
+        let last = if whole { next(&self.messages, self.offset) } else { None };
+        let Some(last) = last else { return (&self.bytes[self.offset..], Ends::empty()) };
+        let ends = if bit(&self.records, last) { Ends::all() } else { Ends::MESSAGE };
+        (&self.bytes[self.offset..=last], ends)
+    }
+
+    /// Up to `bytes` bytes have been sent. Returns how many of them were in this chunk.
+    pub(super) fn advance(&mut self, bytes: usize) -> usize {
+        let here = bytes.min(self.bytes.len() - self.offset);
+        self.offset += here;
+        here
+    }
+
+    /// Bytes of memory that it takes.
+    pub(super) fn footprint(&self) -> usize {
+        size_of::<Self>() + self.bytes.capacity() + 8 * (self.messages.capacity() + self.records.capacity())
+    }
+}
+
+fn bit(words: &[u64], at: usize) -> bool {
+    words.get(at / 64).is_some_and(|word| word >> (at % 64) & 1 != 0)
+}
+
+fn set(words: &mut Vec<u64>, at: usize, most: usize) {
+    if words.len() <= at / 64 {
+        words.reserve_exact(most - words.len());
+        words.resize(most, 0);
+    }
+    words[at / 64] |= 1 << (at % 64);
+}
+
+/// The first bit that is set at `from` or behind it.
+fn next(words: &[u64], from: usize) -> Option<usize> {
+    let first = words.get(from / 64)? & (u64::MAX << (from % 64));
+    let rest = words[from / 64 + 1..].iter().copied();
+    let (index, word) = std::iter::once(first).chain(rest).enumerate().find(|(_, word)| *word != 0)?;
+    Some((from / 64 + index) * 64 + word.trailing_zeros() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn append(chunk: &mut Chunk, bytes: &[u8]) {
+        chunk.append(bytes.len(), |room| room.copy_from_slice(bytes));
+    }
+
+    #[test]
+    fn messages_come_out_as_they_went_in() {
+        let mut chunk = Chunk::new(1000);
+        let lengths = [1, 63, 1, 64, 65, 200, 1, 1];
+        let mut expected = Vec::new();
+        for (index, len) in lengths.into_iter().enumerate() {
+            let ends = if index % 3 == 0 { Ends::all() } else { Ends::MESSAGE };
+            let bytes = vec![index as u8; len];
+            // In two pieces, where it has two bytes.
+            append(&mut chunk, &bytes[..len / 2]);
+            append(&mut chunk, &bytes[len / 2..]);
+            assert!(chunk.end(ends));
+            assert!(!chunk.end(ends), "a byte ends one message");
+            expected.push((bytes, ends));
+        }
+        append(&mut chunk, b"unfinished");
+        assert_eq!(chunk.room(), 1000 - lengths.iter().sum::<usize>() - 10);
+        for (bytes, ends) in expected {
+            let (found, found_ends) = chunk.front(true);
+            assert_eq!((found, found_ends), (&bytes[..], ends));
+            assert_eq!(chunk.advance(bytes.len()), bytes.len());
+        }
+        assert_eq!(chunk.front(true), (&b"unfinished"[..], Ends::empty()));
+        assert_eq!(chunk.front(false), (&b"unfinished"[..], Ends::empty()));
+        assert_eq!((chunk.advance(100), chunk.is_sent()), (10, true));
+        assert!(!chunk.end(Ends::MESSAGE), "nothing waits that could end");
+    }
+
+    #[test]
+    fn memory_is_bounded_whatever_the_messages_are() {
+        for size in [1024, 32 << 10, 64 << 10] {
+            let mut chunk = Chunk::new(size);
+            for _ in 0..size {
+                append(&mut chunk, b"x");
+                assert!(chunk.end(Ends::all()));
+                let len = chunk.bytes.len();
+                let most = size_of::<Chunk>() + len * 5 / 4 * 5 / 4 + 2 * STEP_BYTES;
+                assert!(chunk.footprint() <= most, "{} bytes for {len} messages", chunk.footprint());
+            }
+            assert_eq!(chunk.room(), 0);
+            assert!(chunk.footprint() <= size_of::<Chunk>() + size * 5 / 4, "{}", chunk.footprint());
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! The dirty log of a vsock device is exact: whoever copies each page that is marked, as a migration does all the time, has in
+//! the end what the guest has. A page is marked after its last write, or it would differ.
+#![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use towline_frontend::vsock::{Event, Guest, HEADER_BYTES, Options};
+use towline_frontend::wire::{feature, protocol};
+use towline_frontend::{Frontend, GUEST_BASE, Memory};
+use towline_vsock::Limits;
+
+use common::{CID, Served, WITHIN};
+
+const PAGE: u64 = 4096;
+/// Buffers of several pages, so many that a batch of packets marks more words of the log than a ring gathers.
+const BUFFERS: u16 = 1024;
+const BUFFER_BYTES: usize = 20_000;
+const CLIENTS: usize = 150;
+/// Packets that the guest receives.
+const PACKETS: u32 = 30_000;
+
+/// A migration: the pages that were marked, as they were when they were copied.
+#[derive(Default)]
+struct Migration {
+    pages: BTreeMap<u64, Vec<u8>>,
+    rounds: u64,
+}
+
+impl Migration {
+    /// One look at the log, which clears it, and then at the pages.
+    fn copy(&mut self, log: &Memory, memory: &Memory) {
+        for page in log.take_marked() {
+            self.pages.insert(page, memory.bytes(page * PAGE, PAGE as usize));
+        }
+        self.rounds += 1;
+    }
+
+    /// Every page in this range is what the migration has; what was never marked is what it was at the beginning.
+    fn compare(&self, memory: &Memory, range: Range<u64>) {
+        for page in range.start / PAGE..range.end.div_ceil(PAGE) {
+            let zeroes = vec![0; PAGE as usize];
+            let copied = self.pages.get(&page).unwrap_or(&zeroes);
+            let found = memory.bytes(page * PAGE, PAGE as usize);
+            let at = found.iter().zip(copied).position(|(found, copied)| found != copied);
+            assert!(
+                at.is_none(),
+                "page {page:#x} differs at byte {at:?}: it was written after it was marked"
+            );
+        }
+    }
+}
+
+fn start(served: &Served) -> (Frontend, Guest, Memory) {
+    let mut frontend = Frontend::connect(&served.path("d"), WITHIN).unwrap();
+    let agreed = frontend.negotiate(0, feature::EVENT_IDX, protocol::LOG_SHMFD).unwrap();
+    let options = Options {
+        cid: CID,
+        size: BUFFERS,
+        receive_bytes: BUFFER_BYTES,
+        features: agreed.features,
+        takes_at_once: true,
+    };
+    let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
+    frontend.share(Some(&memory)).unwrap();
+    let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
+    let log = Memory::new((GUEST_BASE + Guest::memory_bytes(&options)) / PAGE / 8 + PAGE).unwrap();
+    frontend.set_log(&log).unwrap();
+    frontend.set_features(agreed.features | feature::LOG_ALL).unwrap();
+    frontend.place(guest.rx(), true).unwrap();
+    frontend.place(guest.tx(), true).unwrap();
+    (frontend, guest, log)
+}
+
+#[test]
+fn a_page_is_marked_after_its_last_write() {
+    towline_vsock::allow_descriptors();
+    let served = Served::new(Limits::default());
+    let (mut frontend, mut guest, log) = start(&served);
+    let memory = Arc::clone(guest.memory());
+    let over = AtomicBool::new(false);
+    let mut packets = 0;
+    let (mut first, mut last) = (u64::MAX, 0);
+    let migration = std::thread::scope(|scope| {
+        let copying = scope.spawn(|| {
+            let mut migration = Migration::default();
+            while !over.load(Ordering::Acquire) {
+                migration.copy(&log, &memory);
+            }
+            migration
+        });
+        let writing = scope.spawn(|| {
+            let mut rng = fastrand::Rng::with_seed(7);
+            let mut clients: Vec<_> = (0..CLIENTS).map(|_| served.connect(22)).collect();
+            clients.iter().for_each(|client| client.set_nonblocking(true).unwrap());
+            let mut bytes = vec![0; 50_000];
+            while !over.load(Ordering::Acquire) {
+                for client in &mut clients {
+                    let len = [10, 300, 5000, 50_000][rng.usize(..4)];
+                    rng.fill(&mut bytes[..10]);
+                    // It may be full.
+                    let _ = client.write(&bytes[..len]);
+                }
+            }
+        });
+        let deadline = Instant::now() + WITHIN;
+        while packets < PACKETS {
+            guest
+                .poll(|guest, event| match event {
+                    Event::Request(ports) => guest.accept(ports),
+                    Event::Data { guest: payload, .. } => {
+                        packets += 1;
+                        first = first.min(payload - HEADER_BYTES as u64);
+                        last = last.max(payload - HEADER_BYTES as u64 + BUFFER_BYTES as u64);
+                    }
+                    _ => {}
+                })
+                .unwrap();
+            assert!(Instant::now() < deadline, "{packets} packets came");
+            guest.wait(false, Duration::from_millis(10)).unwrap();
+        }
+        frontend.stop(0).unwrap();
+        frontend.stop(1).unwrap();
+        over.store(true, Ordering::Release);
+        writing.join().unwrap();
+        let mut migration = copying.join().unwrap();
+        // Nothing is written any more: the last look finds what is left.
+        migration.copy(&log, &memory);
+        migration
+    });
+    assert!(last - first > u64::from(BUFFERS) * BUFFER_BYTES as u64 / 2, "{first:#x} to {last:#x}");
+    assert!(migration.rounds > 10, "{} looks at the log", migration.rounds);
+    migration.compare(&memory, first..last);
+    for used in [guest.rx().places().used, guest.tx().places().used] {
+        migration.compare(&memory, used..used + 8 * u64::from(BUFFERS) + 6);
+    }
+}

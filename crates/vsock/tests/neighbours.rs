@@ -1,0 +1,286 @@
+//! Sixteen guests of one process, three of which are hostile, each in its own way. The others get what they ask for.
+//!
+//! Turns with and without hostility alternate, and each of the others sends at a fixed rate below what the machine can do, so
+//! that what is compared is what hostile guests take away and not how processors are shared. The ordinary run asserts that
+//! everybody else goes on; `cargo xtask soak vsock-neighbours` runs more and longer turns and asserts the ratio.
+#![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
+
+mod common;
+
+use std::io::{Read as _, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendFlags, SocketAddrUnix};
+use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
+use towline_frontend::{Buffer, Frontend};
+use towline_vsock::{Limits, Siblings};
+
+use common::{Served, listen_for_messages, message_socket};
+
+const GUESTS: u64 = 16;
+const HOSTILE: u64 = 3;
+const CID_FIRST: u64 = 100;
+/// What each of the others sends, in bytes a second and at a time.
+const RATE: u64 = 8 << 20;
+const PIECE: u32 = 32 << 10;
+const PORT: u32 = 5000;
+
+/// Shared by all threads of a run.
+#[derive(Default)]
+struct Run {
+    hostile: AtomicBool,
+    over: AtomicBool,
+    /// Bytes that arrived at the host.
+    arrived: AtomicU64,
+    /// Round trips, and the longest one of a turn in microseconds.
+    trips: AtomicU64,
+    longest_us: AtomicU64,
+    attacks: [AtomicU64; HOSTILE as usize],
+}
+
+impl Run {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    /// Whether a hostile guest goes on, after a pause where it shall not.
+    fn attacks(&self, which: usize) -> bool {
+        while !self.hostile.load(Ordering::Relaxed) && !self.is_over() {
+            std::thread::park_timeout(Duration::from_millis(5));
+        }
+        self.attacks[which].fetch_add(1, Ordering::Relaxed);
+        !self.is_over()
+    }
+}
+
+/// A hostile guest's driver has a processor of its own; here it takes what the others leave.
+fn yield_to_others() {
+    let _ = rustix::process::nice(19);
+}
+
+fn header(cid: u64, peer: u64, ports: (u32, u32), kind: u16, op: u16) -> Header {
+    Header {
+        src_cid: cid,
+        dst_cid: peer,
+        src_port: ports.0,
+        dst_port: ports.1,
+        len: 0,
+        kind,
+        op,
+        flags: 0,
+        buf_alloc: BUF_ALLOC,
+        fwd_cnt: 0,
+    }
+}
+
+/// Messages of very many pieces, of one byte, and without an end, to somebody who never reads; and then a new connection.
+fn send_messages(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest), host: &Path) {
+    yield_to_others();
+    let listener = listen_for_messages(host);
+    // It may be refused a connection.
+    rustix::io::ioctl_fionbio(&listener, true).unwrap();
+    let mut hosts = Vec::new();
+    let mut port = 1000;
+    while run.attacks(0) {
+        port += 1;
+        let ports = (port, PORT);
+        guest.request_seqpacket(ports);
+        guest.poll(|_, _| ()).unwrap();
+        while let Ok(host) = rustix::net::accept(&listener) {
+            hosts.push(host);
+        }
+        let header =
+            |len: usize, flags| Header { len: len as u32, flags, ..header(cid, HOST_CID, ports, 2, op::RW) };
+        let _ = guest.put_in_pieces(&header(8192, 0), &[1; 8192], 8);
+        guest.poll(|_, _| ()).unwrap();
+        for index in 0..2000 {
+            let _ = guest.put_in_pieces(&header(1, index & 1), &[2], 8);
+            guest.poll(|_, _| ()).unwrap();
+        }
+        guest.reset(ports);
+        hosts.clear();
+        guest.poll(|_, _| ()).unwrap();
+    }
+}
+
+/// Connections that come and go, to the host and to each of the other guests, and packets of no connection; nothing that is
+/// sent to it is taken.
+fn flood(run: &Run, cid: u64, (_frontend, mut guest): (Frontend, Guest)) {
+    yield_to_others();
+    let mut port = 0u32;
+    while run.attacks(1) {
+        for peer in CID_FIRST..CID_FIRST + GUESTS {
+            port = port.wrapping_add(1);
+            for op in [op::REQUEST, op::RW, op::SHUTDOWN, op::CREDIT_REQUEST] {
+                let _ = guest.put(&header(cid, peer, (port, PORT), 1, op), 0);
+            }
+            let _ = guest.put(&header(cid, HOST_CID, (port, PORT), 1, op::REQUEST), 0);
+            if port.is_multiple_of(3) {
+                let _ = guest.put(&header(cid, peer, (port, PORT), 1, op::RST), 0);
+            }
+        }
+        guest.tx().publish();
+        guest.reclaim().unwrap();
+    }
+}
+
+/// Buffers to receive into that are of no use, while clients of the host send empty messages and say nothing.
+fn waste(run: &Run, (_frontend, mut guest): (Frontend, Guest), directory: &Path) {
+    yield_to_others();
+    let client = message_socket();
+    rustix::net::connect(&client, &SocketAddrUnix::new(directory.join("m")).unwrap()).unwrap();
+    rustix::net::send(&client, b"CONNECT 22\n", SendFlags::empty()).unwrap();
+    let mut silent = Vec::new();
+    while run.attacks(2) {
+        for _ in 0..100 {
+            let _ = rustix::net::send(&client, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        }
+        silent.extend(UnixStream::connect(directory.join("v")));
+        if silent.len() > 400 {
+            silent.clear();
+        }
+        let buffer = Buffer { guest: guest.memory().alloc(0, 64), len: 10 };
+        let _ = guest.rx().add(&[], &[buffer], 0);
+        guest.rx().publish();
+        guest
+            .poll(|guest, event| {
+                if let towline_frontend::vsock::Event::Request(ports) = event {
+                    guest.accept(ports);
+                }
+            })
+            .unwrap();
+    }
+}
+
+/// Sends at the rate, and asks for an answer with every piece.
+fn work(run: &Run, (_frontend, mut guest): (Frontend, Guest)) {
+    let ports = (6000, PORT);
+    guest.request(ports);
+    common::until(&mut guest, |_, event| {
+        (event == towline_frontend::vsock::Event::Connected(ports)).then_some(())
+    });
+    let pause = Duration::from_micros(u64::from(PIECE) * 1_000_000 / RATE);
+    let mut next = Instant::now();
+    let mut asked: Option<Instant> = None;
+    while !run.is_over() {
+        if asked.is_none() && Instant::now() >= next && guest.send_any(ports, PIECE) {
+            asked = Some(Instant::now());
+            next = (next + pause).max(Instant::now() - 8 * pause);
+        }
+        guest
+            .poll(|_, event| {
+                if let (towline_frontend::vsock::Event::Data { .. }, Some(since)) = (event, asked) {
+                    let took = u64::try_from(since.elapsed().as_micros()).unwrap();
+                    run.longest_us.fetch_max(took, Ordering::Relaxed);
+                    run.trips.fetch_add(1, Ordering::Relaxed);
+                    asked = None;
+                }
+            })
+            .unwrap();
+        let left = next.saturating_duration_since(Instant::now()).max(Duration::from_micros(100));
+        guest.wait(false, if asked.is_some() { Duration::from_millis(20) } else { left }).unwrap();
+    }
+}
+
+/// The host's side of a guest that works: answers each piece with a byte.
+fn answer(run: &Run, listener: &UnixListener) {
+    let (mut stream, _) = listener.accept().unwrap();
+    let mut piece = vec![0; PIECE as usize];
+    while stream.read_exact(&mut piece).is_ok() {
+        run.arrived.fetch_add(PIECE.into(), Ordering::Relaxed);
+        if stream.write_all(b"!").is_err() {
+            return;
+        }
+    }
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(default)
+}
+
+/// Bytes and the longest round trip of one turn.
+fn turn(run: &Run, hostile: bool, millis: u64) -> (u64, u64) {
+    run.hostile.store(hostile, Ordering::Relaxed);
+    // What went before has its end; then it is counted.
+    std::thread::sleep(Duration::from_millis(millis / 5));
+    let before = run.arrived.load(Ordering::Relaxed);
+    run.longest_us.store(0, Ordering::Relaxed);
+    std::thread::sleep(Duration::from_millis(millis));
+    (run.arrived.load(Ordering::Relaxed) - before, run.longest_us.load(Ordering::Relaxed))
+}
+
+#[test]
+fn hostile_guests_take_nothing_from_others() {
+    towline_vsock::allow_descriptors();
+    let (pairs, millis) = (setting("TOWLINE_SOAK_NEIGHBOURS", 2), setting("TOWLINE_SOAK_NEIGHBOURS_MS", 300));
+    let limits = Limits { connections: 256, memory: 64 << 20, handshakes: 32, ..Limits::default() };
+    let siblings = Arc::new(Siblings::default());
+    let served: Vec<Served> = (CID_FIRST..CID_FIRST + GUESTS)
+        .map(|cid| {
+            Served::among(limits, cid, &siblings, |settings, directory| {
+                settings.groups.push("lab".to_owned());
+                settings.uds_seqpacket = Some(directory.join("m"));
+            })
+        })
+        .collect();
+    let run = Run::default();
+    std::thread::scope(|scope| {
+        let run = &run;
+        for (index, served) in served.iter().enumerate() {
+            let cid = CID_FIRST + index as u64;
+            let pair = served.guest_with(if index == 0 { 2048 } else { 128 });
+            match index {
+                0 => {
+                    let host = served.path(&format!("v_{PORT}"));
+                    scope.spawn(move || send_messages(run, cid, pair, &host));
+                }
+                1 => {
+                    scope.spawn(move || flood(run, cid, pair));
+                }
+                2 => {
+                    let directory = served.path("");
+                    scope.spawn(move || waste(run, pair, &directory));
+                }
+                _ => {
+                    let listener = UnixListener::bind(served.path(&format!("v_{PORT}"))).unwrap();
+                    scope.spawn(move || answer(run, &listener));
+                    scope.spawn(move || work(run, pair));
+                }
+            }
+        }
+        let mut ratios = Vec::new();
+        for pair in 0..pairs {
+            let (with, without) = if pair % 2 == 0 {
+                let without = turn(run, false, millis);
+                (turn(run, true, millis), without)
+            } else {
+                let with = turn(run, true, millis);
+                (with, turn(run, false, millis))
+            };
+            ratios.push(with.0 as f64 / without.0.max(1) as f64);
+            println!(
+                "pair {pair}: {} of {} bytes; longest {} of {} us",
+                with.0, without.0, with.1, without.1
+            );
+            assert!(with.0 > 0, "nobody else gets anything");
+        }
+        run.over.store(true, Ordering::Relaxed);
+        ratios.sort_by(f64::total_cmp);
+        let median = ratios[ratios.len() / 2];
+        println!("median ratio {median:.3} of {ratios:.3?}");
+        println!("attacks {:?}, {} round trips", run.attacks, run.trips.load(Ordering::Relaxed));
+        assert!(run.attacks.iter().all(|count| count.load(Ordering::Relaxed) > 0));
+        if pairs > 2 {
+            assert!(median >= 0.9, "the others get {median:.3} of what they have without hostile guests");
+        }
+    });
+    for (index, served) in served.iter().enumerate() {
+        let Limits { memory, .. } = limits;
+        let statistics = served.device.report().statistics;
+        assert!(statistics.memory_reserved <= memory, "guest {index}: {statistics:?}");
+    }
+}

@@ -1,0 +1,408 @@
+//! The body of the fuzz target `vsock_device`: two devices, with hostile guests, clients of the host and each other as peers,
+//! in virtual time. Rings and engines are real, sockets are models (`pipes.rs`).
+//!
+//! ```text
+//!   steps of 8 bytes ─► driver: packets, buffers, bad heads │ host: bytes, messages, ends │ device: turns, time, restarts
+//!                       after each step: memory within what is reserved, reserved within the limit, lists bounded
+//!                       at the end: the devices come to rest, every chain comes back once, all memory is given back
+//! ```
+//! Content is not looked at; `main.rs` does that.
+#![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use towline_frontend::{Buffer, Memory as Shared, Queue, QueueOptions};
+use towline_vhost_user::log::LogSwitch;
+use towline_vhost_user::message::{RegionInfo, VringAddress};
+use towline_vhost_user::{Memory, Region, Ring, RingSetup};
+use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation};
+use towline_vsock::{Engine, Key, Limits, STRAYS_MAX};
+use zerocopy::IntoBytes as _;
+
+use super::pipes::{CIDS, Net, World};
+
+const STEP: usize = 8;
+/// More steps make an input slow and find nothing that fewer do not.
+const STEPS_MAX: usize = 512;
+const CONNECTIONS: usize = 24;
+const MEMORY: u64 = 2 << 20;
+/// The longest message of a host: one at a time may go beyond the limit.
+const MESSAGE_MAX: u64 = 70_000;
+/// Turns until a device that nobody wants anything of rests.
+const TURNS_MAX: usize = 20_000;
+/// Calls to sockets in one turn.
+const CALLS_MAX: u64 = 100_000;
+const GUEST_BYTES: u64 = 384 << 10;
+
+const LENS: [u32; 8] = [0, 1, 7, 100, 4096, 8192, 20_000, 65_536];
+const EACH: [usize; 8] = [1 << 20, 1, 8, 64, 500, 4096, 16, 3000];
+const ALLOCS: [u32; 4] = [0, 5000, 256 << 10, u32::MAX];
+
+/// One driver: its rings, and what it was sent.
+struct Driver {
+    rx: Queue,
+    tx: Queue,
+    payload: u64,
+    buffers: u64,
+    /// Bytes of each connection that came, by the guest's port, the peer and its port.
+    received: HashMap<(u32, u64, u32), u32>,
+    tokens: u64,
+}
+
+/// A guest and its device.
+struct Guest {
+    cid: u64,
+    shared: Arc<Shared>,
+    memory: Arc<Memory>,
+    driver: Driver,
+    rx: Ring,
+    tx: Ring,
+    engine: Engine<World>,
+    epoch: u64,
+}
+
+fn map(shared: &Shared) -> Arc<Memory> {
+    let regions = shared.regions().map(|region| {
+        let info = RegionInfo {
+            guest_address: region.guest.into(),
+            size: region.size.into(),
+            user_address: region.user.into(),
+            mmap_offset: region.offset.into(),
+        };
+        Region::map(&info, shared.fd().try_clone_to_owned().expect("a descriptor")).expect("it is there")
+    });
+    Arc::new(Memory::new(regions.collect()).expect("its regions"))
+}
+
+fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (Driver, Ring, Ring) {
+    let queue = |index| Queue::new(shared, index, QueueOptions { size, features: 1 << 32 }).expect("a queue");
+    let ring = |queue: &Queue| {
+        let places = queue.places();
+        let address = VringAddress {
+            index: 0.into(),
+            flags: 0.into(),
+            descriptors: shared.user(places.table).into(),
+            used: shared.user(places.used).into(),
+            available: shared.user(places.available).into(),
+            log: 0.into(),
+        };
+        let setup = RingSetup {
+            size: size.into(),
+            address,
+            base: 0,
+            features: 1 << 32,
+            call: None,
+            switch: LogSwitch::default(),
+            log: None,
+        };
+        Ring::new(setup, Arc::clone(memory), epoch + u64::from(queue.index())).expect("it is well made")
+    };
+    let (rx, tx) = (queue(0), queue(1));
+    let (rx_ring, tx_ring) = (ring(&rx), ring(&tx));
+    let payload = shared.alloc(HEADER_BYTES as u64 + 65_536, 4096);
+    let buffers = shared.alloc(70_000, 4096);
+    (Driver { rx, tx, payload, buffers, received: HashMap::new(), tokens: 0 }, rx_ring, tx_ring)
+}
+
+impl Guest {
+    fn new(cid: u64, size: u16, net: &Net) -> Self {
+        let shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
+        let memory = map(&shared);
+        let (driver, rx, tx) = rings(&shared, &memory, size, 2);
+        let limits = Limits { connections: CONNECTIONS, memory: MEMORY, ..Limits::default() };
+        let engine = Engine::new(cid, limits, 0, World::new(cid, net));
+        Self { cid, shared, memory, driver, rx, tx, engine, epoch: 2 }
+    }
+
+    /// Posts one packet.
+    fn packet(&mut self, step: &[u8]) {
+        let [_, what, ports, shape, lens, flags, credit, host_port] = *step else { return };
+        let cids = [2, CIDS[0], CIDS[1], 99];
+        let (port, peer) = (u32::from(ports & 3), cids[usize::from(ports >> 2 & 3)]);
+        // A port that it asks for, or one that asked: those are given from 2^30 on.
+        let peer_port = match ports >> 4 & 7 {
+            port @ 0..=3 => u32::from(port),
+            _ => (1 << 30) + u32::from(host_port & 31),
+        };
+        let operations = [5, 5, 5, 5, 1, 1, 2, 4, 6, 7, 3, 0, 5, 1, 5, 9];
+        let len = LENS[usize::from(lens & 7)];
+        let operation = operations[usize::from(what & 15)];
+        let payload = if operation == 5 { len } else { 0 };
+        let kind = if what >> 4 & 1 == 0 { Kind::Stream } else { Kind::Seqpacket };
+        let taken = self.driver.received.get(&(port, peer, peer_port)).copied().unwrap_or(0);
+        let header = Header {
+            source_cid: if what == 0xff { 77 } else { self.cid }.into(),
+            destination_cid: peer.into(),
+            source_port: port.into(),
+            destination_port: peer_port.into(),
+            len: (payload + u32::from(credit == 0xff)).into(),
+            kind: kind.number().into(),
+            operation: operation.into(),
+            flags: u32::from(flags & 3).into(),
+            buf_alloc: ALLOCS[usize::from(credit >> 2 & 3)].into(),
+            fwd_cnt: match credit & 3 {
+                0 => 0,
+                1 => u32::from(credit),
+                _ => taken,
+            }
+            .into(),
+        };
+        self.shared.write(self.driver.payload, header.as_bytes());
+        let each = EACH[usize::from(shape & 7)];
+        let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
+        let parts = parts(head, payload as usize, each, self.driver.tx.room());
+        self.driver.tokens += 1;
+        if !parts.is_empty() && self.driver.tx.add(&parts, &[], self.driver.tokens) {
+            self.driver.tx.publish();
+        }
+    }
+
+    /// Posts buffers to receive into.
+    fn post(&mut self, step: &[u8]) {
+        let sizes = [44, 45, 60, 300, 4096, 66_000, 10, 1500];
+        let bytes = sizes[usize::from(step[1] & 7)];
+        for _ in 0..step[2] % 64 {
+            let each = EACH[usize::from(step[3] & 7)];
+            let head = Buffer { guest: self.driver.buffers, len: 10 };
+            let parts = parts(head, bytes - 10, each, self.driver.rx.room());
+            self.driver.tokens += 1;
+            if parts.is_empty() || !self.driver.rx.add(&[], &parts, self.driver.tokens) {
+                break;
+            }
+        }
+        self.driver.rx.publish();
+    }
+
+    /// The driver looks at what came back. It fails at a chain that was not out.
+    fn reap(&mut self) {
+        while let Some(used) = self.driver.rx.take().expect("a used ring that can be") {
+            if used.len == 0 {
+                continue;
+            }
+            assert!(used.len as usize >= HEADER_BYTES, "{} bytes are no packet", used.len);
+            // All buffers are one: the header is that of the last packet. It says what a driver may be told.
+            let bytes = self.shared.bytes(self.driver.buffers, HEADER_BYTES);
+            let header = Header::parse(bytes[..].try_into().expect("its length"));
+            let operation =
+                Operation::from_number(header.operation.get()).expect("an operation of the standard");
+            assert_eq!(header.destination_cid.get(), self.cid);
+            if operation == Operation::ReadWrite {
+                let peer = header.source_cid.get();
+                let name = (header.destination_port.get(), peer, header.source_port.get());
+                let received = self.driver.received.entry(name).or_default();
+                *received = received.wrapping_add(header.len.get());
+            }
+        }
+        while self.driver.tx.take().expect("a used ring that can be").is_some() {}
+    }
+
+    /// What happened at its sockets.
+    fn events(&mut self, net: &Net) -> bool {
+        let mut any = false;
+        for (id, end) in net.connected(self.cid) {
+            any = true;
+            self.engine.connected(id, end);
+        }
+        for (port, kind, cid, end) in net.mail(self.cid) {
+            any = true;
+            if let Err(end) = self.engine.open(port, kind, cid, end) {
+                end.close();
+            }
+        }
+        for (id, news, room, freed) in net.news(self.cid) {
+            any = true;
+            if let Some(news) = news {
+                self.engine.readable(id, news);
+            }
+            if room {
+                self.engine.writable(id);
+            }
+            if freed {
+                self.engine.freed(id);
+            }
+        }
+        any
+    }
+
+    /// One turn of the device, as its thread has it. True if there is more to do at once.
+    fn turn(&mut self, net: &Net) -> bool {
+        let before = net.calls();
+        let mut again = self.events(net);
+        again |= self.engine.take(&mut self.tx);
+        let full = !self.engine.table().takes();
+        again |= self.engine.fill(&mut self.rx);
+        again |= full && self.engine.table().takes();
+        self.rx.publish();
+        self.tx.publish();
+        assert_eq!(self.rx.in_flight(), 0, "buffers to receive into are held");
+        let calls = net.calls() - before;
+        assert!(calls < CALLS_MAX, "{calls} calls in one turn");
+        again |= self.rx.arm();
+        again |= self.tx.arm();
+        again
+    }
+
+    /// Its driver begins anew.
+    fn restart(&mut self, size: u16) {
+        self.engine.let_go(Some(&mut self.tx));
+        self.engine.restart();
+        self.epoch += 2;
+        self.shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
+        self.memory = map(&self.shared);
+        (self.driver, self.rx, self.tx) = rings(&self.shared, &self.memory, size, self.epoch);
+    }
+
+    fn judge(&self) {
+        let statistics = self.engine.statistics();
+        let (footprint, reserved) = (self.engine.footprint(), statistics.memory_reserved);
+        assert!(footprint <= reserved, "it takes {footprint} bytes, {reserved} are reserved");
+        assert!(reserved <= MEMORY + MESSAGE_MAX, "{reserved} bytes are reserved");
+        assert!(self.engine.kept() as u64 <= reserved);
+        assert!(statistics.connections <= CONNECTIONS as u64);
+        let backlog = self.engine.backlog();
+        assert!(backlog <= 4 * (64 + 4 * CONNECTIONS), "{backlog} entries wait");
+        assert!(self.engine.table().control_len() <= STRAYS_MAX + 4 * CONNECTIONS + 2);
+        let most = usize::from(self.tx.size() / 4) * 1024;
+        assert!(self.engine.pieces() <= most, "{} pieces are described", self.engine.pieces());
+    }
+}
+
+/// A chain of a head and `bytes` behind it, of which the first `each` are in one piece with the head and the others in pieces
+/// of `each`. None if there are not enough descriptors.
+fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
+    let each = each.max(bytes.div_ceil(1024));
+    if bytes.div_ceil(each).max(1) > room {
+        return Vec::new();
+    }
+    let len = |len: usize| u32::try_from(len).expect("it is short");
+    let first = Buffer { len: head.len + len(each.min(bytes)), ..head };
+    let start = head.guest + u64::from(head.len);
+    let rest = (0..bytes).step_by(each).skip(1);
+    let rest = rest.map(|at| Buffer { guest: start + at as u64, len: len(each.min(bytes - at)) });
+    std::iter::once(first).chain(rest).collect()
+}
+
+/// Runs an input: byte 0 chooses the size of the rings, then each step is 8 bytes.
+pub fn device(data: &[u8]) {
+    let Some((mode, steps)) = data.split_first() else { return };
+    let size = [64, 2048, 16, 256][usize::from(mode & 3)];
+    let net = Net::new(u64::from(*mode));
+    let mut guests = CIDS.map(|cid| Guest::new(cid, size, &net));
+    let mut now_ms = 0;
+    for step in steps.chunks_exact(STEP).take(STEPS_MAX) {
+        let which = usize::from(step[0] >> 7);
+        let (what, amount) = (step[0] & 31, u32::from_le_bytes([step[4], step[5], step[6], 0]));
+        let guest = &mut guests[which];
+        match what {
+            0..=9 => guest.packet(step),
+            10..=12 => guest.post(step),
+            13 | 14 => net.write(step[1], step[2], amount),
+            15 | 16 => net.read(step[1], amount),
+            17 => net.end(step[1], step[2]),
+            18 => {
+                let kind = if step[1] & 1 == 0 { Kind::Stream } else { Kind::Seqpacket };
+                let end = net.client(kind);
+                if let Err(end) = guest.engine.open(u32::from(step[2] & 3), kind, 2, end) {
+                    end.close();
+                }
+            }
+            19 => {
+                now_ms += u64::from(amount % 12_000);
+                guest.engine.tick(now_ms);
+            }
+            20 => net.free_loans(),
+            21 if step[1] & 7 == 0 => guest.restart(size),
+            22 if step[1] & 7 == 0 => {
+                let key = Key { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
+                guest.engine.arrive(amount, &[(key, Kind::Stream)]);
+            }
+            23 if step[1] & 31 == 0 => {
+                // A head that is none: the ring is of no use any more.
+                guest.driver.tx.offer(size);
+                guest.driver.tx.publish();
+            }
+            24 => {
+                guest.engine.let_go(Some(&mut guest.tx));
+                guest.engine.clear_idle();
+            }
+            25 => net.urgent(step[1]),
+            _ => {
+                guest.turn(&net);
+                guest.reap();
+            }
+        }
+        guest.judge();
+    }
+    rest(&mut guests, &net);
+}
+
+/// Nobody wants anything any more: the devices come to rest, and when their rings stop all comes back.
+fn rest(guests: &mut [Guest; 2], net: &Net) {
+    let mut turns = 0;
+    loop {
+        let mut again = false;
+        for guest in guests.iter_mut() {
+            again |= guest.turn(net);
+            guest.reap();
+            guest.judge();
+        }
+        if !again {
+            break;
+        }
+        turns += 1;
+        assert!(turns < TURNS_MAX, "a device does not come to rest");
+    }
+    for guest in guests.iter_mut() {
+        guest.engine.let_go(Some(&mut guest.tx));
+        guest.engine.take_back();
+        net.free_loans();
+        guest.events(net);
+        guest.engine.let_go(Some(&mut guest.tx));
+        guest.tx.publish();
+        assert_eq!((guest.engine.lent(), guest.engine.pieces()), (0, 0));
+        assert_eq!(guest.tx.in_flight(), 0, "chains do not come back");
+        guest.reap();
+        guest.engine.restart();
+        assert_eq!(guest.engine.statistics().memory_reserved, 0, "memory is not given back");
+        assert_eq!((guest.engine.footprint(), guest.engine.backlog(), guest.engine.kept()), (0, 0, 0));
+    }
+}
+
+#[test]
+fn hostile_guests_and_peers_do_no_harm() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
+    let seeds = match number("TOWLINE_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("TOWLINE_SEEDS").unwrap_or(3000),
+    };
+    for seed in seeds {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut data = vec![0; 1 + STEP * rng.usize(1..200)];
+        rng.fill(&mut data);
+        // Connections are few, so that packets meet some.
+        let ports = rng.u8(..);
+        for step in data[1..].chunks_exact_mut(STEP) {
+            if rng.u8(..4) > 0 {
+                (step[2], step[6], step[7]) = (ports ^ (step[2] & 0x40), step[6] | 2, step[7] & 3);
+            }
+        }
+        let failed = std::panic::catch_unwind(|| device(&data));
+        if let Err(panic) = failed {
+            eprintln!("TOWLINE_SEED={seed} fails");
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+/// What was found once, and each kind of action.
+#[test]
+fn seeds_do_no_harm() {
+    let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/vsock_device");
+    let mut count = 0;
+    for seed in std::fs::read_dir(directory).expect("the seeds") {
+        device(&std::fs::read(seed.expect("a seed").path()).expect("its bytes"));
+        count += 1;
+    }
+    assert!(count >= 3, "{count} seeds");
+}
