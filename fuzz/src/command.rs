@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// Every target, with the longest input that is worth its time.
-pub const TARGETS: [(&str, u32); 11] = [
+pub const TARGETS: [(&str, u32); 12] = [
     ("main_channel", 2048),
     ("lane", 4096),
     ("return_path", 1024),
@@ -17,6 +17,7 @@ pub const TARGETS: [(&str, u32); 11] = [
     ("vhost_ring", 3072),
     ("facts", 2048),
     ("net_segments", 1024),
+    ("net_device", 2048),
 ];
 
 /// `cargo fuzz run` of a target, `runs` inputs long, in the repository at `root`. It needs cargo-fuzz (`cargo install

@@ -19,6 +19,9 @@ mod pipes;
 #[path = "../../crates/net/tests/segments/hostile.rs"]
 pub mod segments;
 
+#[path = "../../crates/net/tests/hostile/device.rs"]
+pub mod net_device;
+
 #[path = "../../crates/compat/tests/hostile.rs"]
 pub mod compat;
 

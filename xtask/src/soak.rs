@@ -51,6 +51,11 @@ const SOAKS: &[Soak] = &[
         run: vsock_neighbours,
     },
     Soak {
+        name: "net-device",
+        about: "an hour of hostile guests and frontends against a network card (TOWLINE_SECONDS, TOWLINE_SEEDS, TOWLINE_FIRST_SEED)",
+        run: net_device,
+    },
+    Soak {
         name: "vsock-bytes",
         about: "100 MiB each way through a Linux guest's vsock (TOWLINE_SOAK_VSOCK_MIB)",
         run: || lab_test("vsock", "a_guest_of_qemu_10_0", &[("TOWLINE_SOAK_VSOCK_MIB", "100")]),
@@ -337,6 +342,15 @@ fn store_leases() -> Result<()> {
         command.env("TOWLINE_SEEDS", "100000");
     }
     run_command(command.env("TOWLINE_FIND_FAULTS", "all"))
+}
+
+/// Hostile inputs for the network card: `TOWLINE_SECONDS` says for how long.
+fn net_device() -> Result<()> {
+    let mut command = cargo(["test", "--package", "towline-net", "--test", "hostile", "--"]);
+    command.arg("--nocapture");
+    let long = [("TOWLINE_SECONDS", "3600"), ("TOWLINE_SEEDS", "100000000")];
+    let unset = long.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    run_command(command.envs(unset))
 }
 
 fn listing() -> String {

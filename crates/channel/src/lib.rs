@@ -75,7 +75,7 @@ pub use error::{Error, Result};
 pub use exec::ExecChannel;
 pub use fd::inherit;
 pub use file::FileChannel;
-pub use listen::{ListenOptions, Listener};
+pub use listen::{ListenOptions, Listener, is_exhausted};
 pub use pair::{PairChannel, pair};
 pub use splice::Splice;
 pub use sys::cursor::{IOV_MAX, IoCursor, IoCursorMut};

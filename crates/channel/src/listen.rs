@@ -55,6 +55,14 @@ enum Single {
     Command(String),
 }
 
+/// Whether [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
+/// `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener is as readable as before: wait before the next
+/// attempt.
+pub fn is_exhausted(error: &Error) -> bool {
+    let Error::Io { source, .. } = error else { return false };
+    matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
+
 impl Listener {
     /// Listens at an address with the default [`ListenOptions`].
     ///
@@ -140,7 +148,7 @@ impl Listener {
     /// # Errors
     /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: there may be others, so the listener goes on.
     /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Unsupported`]
-    /// if there is only one channel and it was fetched before, otherwise [`Error::Io`].
+    /// if there is only one channel and it was fetched before, otherwise [`Error::Io`], which may pass ([`is_exhausted`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let patience = Patience::new("accept", &self.address, deadline, cancel);

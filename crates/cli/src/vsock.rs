@@ -3,6 +3,7 @@
 mod guest;
 
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
@@ -282,22 +283,35 @@ fn take_over(fd: i32) -> Result<OwnedFd> {
     towline_channel::inherit(fd).with_context(|| format!("--fd {fd}: not open here"))
 }
 
-/// Serves each guest on a thread of its own, until all of them have ended. A guest that cannot be served any more is logged
-/// and ends no other.
+/// Serves each guest on a thread of its own, until cancelled or until none of them can be served any more. One that fails ends
+/// alone; the first failure is the result.
 fn serve_all(served: Vec<Served>, cancel: &Cancel) -> Result<()> {
-    let serve = |served: Served| {
+    let guests = served.into_iter().map(|served| {
+        let (cid, cancel) = (served.cid, cancel.clone());
+        (cid, move || serve(served, &cancel))
+    });
+    run_all(guests.collect(), cancel)
+}
+
+fn run_all(guests: Vec<(u64, impl FnOnce() -> Result<()> + Send + 'static)>, cancel: &Cancel) -> Result<()> {
+    let run = |(cid, serve): (u64, _)| {
         let cancel = cancel.clone();
-        let cid = served.cid;
         let thread = move || {
-            let done = serve(served, &cancel);
+            let done =
+                catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| Err(anyhow!("its thread panicked")));
+            if cancel.is_cancelled() {
+                return Ok(());
+            }
+            let done = done.with_context(|| format!("the guest with the context {cid}"));
             if let Err(error) = &done {
-                tracing::error!(error = format!("{error:#}"), cid, "a guest is served no more");
+                tracing::error!(error = %format!("{error:#}"), "a guest is served no more; others go on");
             }
             done
         };
         thread::Builder::new().name(format!("vsock-{cid}")).spawn(thread)
     };
-    let threads: Vec<_> = served.into_iter().map(serve).collect::<Result<_, _>>()?;
+    let threads: Vec<_> =
+        guests.into_iter().map(run).collect::<Result<_, _>>().inspect_err(|_| cancel.cancel())?;
     let mut outcome = Ok(());
     for thread in threads {
         let done = thread.join().map_err(|_| anyhow!("a guest's thread panicked")).and_then(|done| done);
@@ -359,4 +373,34 @@ fn report_on_signal(devices: &[(u64, Arc<Vsock>)]) -> Result<()> {
         }
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    type Guest = Box<dyn FnOnce() -> Result<()> + Send>;
+
+    #[test]
+    fn a_guest_that_fails_or_panics_does_not_end_the_others() {
+        let cancel = Cancel::new().unwrap();
+        let (ended, others) = channel();
+        let fails = ended.clone();
+        let stays = move || {
+            for _ in 0..2 {
+                others.recv_timeout(Duration::from_secs(60))?;
+            }
+            Ok(())
+        };
+        let guests: Vec<(u64, Guest)> = vec![
+            (3, Box::new(move || fails.send(()).map_err(Into::into).and(Err(anyhow!("no descriptor"))))),
+            (4, Box::new(move || ended.send(()).map(|()| panic!("a bug")).map_err(Into::into))),
+            (5, Box::new(stays)),
+        ];
+        let error = run_all(guests, &cancel).unwrap_err();
+        assert_eq!(format!("{error:#}"), "the guest with the context 3: no descriptor");
+        assert!(!cancel.is_cancelled());
+    }
 }

@@ -135,8 +135,12 @@ impl Worker for Pair {
                 _ => self.transmitter.run(ring, line, tally),
             };
             sent = tally.settle(ring, &counters[TRANSMIT]);
-        } else if let Some(sender) = &mut self.sender {
-            sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
+        } else {
+            // With nothing to send nobody waits for room in the tap, which there is most of the time.
+            self.transmitter.blocked = false;
+            if let Some(sender) = &mut self.sender {
+                sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
+            }
         }
         if let Some(ring) = queues.ring(RECEIVE) {
             let tally = &mut tallies[RECEIVE];
@@ -173,6 +177,8 @@ impl Worker for Pair {
     }
 
     fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
+        self.receiver.release();
+        self.transmitter.release();
         if let Some(sender) = &mut self.sender {
             sender.release(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline);
         }

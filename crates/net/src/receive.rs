@@ -105,12 +105,20 @@ impl Receiver {
         self.starved = false;
     }
 
+    /// Guest memory changes: nothing of the former one is kept mapped.
+    pub(crate) fn release(&mut self) {
+        self.batch.clear();
+    }
+
     /// Receives for one turn. True if there may be more.
     pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
         if self.gone {
+            ring.listen(false);
             return false;
         }
         if !line.linked {
+            // Frames are dropped without the guest's buffers, so nobody has to be kicked for more of them.
+            ring.listen(false);
             return self.discard(line, tally);
         }
         if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
@@ -133,8 +141,16 @@ impl Receiver {
                 }
                 return left == 0;
             }
-            if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
-                return self.starve(ring);
+            if !self.held.is_empty() {
+                if !self.deliver_held(ring, line.format, tally) {
+                    return self.starve(ring);
+                }
+                // `fill` ended before it counted this frame.
+                left -= 1;
+                if left == 0 {
+                    ring.listen(false);
+                    return true;
+                }
             }
             self.window = (self.window * 2).min(*WINDOW.end());
         }
@@ -297,13 +313,16 @@ impl Receiver {
             ring.publish();
             tally.packets += 1;
             tally.bytes += (length - format.header_bytes) as u64;
-        } else if batch.len() == HELD_CHAINS_MAX || !format.mergeable {
-            ring.give_back(batch, 0);
-            tally.drop(DropReason::TooLong);
         } else {
+            let too_many = batch.len() == HELD_CHAINS_MAX || batch.is_full();
             ring.give_back(batch, 0);
-            return false;
+            if !too_many && format.mergeable {
+                return false;
+            }
+            tally.drop(DropReason::TooLong);
         }
+        // It may have grown to thousands of chains.
+        batch.clear();
         self.held.clear();
         true
     }
@@ -329,15 +348,21 @@ fn spread(batch: &Batch, first: usize, bytes: &[u8]) -> bool {
 fn complete(ring: &mut Ring, batch: &Batch, at: usize, length: usize, format: Format) -> usize {
     let (mut left, mut used) = (length, 0);
     while left > 0 {
-        let chain: Chain<'_> = batch.chain(at + used);
-        let here = left.min(chain.writable_bytes() as usize);
-        left -= here;
+        left = left.saturating_sub(batch.chain(at + used).writable_bytes() as usize);
         used += 1;
-        ring.complete(chain, u32::try_from(here).expect("a frame is shorter"));
     }
+    // Before any chain is completed: that marks its pages in the dirty log, and what is written after a page was marked is lost
+    // in a migration.
     if format.header_bytes > NUM_BUFFERS {
         let count = u16::try_from(used).expect("the window is smaller").to_le_bytes();
         batch.chain(at).write_at(NUM_BUFFERS, &count);
+    }
+    let mut left = length;
+    for index in at..at + used {
+        let chain: Chain<'_> = batch.chain(index);
+        let here = left.min(chain.writable_bytes() as usize);
+        left -= here;
+        ring.complete(chain, u32::try_from(here).expect("a frame is shorter"));
     }
     used
 }

@@ -28,6 +28,11 @@ impl Transmitter {
         Self { batch: Batch::new(), blocked: false }
     }
 
+    /// Guest memory changes: nothing of the former one is kept mapped.
+    pub(crate) fn release(&mut self) {
+        self.batch.clear();
+    }
+
     /// Sends for one turn. True if there may be more.
     pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
         self.blocked = false;

@@ -322,6 +322,36 @@ fn a_card_says_whose_guests_it_takes() {
     assert!(reason.starts_with("the source is no towline-net-1"), "{reason}");
 }
 
+/// Mappings of this file in this process: the driver's own, and the card's.
+fn mappings(file: std::os::fd::BorrowedFd<'_>) -> usize {
+    let inode = rustix::fs::fstat(file).unwrap().st_ino.to_string();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.split_whitespace().nth(4) == Some(&inode)).count()
+}
+
+#[test]
+fn memory_that_is_taken_away_is_unmapped() {
+    let name = "memory_that_is_taken_away_is_unmapped";
+    let Some(mut bench) = Bench::new(name, 1536, 256, feature::MRG_RXBUF) else { return };
+    let sent = datagrams(20, 5000);
+    bench.send(&sent);
+    bench.expect(&sent);
+    let (frontend, pair) = &mut bench.driver;
+    assert!(pair.transmit(&frame([0xff; 6], b"one")));
+    pair.flush();
+    all_back(pair);
+    // One that is discarded as well.
+    frontend.enable(1, false).unwrap();
+    assert!(pair.transmit(&frame([0xff; 6], b"to nobody")));
+    pair.flush();
+    all_back(pair);
+    let memory = Arc::clone(pair.rx().memory());
+    assert_eq!(mappings(memory.fd()), 2);
+    (0..2).for_each(|ring| assert!(frontend.stop(ring).is_ok()));
+    frontend.share(None).unwrap();
+    assert_eq!(mappings(memory.fd()), 1, "the card keeps memory that is the guest's no more");
+}
+
 /// What no driver does: chains of the wrong kind, empty frames, headers of nonsense. The card lives, and serves on.
 #[test]
 fn nonsense_harms_nobody_else() {

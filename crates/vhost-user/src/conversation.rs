@@ -8,6 +8,7 @@ use std::time::Duration;
 use towline_channel::{Cancel, Channel, ChannelExt, FDS_MAX, IoBuf, SendFlags};
 
 use crate::device::Device;
+use crate::hangup::Hangup;
 use crate::message::{HEADER_BYTES, Header, MessageError, Reply, Request};
 use crate::record::Record;
 use crate::server::ServeError;
@@ -21,6 +22,29 @@ pub(crate) const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
 pub(crate) struct Conversation<C = Box<dyn Channel>> {
     channel: C,
     session: Session<Crew>,
+    hangup: Arc<Hangup>,
+}
+
+/// What a connection needs of the system.
+pub(crate) struct Workers {
+    crew: Crew,
+    hangup: Arc<Hangup>,
+}
+
+impl Workers {
+    pub(crate) fn new(
+        channel: &dyn Channel,
+        device: &Arc<dyn Device>,
+        record: Option<&Record>,
+    ) -> Result<Self, ServeError> {
+        channel.set_timeouts(Some(MESSAGE_WITHIN), Some(MESSAGE_WITHIN))?;
+        let failed = |source: std::io::Error| given_up(channel, SessionError::Descriptor { source });
+        let socket = channel.as_fd().map(|fd| fd.try_clone_to_owned()).transpose().map_err(failed)?;
+        let hangup = Arc::new(Hangup::new(socket));
+        let crew = Crew::new(device.as_ref(), record, &hangup);
+        let crew = crew.map_err(|source| given_up(channel, source))?;
+        Ok(Self { crew, hangup })
+    }
 }
 
 impl<C: Deref<Target = dyn Channel>> Conversation<C> {
@@ -30,15 +54,28 @@ impl<C: Deref<Target = dyn Channel>> Conversation<C> {
         device: &Arc<dyn Device>,
         record: Option<&Record>,
     ) -> Result<Self, ServeError> {
-        channel.set_timeouts(Some(MESSAGE_WITHIN), Some(MESSAGE_WITHIN))?;
-        let crew = Crew::new(device.as_ref(), record);
-        let crew = crew.map_err(|source| given_up(&*channel, source))?;
-        Ok(Self { channel, session: Session::new(Arc::clone(device), crew) })
+        let workers = Workers::new(&*channel, device, record)?;
+        Ok(Self::with(channel, device, workers))
+    }
+
+    /// With a frontend for which all that it needs has been made.
+    pub(crate) fn with(channel: C, device: &Arc<dyn Device>, workers: Workers) -> Self {
+        let Workers { crew, hangup } = workers;
+        Self { channel, session: Session::new(Arc::clone(device), crew), hangup }
     }
 
     /// Serves it until the frontend goes, or `cancel` is pulled between two of its requests: then the error is
     /// `Cancelled`, and it can be served again.
     pub(crate) fn serve(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
+        self.session.set_cancel(cancel);
+        let served = self.serve_requests(cancel);
+        if self.hangup.is_memory_lost() {
+            return Err(given_up(&*self.channel, SessionError::MemoryLost));
+        }
+        served
+    }
+
+    fn serve_requests(&mut self, cancel: &Cancel) -> Result<(), ServeError> {
         let channel = &*self.channel;
         loop {
             if !channel.wait_recv(cancel)? {
@@ -54,8 +91,8 @@ impl<C: Deref<Target = dyn Channel>> Conversation<C> {
                 Ok(Some(reply)) => reply,
                 Ok(None) if acknowledges => Reply::Number(0),
                 Ok(None) => continue,
-                Err(SessionError::Gone { index }) => {
-                    return Err(given_up(channel, SessionError::Gone { index }));
+                Err(error @ (SessionError::Gone { .. } | SessionError::Cancelled { .. })) => {
+                    return Err(given_up(channel, error));
                 }
                 Err(error) if acknowledges => {
                     tracing::warn!(%error, "refused");

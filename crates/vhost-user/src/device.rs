@@ -181,7 +181,8 @@ pub trait Worker: Send {
     }
 
     /// Before the guest's memory changes: ends what uses it without the rings knowing (a device of the host's that reads it
-    /// by itself), by the deadline. What is not completed then was under way in memory that is no longer there.
+    /// by itself), by the deadline, and clears the batches that it keeps ([`Batch::clear`](crate::Batch::clear)): each of them
+    /// keeps the former memory mapped. What is not completed then was under way in memory that is no longer there.
     fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
         let _ = (queues, deadline);
     }
@@ -198,18 +199,32 @@ pub enum Next {
 
 /// Why a device does not do something, in words that name the thing and the way out.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refusal(String);
+pub struct Refusal {
+    reason: String,
+    /// It may pass when others give descriptors or memory back.
+    exhausted: bool,
+}
+
+/// Whether the kernel has no descriptor or no memory left.
+pub(crate) fn is_exhausted(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
 
 impl Refusal {
+    /// Whether the reason is that the kernel has no descriptor or no memory left: it was made of such an error.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        self.exhausted
+    }
+
     /// A refusal with this reason.
     pub fn new(reason: impl Into<String>) -> Self {
-        Self(reason.into())
+        Self { reason: reason.into(), exhausted: false }
     }
 }
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.reason)
     }
 }
 
@@ -217,6 +232,6 @@ impl Error for Refusal {}
 
 impl From<std::io::Error> for Refusal {
     fn from(error: std::io::Error) -> Self {
-        Self(error.to_string())
+        Self { exhausted: is_exhausted(&error), reason: error.to_string() }
     }
 }

@@ -21,7 +21,10 @@ pub mod features;
 #[cfg(test)]
 mod fuse;
 mod hand_over;
+mod hangup;
+mod kick;
 pub mod log;
+mod mailbox;
 pub mod memory;
 pub mod message;
 mod pulse;
@@ -30,6 +33,8 @@ pub mod ring;
 mod server;
 mod session;
 mod sys;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod worker;
 
 pub use device::{Device, Next, Refusal, Worker};

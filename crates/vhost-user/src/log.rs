@@ -55,7 +55,7 @@ impl DirtyLog {
         if size > LOG_BYTES_MAX || words == 0 {
             return Err(MemoryError::TooLarge { offset, size });
         }
-        let mapping = Arc::new(Mapping::new(fd, offset, words * 8)?);
+        let mapping = Arc::new(Mapping::guarded(fd, offset, words * 8)?);
         let len = usize::try_from(words * 8).expect("it is mapped");
         let words = Area::new(&mapping, 0, len, 8).ok_or(MemoryError::TooLarge { offset, size })?;
         Ok(Self { words, pages: size / 8 * 64 })
@@ -86,9 +86,14 @@ impl DirtyCache {
         Self { switch, log, ..Self::default() }
     }
 
+    /// Whether the log's memory was replaced by zeros after a fault.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.log.as_ref().is_some_and(|log| log.words.mapping().is_lost())
+    }
+
     /// From now on into this log. What was gathered has been flushed.
     pub(crate) fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
-        self.flush();
+        self.write_out();
         self.log = log;
     }
 
@@ -114,7 +119,7 @@ impl DirtyCache {
             Some((_, bits)) => *bits |= bit,
             None => {
                 if self.words.len() == CACHE_WORDS {
-                    self.flush();
+                    self.write_out();
                 }
                 self.words.push((word, bit));
             }
@@ -123,13 +128,20 @@ impl DirtyCache {
 
     /// Writes out what was gathered. Returns a page that was written and has no place in the log, once.
     pub(crate) fn flush(&mut self) -> Option<u64> {
-        if let Some(log) = &self.log {
-            for (word, bits) in self.words.drain(..) {
-                let offset = usize::try_from(word * 8).expect("the log is mapped");
-                log.words.or_64(offset, bits);
-            }
-        }
+        self.write_out();
         self.outside.take()
+    }
+
+    /// Sets the gathered bits in the log; the frontend can read and clear them from then on. A page outside of the log stays
+    /// recorded for [`Self::flush`].
+    fn write_out(&mut self) {
+        let Some(log) = &self.log else { return };
+        for (word, bits) in self.words.drain(..) {
+            let offset = usize::try_from(word * 8).expect("the log is mapped");
+            log.words.or_64(offset, bits);
+        }
+        #[cfg(feature = "testing")]
+        crate::testing::log_flushed();
     }
 }
 
@@ -187,6 +199,17 @@ mod tests {
         cache.mark(0, 1);
         cache.flush();
         assert_eq!(marked(&mut file), [0u64; 0]);
+    }
+
+    #[test]
+    fn a_page_outside_is_reported_after_the_cache_overflowed_and_the_log_changed() {
+        let (mut cache, _file) = cache(64 * 100);
+        cache.mark(64 * 100 * LOG_PAGE, 1);
+        (0..100).for_each(|word| cache.mark(word * 64 * LOG_PAGE, 1));
+        let log = cache.log.clone();
+        cache.set_log(log);
+        assert_eq!(cache.flush(), Some(6400));
+        assert_eq!(cache.flush(), None);
     }
 
     #[test]

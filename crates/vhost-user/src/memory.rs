@@ -7,8 +7,8 @@
 //! A [`Memory`] never changes. A new table is a new `Memory` that shares the regions which stay; it is handed to the
 //! rings between two batches, and the old one is unmapped when nobody has it any more.
 //!
-//! Limits: [`REGIONS_MAX`] regions. A file that its owner cuts short after it was mapped kills this process (SIGBUS), as
-//! it does QEMU: memory is shared with whom one trusts.
+//! Limits: [`REGIONS_MAX`] regions. A file that its owner truncates after it was mapped ends its own session and no other: an
+//! access behind its end finds zeros, and the connection is closed ([ADR 9](../../../docs/adr/0009-a-sigbus-ends-one-session.md)).
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -147,7 +147,7 @@ impl Region {
         if guest.checked_add(size).is_none() || user.checked_add(size).is_none() {
             return Err(MemoryError::Wraps { guest, user, size });
         }
-        let mapping = Mapping::new(fd, info.mmap_offset.get(), size)?;
+        let mapping = Mapping::guarded(fd, info.mmap_offset.get(), size)?;
         Ok(Self { guest, user, size, mapping: Arc::new(mapping) })
     }
 
@@ -241,6 +241,11 @@ impl Memory {
     pub(crate) fn own_address(&self, guest: u64) -> Option<u64> {
         let region = &self.regions[self.region_at(guest)?];
         Some(region.mapping.span().0.addr() as u64 + (guest - region.guest))
+    }
+
+    /// Whether a part of it was replaced by zeros after a fault.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.mappings().any(Mapping::is_lost)
     }
 
     /// What is mapped.

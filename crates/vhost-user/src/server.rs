@@ -12,9 +12,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
-use towline_channel::{Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with};
+use towline_channel::{
+    Address, Cancel, Channel, ConnectOptions, Listener, UnixChannel, connect_with, is_exhausted,
+};
 
-use crate::conversation::Conversation;
+use crate::conversation::{Conversation, Workers};
 use crate::device::Device;
 use crate::record::{Record, RecordError, STORED};
 use crate::session::SessionError;
@@ -25,6 +27,9 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// Before a frontend that was lost is connected to again; there is nothing to wait for but time.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+
+/// After the kernel had no descriptor or no memory for a connection; there is no event for that either.
+const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Why a connection ended, other than by the frontend's own wish.
 #[derive(Debug, thiserror::Error)]
@@ -162,7 +167,7 @@ impl Service {
                 Ok(()) => {}
             }
             if matches!(self.frontends, Some(Frontends::Connect(_))) {
-                rest(cancel)?;
+                rest(cancel, &RECONNECT_INTERVAL)?;
             }
         }
     }
@@ -182,7 +187,8 @@ impl Service {
                 Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
                 None => return Ok(()),
             };
-            self.conversation = Some(Conversation::new(channel, device, Some(record))?);
+            let workers = patient_with_exhaustion(cancel, || Workers::new(&*channel, device, Some(record)))?;
+            self.conversation = Some(Conversation::with(channel, device, workers));
         }
         self.conversation.as_mut().map_or(Ok(()), |conversation| conversation.serve(cancel))
     }
@@ -191,6 +197,10 @@ impl Service {
 impl Frontends {
     /// The next one that connects, or is connected to.
     fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
+        patient_with_exhaustion(cancel, || self.attempt(cancel))
+    }
+
+    fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
         Ok(match self {
             Self::Connected(_) => unreachable!("it is served, and not waited for"),
             Self::Listen(listener) => patiently(|until| listener.accept(until, cancel))?,
@@ -203,9 +213,45 @@ impl Frontends {
     }
 }
 
-/// A frontend that takes every connection and hangs up at once shall not keep a processor busy.
-fn rest(cancel: &Cancel) -> Result<(), ServeError> {
-    match poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(&RECONNECT_INTERVAL)) {
+impl ServeError {
+    /// Whether it passes when descriptors or memory are free again.
+    fn is_exhausted(&self) -> bool {
+        match self {
+            Self::Channel(error) => is_exhausted(error),
+            Self::Descriptor(errno) => {
+                [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM].contains(errno)
+            }
+            Self::Session { source, .. } => source.is_exhausted(),
+            _ => false,
+        }
+    }
+}
+
+/// Repeats what fails for want of descriptors, memory or threads; others may give some back. The log has it once.
+fn patient_with_exhaustion<T>(
+    cancel: &Cancel,
+    mut attempt: impl FnMut() -> Result<T, ServeError>,
+) -> Result<T, ServeError> {
+    let mut logged = false;
+    loop {
+        match attempt() {
+            Err(error) if error.is_exhausted() => {
+                if !std::mem::replace(&mut logged, true) {
+                    tracing::error!(
+                        %error,
+                        "no frontend can be served; trying again every second. Raise the limit of open files (ulimit -n)"
+                    );
+                }
+                rest(cancel, &EXHAUSTED_INTERVAL)?;
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Waits a while, or until cancelled: where there is nothing else to wait for, a processor shall not be kept busy.
+fn rest(cancel: &Cancel, interval: &Timespec) -> Result<(), ServeError> {
+    match poll(&mut [PollFd::new(cancel, PollFlags::IN)], Some(interval)) {
         Ok(_) | Err(Errno::INTR) => Ok(cancel.check()?),
         Err(errno) => Err(ServeError::Descriptor(errno)),
     }
@@ -232,7 +278,7 @@ fn accept(socket: &OwnedFd, cancel: &Cancel) -> Result<UnixChannel, ServeError> 
         if !fds[0].revents().is_empty() {
             match accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(fd) => return Ok(UnixChannel::new(fd, "a frontend")?),
-                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => {}
                 Err(errno) => return Err(ServeError::Descriptor(errno)),
             }
         }

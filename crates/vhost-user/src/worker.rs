@@ -10,25 +10,37 @@
 //! uses the old memory, the old log or the old state of the log's switch. A ring with a fault is named, its error
 //! eventfd is raised, and it rests until the frontend stops it; the others go on.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
+use towline_channel::Cancel;
+
 use crate::device::{Device, Next, Worker};
+use crate::hangup::Hangup;
+use crate::kick::{self, Kick};
 use crate::log::DirtyLog;
+use crate::mailbox::{self, Wake as _};
 use crate::memory::Memory;
 use crate::message::VringAddress;
 use crate::record::{QueueRecord, Record};
-use crate::ring::{Batch, RING_SIZE_MAX, Ring, RingFault, RingSetup};
+use crate::ring::{Batch, Ring, RingFault, RingSetup};
 use crate::session::{Rings, SessionError, Stopped};
+use crate::sys;
 
 /// How long a queue that is stopped may take for what is under way.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
+/// How long a thread may take to end; one that waits in the kernel for somebody else's pages may never do so.
+const END_WITHIN: Duration = Duration::from_secs(5);
+/// Between two looks whether the session is cancelled, while it waits for a thread.
+const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
+/// Chains that are completed unseen in one turn of a queue that is disabled.
+const DISCARDED_A_TURN: usize = 256;
 
 /// The queues of one worker.
 #[derive(Debug)]
@@ -68,7 +80,7 @@ impl Queues<'_> {
 #[derive(Debug, Default)]
 struct Slot {
     ring: Option<Ring>,
-    kick: Option<OwnedFd>,
+    kick: Option<Kick>,
     err: Option<OwnedFd>,
     enabled: bool,
     broken: bool,
@@ -118,6 +130,7 @@ enum Answer {
 pub(crate) struct Crew {
     hands: Vec<Hand>,
     queues_per_worker: usize,
+    cancel: Option<Cancel>,
 }
 
 struct Hand {
@@ -130,7 +143,11 @@ struct Hand {
 
 impl Crew {
     /// Starts the threads, which write down what their rings have in flight, if there is a record.
-    pub(crate) fn new(device: &dyn Device, record: Option<&Record>) -> Result<Self, SessionError> {
+    pub(crate) fn new(
+        device: &dyn Device,
+        record: Option<&Record>,
+        hangup: &Arc<Hangup>,
+    ) -> Result<Self, SessionError> {
         let (count, each) = (device.queue_count(), device.queues_per_worker().max(1));
         let hand = |index: usize| {
             let worker = device.worker(index).map_err(|reason| SessionError::Worker { index, reason })?;
@@ -140,15 +157,17 @@ impl Crew {
                 let (discards, record) = (device.discards(queue), record.map(|record| record.queue(queue)));
                 Slot { discards, record, keeps_order: device.keeps_order(), ..Slot::default() }
             });
-            Hand::new(device.name(), index, worker, (index * each, slots.collect()))
+            let slots = slots.collect();
+            let setup = ThreadSetup { index, first: index * each, slots, worker, hangup: Arc::clone(hangup) };
+            Hand::new(device.name(), setup)
         };
         let hands = (0..count.div_ceil(each)).map(hand).collect::<Result<_, _>>()?;
-        Ok(Self { hands, queues_per_worker: each })
+        Ok(Self { hands, queues_per_worker: each, cancel: None })
     }
 
     fn order(&mut self, ring: usize, order: impl FnOnce(usize) -> Order) -> Result<Answer, SessionError> {
         let (hand, queue) = (ring / self.queues_per_worker, ring % self.queues_per_worker);
-        self.hands[hand].order(order(queue), hand)
+        self.hands[hand].order(order(queue), hand, self.cancel.as_ref())
     }
 
     /// To all, and then the answers of all.
@@ -157,13 +176,17 @@ impl Crew {
             hand.say(order(), index)?;
         }
         for (index, hand) in self.hands.iter_mut().enumerate() {
-            hand.hear(index)?;
+            hand.hear(index, self.cancel.as_ref())?;
         }
         Ok(())
     }
 }
 
 impl Rings for Crew {
+    fn set_cancel(&mut self, cancel: &Cancel) {
+        self.cancel = Some(cancel.clone());
+    }
+
     fn start(
         &mut self,
         ring: usize,
@@ -219,12 +242,8 @@ impl Rings for Crew {
 }
 
 impl Hand {
-    fn new(
-        name: &str,
-        index: usize,
-        worker: Box<dyn Worker>,
-        (first, slots): (usize, Vec<Slot>),
-    ) -> Result<Self, SessionError> {
+    fn new(name: &str, setup: ThreadSetup) -> Result<Self, SessionError> {
+        let ThreadSetup { index, first, slots, worker, hangup } = setup;
         let failed = |source: std::io::Error| SessionError::Thread { index, source };
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let wake = Arc::new(wake.map_err(|errno| failed(errno.into()))?);
@@ -239,43 +258,71 @@ impl Hand {
             answer,
             wake: Arc::clone(&wake),
             running: true,
+            hangup,
+            faults_seen: sys::memory_faults(),
         };
         let thread = std::thread::Builder::new().name(format!("{name}-{index}")).spawn(|| thread.run());
         let thread = Some(thread.map_err(failed)?);
         Ok(Self { orders: Some(orders), answers, wake, thread })
     }
 
-    fn order(&mut self, order: Order, index: usize) -> Result<Answer, SessionError> {
+    fn order(&mut self, order: Order, index: usize, cancel: Option<&Cancel>) -> Result<Answer, SessionError> {
         self.say(order, index)?;
-        self.hear(index)
+        self.hear(index, cancel)
     }
 
     fn say(&mut self, order: Order, index: usize) -> Result<(), SessionError> {
-        let sent = self.orders.as_ref().is_some_and(|orders| orders.send(order).is_ok());
-        self.wake();
+        let orders = self.orders.as_ref();
+        let sent = orders.is_some_and(|orders| mailbox::send(orders, &*self.wake, order));
         if sent { Ok(()) } else { Err(SessionError::Gone { index }) }
     }
 
-    fn hear(&mut self, index: usize) -> Result<Answer, SessionError> {
-        self.answers.recv().map_err(|_| SessionError::Gone { index })
-    }
-
-    fn wake(&self) {
-        // It can only be full, and then it is readable.
-        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
+    /// Waits for the answer, or until the process is to end: a thread may wait in the kernel for pages that never come.
+    fn hear(&mut self, index: usize, cancel: Option<&Cancel>) -> Result<Answer, SessionError> {
+        loop {
+            match self.answers.recv_timeout(CANCEL_INTERVAL) {
+                Ok(answer) => return Ok(answer),
+                Err(RecvTimeoutError::Disconnected) => return Err(SessionError::Gone { index }),
+                Err(RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
+                    return Err(SessionError::Cancelled { index });
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
     }
 }
 
 impl Drop for Hand {
     fn drop(&mut self) {
         self.orders = None;
-        self.wake();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
+        self.wake.raise();
+        let Some(thread) = self.thread.take() else { return };
+        let until = Instant::now() + END_WITHIN;
+        // Answers to commands that were given up come first.
+        while let Ok(_) | Err(RecvTimeoutError::Timeout) =
+            self.answers.recv_timeout(until.saturating_duration_since(Instant::now()))
         {
+            if Instant::now() >= until {
+                tracing::error!(
+                    within = ?END_WITHIN,
+                    "a worker does not end; it is left behind, with the memory that it uses"
+                );
+                return;
+            }
+        }
+        if thread.join().is_err() {
             tracing::error!("a worker panicked");
         }
     }
+}
+
+/// What a thread is made of.
+struct ThreadSetup {
+    index: usize,
+    first: usize,
+    slots: Vec<Slot>,
+    worker: Box<dyn Worker>,
+    hangup: Arc<Hangup>,
 }
 
 struct Thread {
@@ -287,14 +334,19 @@ struct Thread {
     answer: Sender<Answer>,
     wake: Arc<OwnedFd>,
     running: bool,
+    /// Ends the connection when the guest's memory is gone.
+    hangup: Arc<Hangup>,
+    /// How many faults of guest memory there were in this process when they were last looked at.
+    faults_seen: u64,
 }
 
 impl Thread {
     fn run(mut self) {
         while self.running {
             let again = self.turn();
-            self.wait(again);
-            self.obey();
+            self.check_memory();
+            let raised = self.wait(again);
+            self.obey(raised);
         }
         // What is under way when the connection is gone is not published: the frontend has counted already.
     }
@@ -307,16 +359,17 @@ impl Thread {
             .filter_map(|slot| slot.ring.as_mut())
             .for_each(Ring::disarm);
         let next = self.worker.run(&mut Queues { slots: &mut self.slots, first: self.first });
+        let mut discards = false;
         for slot in &mut self.slots {
             let (runs, takes) = (slot.runs(), slot.takes());
             let Some(ring) = &mut slot.ring else { continue };
             if takes && !runs {
-                discard(ring, &mut self.scrap);
+                discards |= discard(ring, &mut self.scrap);
             }
             ring.publish();
         }
         // Who looks again anyway needs no kick, which costs the driver a system call.
-        let again = next == Next::Again || self.arm();
+        let again = next == Next::Again || discards || self.arm();
         self.name_faults();
         again
     }
@@ -343,56 +396,65 @@ impl Thread {
         }
     }
 
-    /// The only place where the thread waits.
-    fn wait(&mut self, again: bool) {
+    /// The only place where the thread waits. True if there are commands.
+    fn wait(&mut self, again: bool) -> bool {
         let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
         let mut kicks = Vec::new();
-        for (queue, slot) in self.slots.iter().enumerate() {
-            if let Some(kick) = &slot.kick
-                && slot.takes()
-            {
-                kicks.push(queue);
-                fds.push(PollFd::new(kick, PollFlags::IN));
+        // How long the first of the kicks that are paused is not polled.
+        let mut paused: Option<Duration> = None;
+        for (queue, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.takes()) {
+            match slot.kick.as_ref().map(|kick| kick.polled(Instant::now)) {
+                Some(Ok(kick)) => {
+                    kicks.push(queue);
+                    fds.push(PollFd::new(kick, PollFlags::IN));
+                }
+                Some(Err(left)) => paused = Some(paused.map_or(left, |least| least.min(left))),
+                None => {}
             }
         }
         self.worker.poll(&mut fds);
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        match poll(&mut fds, again.then_some(&now)) {
+        let timeout = if again { Some(Duration::ZERO) } else { paused };
+        let timeout = timeout.map(|left| Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() });
+        match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => tracing::error!(%errno, "poll"),
         }
         let events: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
         self.worker.polled(&events[1 + kicks.len()..]);
-        if events[0].contains(PollFlags::IN) {
-            take(self.wake.as_fd());
-        }
         for (queue, events) in kicks.into_iter().zip(&events[1..]) {
             let slot = &mut self.slots[queue];
-            if events.intersects(PollFlags::ERR | PollFlags::NVAL | PollFlags::HUP) {
-                tracing::warn!(ring = self.first + queue, "its kick descriptor is of no use any more");
-                slot.kick = None;
-            } else if events.contains(PollFlags::IN)
-                && let Some(kick) = &slot.kick
-            {
-                take(kick.as_fd());
+            if let Some(ring) = &slot.ring {
+                kick::polled(&mut slot.kick, *events, ring.available_index(), self.first + queue);
+            }
+        }
+        events[0].contains(PollFlags::IN)
+    }
+
+    /// A fault of guest memory ends the session of the guest whose memory it was.
+    fn check_memory(&mut self) {
+        let faults = sys::memory_faults();
+        if std::mem::replace(&mut self.faults_seen, faults) == faults {
+            return;
+        }
+        for (queue, slot) in self.slots.iter_mut().enumerate() {
+            if slot.ring.as_ref().is_some_and(Ring::has_lost_memory) {
+                // It may be broken already, by the zeros that it found.
+                if !std::mem::replace(&mut slot.broken, true) {
+                    broken(self.first + queue, &RingFault::MemoryLost);
+                }
+                self.hangup.memory_lost();
             }
         }
     }
 
-    fn obey(&mut self) {
-        loop {
-            match self.orders.try_recv() {
-                Ok(order) => {
-                    let answer = self.execute(order);
-                    // A session that does not listen is gone, and the mailbox with it.
-                    let _ = self.answer.send(answer);
-                }
-                Err(std::sync::mpsc::TryRecvError::Empty) => return,
-                Err(std::sync::mpsc::TryRecvError::Disconnected) => {
-                    self.running = false;
-                    return;
-                }
-            }
+    fn obey(&mut self, raised: bool) {
+        let wake = Arc::clone(&self.wake);
+        let mut orders = Vec::new();
+        self.running = mailbox::process(&self.orders, raised.then_some(&*wake), |order| orders.push(order));
+        for order in orders {
+            let answer = self.execute(order);
+            // A session that does not listen is gone, and the mailbox with it.
+            let _ = self.answer.send(answer);
         }
     }
 
@@ -403,7 +465,7 @@ impl Thread {
             }
             Order::Stop(queue) => return Answer::Stopped(self.stop(queue)),
             Order::Enable(queue, enabled) => self.slots[queue].enabled = enabled,
-            Order::Kick(queue, fd) => self.slots[queue].kick = Some(fd),
+            Order::Kick(queue, fd) => self.slots[queue].kick = Some(Kick::new(fd)),
             Order::Err(queue, fd) => self.slots[queue].err = fd,
             Order::Call(queue, fd) => {
                 if let Some(ring) = &mut self.slots[queue].ring {
@@ -414,6 +476,7 @@ impl Thread {
             Order::Memory(memory) => {
                 let mut queues = Queues { slots: &mut self.slots, first: self.first };
                 self.worker.release(&mut queues, Instant::now() + DRAIN_WITHIN);
+                self.scrap.clear();
                 (0..self.slots.len()).for_each(|queue| self.settle(queue, Some(&memory), None));
             }
             Order::Log(log) => {
@@ -434,7 +497,7 @@ impl Thread {
     ) -> Answer {
         let slot = &mut self.slots[queue];
         slot.epoch += 1;
-        (slot.kick, slot.err, slot.broken) = (Some(kick), err, false);
+        (slot.kick, slot.err, slot.broken) = (Some(Kick::new(kick)), err, false);
         // A chain of another ring is told by it as well.
         let epoch = (self.first + queue) as u64 | slot.epoch << 16;
         match Ring::new(setup, memory, epoch) {
@@ -467,7 +530,7 @@ impl Thread {
             self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN);
         }
         let slot = &mut self.slots[queue];
-        let (kick, err) = (slot.kick.take(), slot.err.take());
+        let (kick, err) = (slot.kick.take().map(Kick::into_fd), slot.err.take());
         let Some(ring) = slot.ring.take() else {
             return slot.lost_at.take().map(|base| Stopped { base, kick, call: None, err });
         };
@@ -495,14 +558,17 @@ impl Thread {
     }
 }
 
-/// Completes what there is, and does nothing with it. A driver that fills a ring as fast is stopped at the ring's size; the
-/// next turn goes on.
-fn discard(ring: &mut Ring, scrap: &mut Batch) {
+/// Completes some of what there is, unread. True if there may be more.
+fn discard(ring: &mut Ring, batch: &mut Batch) -> bool {
     ring.listen(true);
-    ring.pop(scrap, usize::from(RING_SIZE_MAX));
-    for chain in scrap.chains() {
+    let taken = ring.pop(batch, DISCARDED_A_TURN);
+    for chain in batch.chains() {
         ring.complete(chain, 0);
     }
+    let more = taken == DISCARDED_A_TURN || batch.is_full();
+    // Nothing of it is used again, and the memory may go.
+    batch.clear();
+    more
 }
 
 fn broken(ring: usize, fault: &RingFault) {
@@ -514,10 +580,4 @@ fn raise(err: Option<&OwnedFd>) {
         // Nobody hears of it then; the log says so above.
         let _ = rustix::io::write(err, &1u64.to_ne_bytes());
     }
-}
-
-/// Takes what an eventfd has counted.
-fn take(fd: std::os::fd::BorrowedFd<'_>) {
-    // Somebody else may have been quicker; that is as good.
-    let _ = rustix::io::read(fd, &mut [0u8; 8]);
 }

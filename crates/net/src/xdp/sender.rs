@@ -116,6 +116,7 @@ impl Sender {
 
     /// The guest's memory goes: waits for what is under way, and unpins it.
     pub(crate) fn release(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally, deadline: Instant) {
+        self.batch.clear();
         let Some(link) = &mut self.link else { return };
         if let Err(trouble) = link.drain(ring.as_deref_mut(), deadline, false) {
             tracing::warn!(pair = self.pair, %trouble, "AF_XDP");

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
 
+use super::BATCH_PIECES_MAX;
 use crate::memory::{Memory, Piece, Place};
 
 /// Room for chains, to be used again and again; it keeps the memory that they are in.
@@ -54,6 +55,17 @@ impl Batch {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.chains.is_empty()
+    }
+
+    /// Whether it was cut at [`BATCH_PIECES_MAX`]: the ring may have more chains, and reports them again.
+    pub fn is_full(&self) -> bool {
+        self.pieces.len() >= BATCH_PIECES_MAX
+    }
+
+    /// Drops its chains, the memory that they are in, and its capacity. For batches that a worker keeps: guest memory stays
+    /// mapped as long as a batch refers to it ([`Worker::release`](crate::Worker::release)).
+    pub fn clear(&mut self) {
+        *self = Self::default();
     }
 
     /// One of them.

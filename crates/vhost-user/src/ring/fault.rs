@@ -111,6 +111,11 @@ pub enum RingFault {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// Memory of it, or of the dirty log, cannot be accessed any more.
+    #[error(
+        "the guest's memory or the dirty log cannot be accessed any more (SIGBUS): its file was truncated, or has no page to give"
+    )]
+    MemoryLost,
     /// A write that the dirty log has no bit for: the guest would lose it in the migration that is under way.
     #[error("page {page} was written and the dirty log has no bit for it")]
     Log {

@@ -13,15 +13,17 @@
 
 mod batch;
 mod fault;
+mod notify;
 mod recovery;
 #[cfg(test)]
 mod recovery_tests;
 mod walk;
+mod words;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
 pub use batch::{Batch, Chain, Head};
 pub use fault::RingFault;
@@ -31,8 +33,10 @@ use crate::log::{DirtyCache, DirtyLog, LogSwitch};
 use crate::memory::Memory;
 use crate::message::VringAddress;
 use crate::sys::Area;
+use notify::NO_NOTIFICATION;
 use recovery::Recovery;
 use walk::Walk;
+use words::Words;
 
 /// The most entries of a ring.
 pub const RING_SIZE_MAX: u16 = 32768;
@@ -40,6 +44,8 @@ pub const RING_SIZE_MAX: u16 = 32768;
 pub const CHAIN_DESCRIPTORS_MAX: usize = 1024;
 /// The most pieces of memory in one chain: what one system call takes.
 pub const CHAIN_PIECES_MAX: usize = towline_channel::IOV_MAX;
+/// Pieces of memory behind which a batch takes no further chain, so that what a ring makes the device remember is bounded.
+pub const BATCH_PIECES_MAX: usize = 16 << 10;
 /// The most bytes in one chain.
 pub const CHAIN_BYTES_MAX: u32 = 1 << 30;
 
@@ -48,8 +54,6 @@ const USED_BYTES: usize = 8;
 /// Of available and used ring alike: flags, then the index, then the entries, then the other side's event index.
 const INDEX: usize = 2;
 const ENTRIES: usize = 4;
-/// In the available ring's flags, and in the used ring's: do not notify.
-const NO_NOTIFICATION: u16 = 1;
 /// In [`VringAddress::flags`]: writes to the used ring are logged.
 const LOG_USED: u32 = 1;
 
@@ -100,6 +104,8 @@ pub struct Ring {
     next: u16,
     /// The driver's available index when it was last looked at.
     seen: u16,
+    /// The driver's available index when the worker last had it: by a look, or by [`Ring::arm`], which reports each value once.
+    reported: u16,
     used: u16,
     /// The used index when the driver was last woken or did not want to be.
     told: u16,
@@ -147,6 +153,7 @@ impl Ring {
             dirty: DirtyCache::new(switch, log),
             next: base,
             seen: base,
+            reported: base,
             used,
             told: used,
             taken: vec![0; usize::from(size)],
@@ -181,6 +188,11 @@ impl Ring {
         }
         let pending = usize::from(self.seen.wrapping_sub(self.next));
         for _ in 0..pending.min(most) {
+            if batch.is_full() {
+                // The worker may take a short batch for an empty ring: `arm` reports what is left.
+                self.reported = self.next;
+                break;
+            }
             let entry = ENTRIES + 2 * usize::from(self.next & (self.size - 1));
             let head = self.parts.available.load_16(entry, Ordering::Relaxed);
             if head >= self.size {
@@ -212,7 +224,7 @@ impl Ring {
             let most = self.next.wrapping_add(room);
             return Err(RingFault::Index { found, most, at: self.next });
         }
-        self.seen = found;
+        (self.seen, self.reported) = (found, found);
         Ok(())
     }
 
@@ -312,15 +324,8 @@ impl Ring {
     }
 
     fn notify(&mut self) -> bool {
-        // The driver writes what it wants and then looks at the used index; here it is the other way round.
-        fence(Ordering::SeqCst);
-        let told = std::mem::replace(&mut self.told, self.used);
-        let wanted = if self.event_index {
-            let event = self.parts.available.load_16(self.available_event(), Ordering::Relaxed);
-            needs_event(event, self.used, told)
-        } else {
-            self.parts.available.load_16(0, Ordering::Relaxed) & NO_NOTIFICATION == 0
-        };
+        let signalled = std::mem::replace(&mut self.told, self.used);
+        let wanted = notify::wants_call(&self.words(), signalled, self.used);
         if wanted {
             self.statistics.notifications += 1;
             self.call();
@@ -348,25 +353,24 @@ impl Ring {
         }
     }
 
-    /// Before the device waits: asks to be woken, if it listens. True if the driver had more in that very moment, so
-    /// that waiting would be wrong.
+    /// Before the device waits: enables the driver's notifications, if the device listens. True if the driver has moved its
+    /// available index since the device last looked, so that waiting would be wrong.
+    ///
+    /// Each value of the index is reported once. A worker that leaves available chains alone is not called again for them; it is
+    /// called when the driver adds more, or by what it waits for itself ([`Worker::poll`](crate::Worker::poll)).
     pub fn arm(&mut self) -> bool {
         if !self.listening || self.fault.is_some() {
             return false;
         }
-        if self.event_index {
-            let event = self.used_event();
-            if self.parts.used.load_16(event, Ordering::Relaxed) != self.seen {
-                self.parts.used.store_16(event, self.seen, Ordering::Relaxed);
-                self.mark_ring(event, 2);
-            }
-        } else if self.parts.used.load_16(0, Ordering::Relaxed) != 0 {
-            self.store_flags(0);
+        let mut reported = self.reported;
+        let armed = notify::arm(&self.words(), &mut reported);
+        self.reported = reported;
+        if armed.stored {
+            let offset = if self.event_index { Words::event_offset(self.size) } else { 0 };
+            self.mark_ring(offset, 2);
         }
         self.flush_log();
-        // The driver moves its index and then looks whether we want to know.
-        fence(Ordering::SeqCst);
-        self.parts.available.load_16(INDEX, Ordering::Acquire) != self.seen
+        armed.moved
     }
 
     /// While the device works, kicks are of no use.
@@ -376,17 +380,19 @@ impl Ring {
         }
     }
 
+    /// The driver's available index as it is now, whatever it is.
+    pub(crate) fn available_index(&self) -> u16 {
+        self.parts.available.load_16(INDEX, Ordering::Relaxed)
+    }
+
     fn store_flags(&mut self, flags: u16) {
         self.parts.used.store_16(0, flags, Ordering::Relaxed);
         self.mark_ring(0, 2);
     }
 
-    fn available_event(&self) -> usize {
-        ENTRIES + 2 * usize::from(self.size)
-    }
-
-    fn used_event(&self) -> usize {
-        ENTRIES + USED_BYTES * usize::from(self.size)
+    fn words(&self) -> Words<'_> {
+        let Self { parts, size, event_index, .. } = self;
+        Words { available: &parts.available, used: &parts.used, size: *size, event_index: *event_index }
     }
 
     /// The same ring in other memory, or at other places.
@@ -416,6 +422,11 @@ impl Ring {
     /// The memory that it and its buffers are in.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
+    }
+
+    /// Whether a part of the memory or of the log was replaced by zeros after a fault.
+    pub(crate) fn has_lost_memory(&self) -> bool {
+        self.memory.is_lost() || self.dirty.is_lost()
     }
 
     pub(crate) fn address(&self) -> VringAddress {
@@ -482,29 +493,5 @@ impl Parts {
             available: find("available ring", address.available.get(), ENTRIES + 2 * size + event, 2)?,
             used: find("used ring", address.used.get(), ENTRIES + USED_BYTES * size + event, 4)?,
         })
-    }
-}
-
-/// Whether the step from `old` to `new` passed the entry behind `event` (`vring_need_event` of the standard).
-fn needs_event(event: u16, new: u16, old: u16) -> bool {
-    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_event_is_needed_when_it_was_passed() {
-        for (event, new, old, needed) in [
-            (0, 1, 0, true),
-            (1, 1, 0, false),
-            (5, 5, 3, false),
-            (4, 5, 3, true),
-            (0xffff, 0, 0xfffe, true),
-            (2, 9, 3, false),
-        ] {
-            assert_eq!(needs_event(event, new, old), needed, "{event} {new} {old}");
-        }
     }
 }

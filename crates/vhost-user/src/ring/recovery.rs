@@ -133,6 +133,7 @@ impl Ring {
     /// What the device before had, first of all.
     pub(super) fn take_again(&mut self, batch: &mut Batch, most: usize) -> Result<(), RingFault> {
         while batch.len() < most
+            && !batch.is_full()
             && let Some(head) = self.recovery.again.pop_front()
         {
             self.walk(head, batch)?;

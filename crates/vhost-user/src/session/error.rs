@@ -108,6 +108,25 @@ pub enum SessionError {
         /// The operating system's answer.
         source: std::io::Error,
     },
+    /// The process is to end, and a worker does not answer.
+    #[error(
+        "worker {index} does not answer, and the process is to end; it waits for memory that the frontend has to provide"
+    )]
+    Cancelled {
+        /// Which.
+        index: usize,
+    },
+    /// The kernel has no descriptor left.
+    #[error("no descriptor can be had for it: {source}; raise the limit of open files (ulimit -n)")]
+    Descriptor {
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
+    /// The guest's memory cannot be accessed any more.
+    #[error(
+        "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or has no page to give (huge pages?)"
+    )]
+    MemoryLost,
     /// A worker's thread ended, which is a bug of the device.
     #[error("worker {index} panicked; its message is on standard error")]
     Gone {
@@ -117,6 +136,19 @@ pub enum SessionError {
 }
 
 impl SessionError {
+    /// Whether it may pass when others give descriptors, memory or threads back.
+    pub(crate) fn is_exhausted(&self) -> bool {
+        match self {
+            Self::Worker { reason, .. } => reason.is_exhausted(),
+            // EAGAIN: the limit of threads.
+            Self::Thread { source, .. } => {
+                source.kind() == std::io::ErrorKind::WouldBlock || crate::device::is_exhausted(source)
+            }
+            Self::Descriptor { source } => crate::device::is_exhausted(source),
+            _ => false,
+        }
+    }
+
     pub(crate) fn refused(request: &'static str, reason: Refusal) -> Self {
         Self::Refused { request, reason }
     }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 pub use error::SessionError;
 pub(crate) use pack::{Message, Packed};
+use towline_channel::Cancel;
 
 use crate::device::Device;
 use crate::features::{self, ProtocolFeatures};
@@ -37,6 +38,10 @@ pub const QUEUES_MAX: usize = 256;
 
 /// What a session needs of those who run the rings. Each call has taken effect when it returns.
 pub(crate) trait Rings {
+    /// Calls that wait give up when this is cancelled.
+    fn set_cancel(&mut self, cancel: &Cancel) {
+        let _ = cancel;
+    }
     /// Starts a ring; its fault, if it cannot be one, is no fault of the session.
     fn start(
         &mut self,
@@ -83,6 +88,8 @@ pub(crate) struct Session<R> {
     postcopy: Option<Postcopy>,
     /// A frontend has said that the device is its own.
     owned: bool,
+    /// Whatever waits gives up when this is cancelled.
+    cancel: Option<Cancel>,
     /// Goes with the next answer.
     answer_fd: Option<OwnedFd>,
 }
@@ -112,8 +119,15 @@ impl<R: Rings> Session<R> {
             transfer: None,
             postcopy: None,
             owned: false,
+            cancel: None,
             answer_fd: None,
         }
+    }
+
+    /// Requests that wait are given up when this is cancelled.
+    pub(crate) fn set_cancel(&mut self, cancel: &Cancel) {
+        self.rings.set_cancel(cancel);
+        self.cancel = Some(cancel.clone());
     }
 
     /// Whether a frontend that asks for an answer gets one.
@@ -327,6 +341,14 @@ impl<R: Rings> Session<R> {
             tracing::error!(ring, "SET_DEVICE_STATE_FD while this ring runs; stop it first");
             return NO_FD | 1;
         }
+        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
+            tracing::error!(
+                "SET_DEVICE_STATE_FD while a transfer is under way; close its descriptor and ask CHECK_DEVICE_STATE first"
+            );
+            return NO_FD | 1;
+        }
+        // One that is over and was not asked for is dropped.
+        self.transfer = None;
         match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
             Ok(transfer) => {
                 self.transfer = Some(transfer);
@@ -344,7 +366,7 @@ impl<R: Rings> Session<R> {
             tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
             return 1;
         };
-        match transfer.finish() {
+        match transfer.finish(self.cancel.as_ref()) {
             Ok(()) => 0,
             Err(reason) => {
                 tracing::error!(%reason, "the device's state was not transferred");

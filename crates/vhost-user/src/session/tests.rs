@@ -407,6 +407,65 @@ fn the_devices_state_goes_through_a_pipe() {
     assert_eq!(transfer(&mut session, Direction::Save, event()), 0x101);
 }
 
+fn transfer(session: &mut Session<Recorder>, direction: Direction, fd: OwnedFd) -> u64 {
+    number(session.handle(Request::SetDeviceStateFd(direction, fd)).unwrap())
+}
+
+/// Threads of this process that transfer device state for this test's sessions.
+fn transfer_threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let name = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    tasks.filter_map(name).filter(|name| name.trim() == "device-state").count()
+}
+
+#[test]
+fn one_transfer_of_state_at_a_time() {
+    let (mut session, _) = agreed();
+    let mut writers = Vec::new();
+    for round in 0..50 {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let answer = transfer(&mut session, Direction::Load, reader);
+        // The first waits for bytes; the others are refused while it does.
+        assert_eq!(answer, if round == 0 { 0x100 } else { 0x101 }, "{round}");
+        writers.push(writer);
+    }
+    assert!(transfer_threads() < 10, "{}", transfer_threads());
+    // One that is over and was not asked for does not stand in the way.
+    drop(writers);
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    loop {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        if transfer(&mut session, Direction::Load, reader) == 0x100 {
+            drop(writer);
+            break;
+        }
+        assert!(std::time::Instant::now() < until, "the end of a pipe is not seen");
+    }
+    assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1, "no byte is no state");
+}
+
+#[test]
+fn a_transfer_that_does_not_end_keeps_nobody() {
+    let (mut session, _) = agreed();
+    let cancel = Cancel::new().unwrap();
+    session.set_cancel(&cancel);
+    let (reader, _writer) = rustix::pipe::pipe().unwrap();
+    assert_eq!(transfer(&mut session, Direction::Load, reader), 0x100);
+    let cancels = std::thread::spawn(move || cancel.cancel());
+    // The frontend keeps its end open, and the process is to end.
+    assert_eq!(number(session.handle(Request::CheckDeviceState).unwrap()), 1);
+    cancels.join().unwrap();
+    // A frontend that hangs up leaves no thread behind, whatever it keeps open.
+    let (mut session, _) = agreed();
+    let (reader, _writer) = rustix::pipe::pipe().unwrap();
+    assert_eq!(transfer(&mut session, Direction::Load, reader), 0x100);
+    let begun = std::time::Instant::now();
+    drop(session);
+    assert!(begun.elapsed() < std::time::Duration::from_secs(30));
+}
+
 #[test]
 fn in_postcopy_memory_is_told_and_watched_before_it_is_used() {
     use std::os::unix::fs::FileExt as _;

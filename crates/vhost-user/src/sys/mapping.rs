@@ -12,11 +12,14 @@ use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 use towline_channel::{IoBuf, IoBufMut};
 use vm_memory::{FileOffset, MmapRegion};
 
+use super::guard::Guard;
 use crate::memory::MemoryError;
 
 /// A part of a file, mapped. Unmapped when the last of its [`Area`]s is gone too.
 #[derive(Debug)]
 pub(crate) struct Mapping {
+    /// Before the region that it guards.
+    guard: Option<Guard>,
     region: MmapRegion<()>,
     /// Where the part begins in the mapping, which begins with the file: huge pages want offsets that suit them.
     lead: usize,
@@ -32,23 +35,40 @@ pub(crate) struct Area {
 }
 
 impl Mapping {
+    /// As [`Self::new`], for a file that somebody else may truncate: an access that faults then (SIGBUS) finds zeros, and the
+    /// mapping is lost.
+    pub(crate) fn guarded(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
+        let mapping = Self::new(fd, offset, len)?;
+        // SAFETY: it is this mapping, of which no reference is ever made, and the guard is dropped first. What is read of shared
+        // memory may be anything at any time, zeros as well.
+        let guard = unsafe { Guard::new(mapping.region.as_ptr(), mapping.region.size()) };
+        Ok(Self { guard: Some(guard.map_err(MemoryError::Map)?), ..mapping })
+    }
+
+    /// Whether it was replaced by zeros after a fault.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.guard.as_ref().is_some_and(Guard::is_lost)
+    }
+
     /// Maps `len` bytes of the file from `offset` on, to be read and written by all.
     pub(crate) fn new(fd: OwnedFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
         let end = offset.checked_add(len).filter(|end| *end <= isize::MAX as u64);
         let end = end.ok_or(MemoryError::TooLarge { offset, size: len })?;
         let file = File::from(fd);
-        // What lies behind the end of a file kills who touches it (SIGBUS).
+        // An access behind the end of a file is a fault (SIGBUS).
         let has = file.metadata().map_err(MemoryError::Map)?.len();
         if has < end {
             return Err(MemoryError::File { end, has });
         }
         let len_of = |bytes: u64| usize::try_from(bytes).expect("it is at most isize::MAX");
-        let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(end));
+        // The kernel maps whole huge pages, and unmaps or replaces nothing less.
+        let mapped = end.next_multiple_of(huge_page_bytes(&file));
+        let region = MmapRegion::from_file(FileOffset::new(file, 0), len_of(mapped));
         let region = region.map_err(|error| {
             tracing::debug!(%error, "mmap");
             MemoryError::Map(std::io::Error::other(error.to_string()))
         })?;
-        Ok(Self { region, lead: len_of(offset), len: len_of(len) })
+        Ok(Self { guard: None, region, lead: len_of(offset), len: len_of(len) })
     }
 
     /// Where its part of the file is, and how long. Nothing may be read or written there but through this value.
@@ -119,6 +139,12 @@ impl Mapping {
         // SAFETY: eight bytes are mapped there for as long as the borrow, and aligned; all of ours goes through atomics.
         unsafe { AtomicU64::from_ptr(pointer) }
     }
+}
+
+/// What the length of a file's mappings is a multiple of: 1 but on hugetlbfs.
+fn huge_page_bytes(file: &File) -> u64 {
+    let huge = rustix::fs::fstatfs(file).ok().filter(|stat| stat.f_type == libc::HUGETLBFS_MAGIC);
+    huge.and_then(|stat| u64::try_from(stat.f_bsize).ok()).filter(|bytes| *bytes > 0).unwrap_or(1)
 }
 
 impl Area {

@@ -91,6 +91,17 @@ impl Pair {
         self.echo(0);
     }
 
+    /// The backend hangs up, and not the frontend.
+    pub(crate) fn end_by_itself(mut self) -> Result<(), ServeError> {
+        let backend = self.backend.take().unwrap();
+        let until = std::time::Instant::now() + WITHIN;
+        while !backend.is_finished() {
+            assert!(std::time::Instant::now() < until, "the backend does not hang up");
+            std::thread::yield_now();
+        }
+        backend.join().unwrap()
+    }
+
     pub(crate) fn end(mut self) -> Result<(), ServeError> {
         self.frontend.stream().shutdown(std::net::Shutdown::Both).unwrap();
         self.backend.take().unwrap().join().unwrap()

@@ -7,3 +7,4 @@ mod frontends;
 mod guests;
 #[path = "../rings/harness.rs"]
 mod harness;
+mod resting;

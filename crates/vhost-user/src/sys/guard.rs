@@ -1,0 +1,265 @@
+//! SIGBUS in memory that a frontend shares: an access behind the end of a file that was truncated, or to a huge page that the
+//! kernel does not have.
+//!
+//! ```text
+//!   access ─► SIGBUS ─► handler: whose mapping? ─ ours ──► zero pages over all of it, marked as lost; the access is repeated
+//!                                               └ not ──► what the process did before: it ends
+//! ```
+//! The thread goes on with zeros, and finds between two batches that the memory is lost ([`faults`]). The handler makes one system
+//! call (`mmap`), takes no lock and allocates nothing. A system call that is given such memory fails with `EFAULT` and raises no
+//! signal.
+//!
+//! A signal handler has no argument of ours, so the list of mappings is a static. Its entries are reused and never freed; each is
+//! protected by a sequence counter, so that the handler, which may run at any time, never uses half of one and half of another.
+
+use std::io;
+use std::mem::zeroed;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// All entries, newest first.
+static ENTRIES: AtomicPtr<Entry> = AtomicPtr::new(null_mut());
+/// Those that are not in use.
+static FREE: Mutex<Vec<&'static Entry>> = Mutex::new(Vec::new());
+/// What was done at SIGBUS before; set before the handler is installed.
+static BEFORE: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
+static INSTALLED: OnceLock<bool> = OnceLock::new();
+static FAULTS: AtomicU64 = AtomicU64::new(0);
+
+/// A mapping that the handler knows.
+#[derive(Debug)]
+struct Entry {
+    /// Odd while the entry changes.
+    sequence: AtomicUsize,
+    start: AtomicUsize,
+    /// 0: not in use.
+    len: AtomicUsize,
+    lost: AtomicBool,
+    next: *const Entry,
+}
+
+// SAFETY: atomics, and a pointer that never changes to another entry, which lives for ever.
+unsafe impl Send for Entry {}
+// SAFETY: as above.
+unsafe impl Sync for Entry {}
+
+/// Keeps a mapping on the handler's list.
+#[derive(Debug)]
+pub(crate) struct Guard(&'static Entry);
+
+/// How many faults of guarded memory there were in this process.
+pub(crate) fn faults() -> u64 {
+    FAULTS.load(Ordering::Acquire)
+}
+
+impl Guard {
+    /// Guards a mapping, until this is dropped.
+    ///
+    /// # Safety
+    /// `start..start + len` is a mapping of the caller's that outlives this, in which no reference points, and that may be replaced
+    /// by zeros at any time.
+    ///
+    /// # Errors
+    /// That the handler cannot be installed.
+    pub(crate) unsafe fn new(start: *mut u8, len: usize) -> io::Result<Self> {
+        if !*INSTALLED.get_or_init(|| install().is_ok()) {
+            return Err(io::Error::other("no handler for SIGBUS can be installed"));
+        }
+        let free = FREE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let entry = free.unwrap_or_else(Entry::add);
+        entry.change(start.addr(), len);
+        Ok(Self(entry))
+    }
+
+    /// Whether the mapping was replaced by zeros.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.0.lost.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.change(0, 0);
+        FREE.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+    }
+}
+
+impl Entry {
+    /// A new one at the head of the list, not in use.
+    fn add() -> &'static Self {
+        let entry = Self {
+            sequence: AtomicUsize::new(0),
+            start: AtomicUsize::new(0),
+            len: AtomicUsize::new(0),
+            lost: AtomicBool::new(false),
+            next: null(),
+        };
+        let entry = Box::leak(Box::new(entry));
+        let mut head = ENTRIES.load(Ordering::Acquire);
+        loop {
+            entry.next = head;
+            match ENTRIES.compare_exchange_weak(head, entry, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return entry,
+                Err(other) => head = other,
+            }
+        }
+    }
+
+    /// By the one who has taken it from the free ones.
+    fn change(&self, start: usize, len: usize) {
+        let sequence = self.sequence.load(Ordering::Relaxed);
+        self.sequence.store(sequence.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.start.store(start, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        self.lost.store(false, Ordering::Relaxed);
+        self.sequence.store(sequence.wrapping_add(2), Ordering::Release);
+    }
+
+    /// Start and length, if this address is in it. An entry that changes is of another mapping: whoever accesses one keeps it.
+    fn containing(&self, address: usize) -> Option<(usize, usize)> {
+        let sequence = self.sequence.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let whole = sequence.is_multiple_of(2) && self.sequence.load(Ordering::Relaxed) == sequence;
+        (whole && address.wrapping_sub(start) < len).then_some((start, len))
+    }
+}
+
+fn install() -> io::Result<()> {
+    // SAFETY: all zeros is a `sigaction`: no handler, an empty mask, no flags.
+    let mut action: libc::sigaction = unsafe { zeroed() };
+    action.sa_sigaction = on_sigbus as *const () as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
+    // SAFETY: as above.
+    let before: &'static mut libc::sigaction = Box::leak(Box::new(unsafe { zeroed() }));
+    // SAFETY: both pointers are to structures of this function or for ever.
+    if unsafe { libc::sigaction(libc::SIGBUS, null(), before) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    BEFORE.store(before, Ordering::Release);
+    // SAFETY: the handler keeps to what a handler may do (below).
+    match unsafe { libc::sigaction(libc::SIGBUS, &raw const action, null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid structure to a handler with SA_SIGINFO.
+    let code = unsafe { (*info).si_code };
+    let of_access = matches!(code, libc::BUS_ADRERR | libc::BUS_MCEERR_AR);
+    // SAFETY: as above; these codes have an address.
+    if of_access && replace(unsafe { (*info).si_addr() }.addr()) {
+        return;
+    }
+    // Not ours: as before. A fault is repeated when this returns; a signal that was sent is sent again.
+    // SAFETY: what was read by `sigaction` can be set by it, and `raise` is allowed in a handler.
+    unsafe {
+        libc::sigaction(signal, BEFORE.load(Ordering::Acquire), null_mut());
+        if !of_access {
+            libc::raise(signal);
+        }
+    }
+}
+
+/// Puts zeros over the mapping that this address is in. False if it is none of ours.
+fn replace(address: usize) -> bool {
+    let mut next: *const Entry = ENTRIES.load(Ordering::Acquire);
+    // SAFETY: entries are never freed.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        if let Some((start, len)) = entry.containing(address) {
+            entry.lost.store(true, Ordering::Release);
+            FAULTS.fetch_add(1, Ordering::AcqRel);
+            return zeros(start, len);
+        }
+        next = entry.next;
+    }
+    false
+}
+
+fn zeros(start: usize, len: usize) -> bool {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+    let start = std::ptr::without_provenance_mut(start);
+    // SAFETY: the mapping may be replaced by zeros at any time, as `Guard::new` was promised; rustix makes the system call itself,
+    // so `errno` of the interrupted thread stays as it is.
+    unsafe { mmap_anonymous(start, len, prot, flags | MapFlags::FIXED) }.is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::Command;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+    use crate::sys::Mapping;
+
+    fn mapped(bytes: u64) -> (File, Mapping) {
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, bytes).unwrap();
+        let mapping = Mapping::guarded(file.try_clone().unwrap().into(), 0, bytes).unwrap();
+        (file, mapping)
+    }
+
+    #[test]
+    fn a_file_that_is_truncated_reads_as_zeros_and_others_stay() {
+        let before = faults();
+        let ((cut, lost), (_whole, other)) = (mapped(1 << 16), mapped(1 << 16));
+        let [lost, other] = [lost, other].map(std::sync::Arc::new);
+        let area = |mapping| crate::sys::Area::new(mapping, 0, 1 << 16, 8).unwrap();
+        let areas = [area(&lost), area(&other)];
+        areas.iter().for_each(|area| area.store_64(8192, 7, Ordering::Relaxed));
+        ftruncate(&cut, 4096).unwrap();
+        assert!(!lost.is_lost());
+        assert_eq!(areas[0].load_64(8192, Ordering::Relaxed), 0);
+        areas[0].store_64(8192, 9, Ordering::Relaxed);
+        assert_eq!(areas[0].load_64(8192, Ordering::Relaxed), 9);
+        assert!(lost.is_lost() && faults() > before);
+        assert!(!other.is_lost());
+        assert_eq!(areas[1].load_64(8192, Ordering::Relaxed), 7);
+        drop((areas, lost));
+        // Its entry is free for the next one.
+        let (_file, next) = mapped(1 << 16);
+        assert!(!next.is_lost());
+    }
+
+    #[test]
+    fn huge_pages_that_there_are_none_of_read_as_zeros() {
+        let Ok(fd) = memfd_create("huge", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB) else {
+            println!("SKIPPED huge_pages_that_there_are_none_of_read_as_zeros: no hugetlbfs in this kernel");
+            return;
+        };
+        ftruncate(&fd, 2 << 20).unwrap();
+        // Not a multiple of the page's size: the kernel maps all of it.
+        let mapping = std::sync::Arc::new(Mapping::guarded(fd, 0, 5000).unwrap());
+        let area = crate::sys::Area::new(&mapping, 0, 4096, 8).unwrap();
+        assert_eq!(area.load_64(8, Ordering::Relaxed), 0);
+        let free = std::fs::read_to_string("/proc/sys/vm/nr_hugepages").unwrap();
+        assert_eq!(mapping.is_lost(), free.trim() == "0");
+    }
+
+    /// In a process of its own, which has to die of it.
+    #[test]
+    fn a_fault_in_other_memory_ends_the_process_as_before() {
+        const CHILD: &str = "TOWLINE_TEST_SIGBUS";
+        if std::env::var_os(CHILD).is_some() {
+            let (_file, _mapping) = mapped(4096);
+            let file = File::from(memfd_create("other", MemfdFlags::CLOEXEC).unwrap());
+            ftruncate(&file, 4096).unwrap();
+            let other = Mapping::new(file.try_clone().unwrap().into(), 0, 4096).unwrap();
+            ftruncate(&file, 0).unwrap();
+            let area = crate::sys::Area::new(&std::sync::Arc::new(other), 0, 8, 8).unwrap();
+            println!("read {}", area.load_64(0, Ordering::Relaxed));
+            return;
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        let name = "sys::guard::tests::a_fault_in_other_memory_ends_the_process_as_before";
+        let output = child.args(["--exact", name, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{output:?}");
+    }
+}

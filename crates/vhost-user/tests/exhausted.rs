@@ -1,0 +1,99 @@
+//! A process that has no descriptor left for a frontend. Alone in its binary, as the limit is the process's.
+#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use towline_vhost_user::message::{Code, Header};
+use towline_vhost_user::{
+    Address, Cancel, Device, Frontends, Listener, Next, Queues, Refusal, ServeError, Worker,
+};
+
+/// A device with a queue that nobody uses.
+struct Idle;
+
+impl Device for Idle {
+    fn name(&self) -> &str {
+        "idle"
+    }
+
+    fn queue_count(&self) -> usize {
+        2
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+        Ok(Box::new(Idle))
+    }
+}
+
+impl Worker for Idle {
+    fn run(&mut self, _: &mut Queues<'_>) -> Next {
+        Next::Wait
+    }
+}
+
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// Every descriptor that the process may have, but for `spare`.
+fn exhaust(spare: usize) -> Vec<File> {
+    let mut files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    files.truncate(files.len() - spare);
+    files
+}
+
+fn answered(stream: &mut UnixStream) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(WITHIN))?;
+    let header = Header { code: Code::GET_QUEUE_NUM, need_reply: false, length: 0 }.encode();
+    stream.write_all(&header)?;
+    stream.read_exact(&mut [0; 20])
+}
+
+#[test]
+fn a_frontend_waits_until_there_is_a_descriptor_for_it() {
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(200), maximum: limit.maximum }).unwrap();
+    let scratch = tempfile::TempDir::new().unwrap();
+    let paths = ["listen.sock", "manager.sock"].map(|name| scratch.path().join(name));
+    let listener = Listener::bind(&Address::Unix(paths[0].clone())).unwrap();
+    let manager = UnixListener::bind(&paths[1]).unwrap();
+    let all = [Frontends::Listen(listener), Frontends::from_fd(OwnedFd::from(manager)).unwrap()];
+    let mut backends = Vec::from(all.map(|frontends| {
+        let cancel = Cancel::new().unwrap();
+        let token = cancel.clone();
+        let serve = move || {
+            let device: Arc<dyn Device> = Arc::new(Idle);
+            frontends.serve(&device, &token)
+        };
+        (cancel, std::thread::spawn(serve))
+    }));
+    // They listen, and have what they need for that.
+    paths.iter().for_each(|path| answered(&mut UnixStream::connect(path).unwrap()).unwrap());
+    for (path, spare) in [(&paths[0], 1), (&paths[1], 1), (&paths[0], 2), (&paths[1], 3), (&paths[0], 4)] {
+        // One of them is the frontend's own, the next for its connection, and then its workers want some.
+        let files = exhaust(spare);
+        let mut stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+        let early = stream.read(&mut [0; 1]).unwrap_err();
+        if let Some(at) = backends.iter().position(|(_, thread)| thread.is_finished()) {
+            drop(files);
+            panic!("spare {spare}: {:?}", backends.remove(at).1.join());
+        }
+        assert_eq!(early.kind(), std::io::ErrorKind::WouldBlock, "nobody hangs up, and nobody answers");
+        drop(files);
+        answered(&mut stream).unwrap();
+    }
+    for (cancel, thread) in backends {
+        cancel.cancel();
+        let error = thread.join().unwrap().unwrap_err();
+        assert!(matches!(error, ServeError::Channel(towline_channel::Error::Cancelled)), "{error}");
+    }
+}

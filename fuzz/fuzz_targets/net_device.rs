@@ -1,0 +1,8 @@
+#![no_main]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    if let Err(why) = towline_fuzz::net_device::play(data) {
+        // Nothing can be found on such a machine.
+        eprintln!("net_device: {why}");
+        std::process::exit(0);
+    }
+});
