@@ -76,6 +76,35 @@ fn a_synthetic_guest_survives_an_image() {
     verified(&copied(&["--multifd-channels", "0", &image, "mem:64M"]));
 }
 
+/// Whoever truncates an image while it is sent gets an error from towline, whether the kernel reads its pages (lanes over TCP) or
+/// towline itself (between two halves of one process, or hashed first).
+#[test]
+fn an_image_that_is_cut_short_under_way_is_an_error() {
+    let directory = TempDir::with_prefix("towline-lab-").unwrap();
+    let image = directory.path().join("guest.img").to_str().unwrap().to_owned();
+    for options in [
+        &["--multifd-channels", "0"][..],
+        &["--multifd-channels", "2"],
+        &["--multifd-channels", "0", "--verify"],
+        &["--multifd-channels", "2", "--compression", "zstd"],
+    ] {
+        copied(&["--overwrite", "mem:64M", &image]);
+        let towline = copy(&[&["--max-bandwidth", "8M", &image, "mem:"], options].concat());
+        wait_until("some of it", WITHIN, || {
+            let stdout = towline.stdout();
+            let events = stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+            let moved = events.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+            Ok((moved >= Some(4 << 20)).then_some(()))
+        })
+        .unwrap();
+        std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
+        let finished = towline.wait(WITHIN).unwrap();
+        assert_eq!(finished.status.code(), Some(1), "{options:?}: {} {}", finished.status, finished.stderr);
+        let text = format!("{image}: not all of it could be read: the file has 2097152 bytes, expected ");
+        assert!(finished.stderr.contains(&text), "{options:?}: {}", finished.stderr);
+    }
+}
+
 #[test]
 fn memory_of_another_size_is_refused_on_both_sides() {
     let receiver = copy(&["tcp:127.0.0.1:0", "mem:32M"]);

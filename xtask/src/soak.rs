@@ -258,6 +258,16 @@ const SOAKS: &[Soak] = &[
         },
     },
     Soak {
+        name: "image-flips",
+        about: "100,000 bits that flip in the files of a chain: each is found or changes nothing (TOWLINE_SOAK_FLIPS, TOWLINE_SOAK_SEED)",
+        run: || image_test("flip_tests::bits_at_random", "TOWLINE_SOAK_FLIPS", "100000"),
+    },
+    Soak {
+        name: "image-crashes",
+        about: "crashes, failures and crashes after crashes at every step of every writer of images, 5 rounds (TOWLINE_SOAK_CRASHES)",
+        run: || image_test("crash_tests::crashes_of_writers_after_crashes", "TOWLINE_SOAK_CRASHES", "5"),
+    },
+    Soak {
         name: "uploads",
         about: "50 uploads into a store that are killed at random moments (TOWLINE_SOAK_UPLOADS, TOWLINE_SOAK_SEED)",
         run: || {
@@ -308,6 +318,16 @@ fn simulation() -> Result<()> {
         command.env("TOWLINE_SEEDS", "100000");
     }
     run_command(command.env("TOWLINE_CUT_STEP", "1"))
+}
+
+/// One test of images, whose variable says how long to be; the tests' own build has optimised what hashes.
+fn image_test(name: &str, variable: &str, value: &str) -> Result<()> {
+    let mut command = cargo(["test", "--package", "towline-image", "--features", "store", "--lib", "--"]);
+    command.args(["--exact", name, "--nocapture"]);
+    if std::env::var_os(variable).is_none() {
+        command.env(variable, value);
+    }
+    run_command(&mut command)
 }
 
 /// Schedules of vsock connections: `TOWLINE_SEEDS` says how many.

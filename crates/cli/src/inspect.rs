@@ -9,6 +9,7 @@ use towline_control::plan::{self, Options, Source, Survey};
 use towline_control::qemu::Qemu;
 #[cfg(feature = "store")]
 use towline_image::StoredGuest as _;
+use towline_image::manifest::sidecar_path;
 use towline_image::{Image, LayerInfo};
 use towline_migration::Guest as _;
 use towline_protocol::BlockIndex;
@@ -96,6 +97,8 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
             "created": manifest.created().to_string(),
             "source": manifest.origin().source,
             "qemu": manifest.origin().qemu,
+            "path": image.manifest_path().map(|path| path.display().to_string()),
+            "sealed": image.is_sealed(),
         })),
         "verified": verify,
         "loadable-by-qemu": !image.is_incremental(),
@@ -111,16 +114,7 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
     reporter.line(&format!("{}: {what}", path.display()));
     tell_head(reporter, &facts);
     reporter.line(&format!("  file          {} long, {} allocated", size(image.length()), size(allocated)));
-    match manifest {
-        Some(manifest) => reporter.line(&format!(
-            "  manifest      {}, from {}{}: {}",
-            manifest.created(),
-            manifest.origin().source,
-            manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
-            if verify { "every checksum is right" } else { "not compared (--verify)" }
-        )),
-        None => reporter.line("  manifest      none: made by QEMU itself? There are no checksums; `towline copy IMAGE NEW` makes them"),
-    }
+    tell_manifest(reporter, &image, verify);
     if image.is_incremental() {
         reporter.line(&format!("  chain         {} images, the whole one last", chain.len()));
         chain.iter().for_each(|link| link.tell(reporter));
@@ -128,6 +122,31 @@ fn image(reporter: &Reporter, path: &Path, verify: bool) -> Result<Exit> {
     tell_blocks(reporter, &blocks);
     tell_devices(reporter, devices.devices(), devices.bytes().len());
     Ok(Exit::Done)
+}
+
+fn tell_manifest(reporter: &Reporter, image: &Image, verify: bool) {
+    let Some(manifest) = image.manifest() else {
+        reporter.line("  manifest      none: made by QEMU itself? There are no checksums; `towline copy IMAGE NEW` makes them");
+        return;
+    };
+    reporter.line(&format!(
+        "  manifest      {}, from {}{}: {}",
+        manifest.created(),
+        manifest.origin().source,
+        manifest.origin().qemu.as_ref().map(|qemu| format!(" (QEMU {qemu})")).unwrap_or_default(),
+        if verify { "every checksum is right" } else { "not compared (--verify)" }
+    ));
+    if !image.is_sealed() {
+        reporter.line(
+            "                of an earlier version: memory and device state have checksums, the manifest itself has none; `towline copy IMAGE NEW` makes one that has",
+        );
+    }
+    if let Some(path) = image.manifest_path().filter(|path| *path != sidecar_path(image.path())) {
+        reporter.line(&format!(
+            "                it is {}, as a crash left it: keep it with the image",
+            path.display()
+        ));
+    }
 }
 
 /// One image of a chain.

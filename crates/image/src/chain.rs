@@ -17,9 +17,10 @@ use std::path::{Path, PathBuf};
 
 use towline_protocol::{PageRef, RamBlock};
 
+use crate::beside::pending_path;
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
-use crate::manifest::{Base, Block};
+use crate::manifest::{Base, Block, base_of, sidecar_path};
 use crate::{Error, Result};
 
 /// Files of a chain: each costs descriptors, mappings and checks at every restore.
@@ -50,6 +51,11 @@ impl Chain {
             _ => (0..layers[0].blocks.len()).map(|block| places(&layers, block)).collect(),
         };
         Ok(Self { layers, places })
+    }
+
+    /// Whether nothing of its files went away since they were opened.
+    pub(crate) fn check_intact(&self) -> Result<()> {
+        self.layers.iter().try_for_each(Layer::check_intact)
     }
 
     /// The image itself.
@@ -130,16 +136,27 @@ fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
 /// says why.
 pub fn base_paths(image: &Path) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = Vec::new();
+    let mut read = 0;
     while paths.len() < LAYERS_MAX {
-        let last = paths.last().map_or(image, PathBuf::as_path);
-        let Some(base) = crate::manifest::base_of(last) else { break };
-        paths.push(place_of(last, &base));
+        let last = match read {
+            0 => image.to_owned(),
+            read => match paths.get(read - 1) {
+                Some(path) => path.clone(),
+                None => break,
+            },
+        };
+        read += 1;
+        // Which of its two manifests is the image's is not looked at.
+        for manifest in [sidecar_path(&last), pending_path(&last)] {
+            let base = base_of(&manifest).map(|base| place_of(&last, &base));
+            paths.extend(base.filter(|base| !paths.contains(base)));
+        }
     }
     paths
 }
 
 /// Where a base is: as its image says, or, if it is not there, beside that.
-fn place_of(image: &Path, base: &Base) -> PathBuf {
+pub(crate) fn place_of(image: &Path, base: &Base) -> PathBuf {
     let path = Path::new(&base.path);
     let directory = image.parent().unwrap_or(Path::new(""));
     match path.file_name() {

@@ -76,6 +76,40 @@ pub enum Error {
         /// The limit.
         limit: u64,
     },
+    /// The file lost pages while it was read.
+    #[error("{}: not all of it could be read: the file has {found} bytes, expected {expected}; it was cut short while it was in use, or its disk fails: take another copy of it", path.display())]
+    Lost {
+        /// Which.
+        path: PathBuf,
+        /// Its length in bytes.
+        found: u64,
+        /// Its length when it was opened.
+        expected: u64,
+    },
+    /// What stands between memory and device state is not what was stored.
+    #[error("{}: at byte {offset:#x} the end of the memory is damaged; take another copy of the image or store the guest again", path.display())]
+    MemoryEnd {
+        /// Which.
+        path: PathBuf,
+        /// Where it should begin.
+        offset: u64,
+    },
+    /// Another image is about to take the place of a base.
+    #[error("{}: it is about to be replaced by {holder}; wait for that, and take the new image as base", path.display())]
+    BaseBusy {
+        /// The base.
+        path: PathBuf,
+        /// The process that replaces it, as far as it can be told.
+        holder: String,
+    },
+    /// A base was changed when what it has was dropped already.
+    #[error("{}: its base {} was replaced or changed in the moment in which the image was to appear: the image was dropped; store the guest again", path.display(), base.display())]
+    BaseChanged {
+        /// The image.
+        path: PathBuf,
+        /// Its base.
+        base: PathBuf,
+    },
     /// Its device state is cut off or broken.
     #[error("{}: the device state at byte {offset:#x}: {source}", path.display())]
     DeviceState {

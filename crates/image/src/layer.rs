@@ -7,29 +7,35 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use memmap2::{Advice, Mmap};
-use rustix::fs::OFlags;
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
 use towline_protocol::configuration::{self, Configuration, MAPPED_RAM};
 use towline_protocol::destination::{Destination, Event};
 use towline_protocol::device_state::DeviceState;
-use towline_protocol::mapped_ram::MappedRamHeader;
+use towline_protocol::mapped_ram::{MappedRamHeader, bitmap_bytes};
+use towline_protocol::ram::{self, RamFlags};
+use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
-use crate::manifest::{Base, Found, Manifest, sidecar_path};
-use crate::{Error, Result, sys};
+use crate::beside::{self, Settled};
+use crate::manifest::{Base, Bitmap, Digest, Found, Manifest, sidecar_path};
+use crate::sys::Mapping;
+use crate::{Error, Result, seal};
 
 /// The capability that an incremental image lists. No QEMU knows it, so none loads such an image by itself: it would take
 /// what is in the base for zeros.
 pub(crate) const INCREMENTAL: &str = "x-towline-incremental";
 /// More than any item of the stream needs to be decoded.
 const WINDOW_BYTES: usize = 1 << 20;
+/// How often an image may be exchanged for another one while it is opened.
+const OPEN_TRIES_MAX: usize = 16;
 
 /// A mapped image file.
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) path: PathBuf,
     pub(crate) file: Arc<File>,
-    pub(crate) map: Mmap,
+    pub(crate) map: Mapping,
     /// Without what is the file's own.
     pub(crate) configuration: Configuration,
     pub(crate) section_id: u32,
@@ -37,11 +43,30 @@ pub(crate) struct Layer {
     pub(crate) device_state: DeviceState,
     pub(crate) device_state_offset: u64,
     pub(crate) manifest: Option<Manifest>,
+    /// Where the manifest is, if there is one.
+    pub(crate) settled: Settled,
 }
 
 impl Layer {
     /// Opens and checks the file at `path`: its structure, and that its manifest, if there is one, is its own.
     pub(crate) fn open(path: &Path) -> Result<Self> {
+        let mut names = beside::names(path);
+        for _ in 0..OPEN_TRIES_MAX {
+            let opened = Self::open_once(path);
+            if matches!(&opened, Ok(layer) if layer.manifest.is_some()) {
+                return opened;
+            }
+            // Another image may have taken its place between its file and its manifest.
+            let now = beside::names(path);
+            if now == names {
+                return opened;
+            }
+            names = now;
+        }
+        Self::open_once(path)
+    }
+
+    fn open_once(path: &Path) -> Result<Self> {
         let io = |source| Error::Read { path: path.into(), source };
         // Without NONBLOCK a FIFO of that name could keep us here for ever.
         let mut options = File::options();
@@ -50,16 +75,18 @@ impl Layer {
         if !file.metadata().map_err(io)?.is_file() {
             return Err(Error::NotAFile { path: path.into() });
         }
-        let map = sys::map(&file).map_err(io)?;
-        let head = Head::read(path, &map)?;
-        let tail = &map[head.end..];
-        let device_state = DeviceState::parse(tail).map_err(|source| Error::DeviceState {
+        let map = Mapping::new(&file).map_err(io)?;
+        let head = Head::read(path, &map);
+        check_intact(path, &file, &map)?;
+        let head = head?;
+        let device_state = DeviceState::parse(&map[head.end..]);
+        check_intact(path, &file, &map)?;
+        let device_state = device_state.map_err(|source| Error::DeviceState {
             path: path.into(),
             offset: head.end as u64,
             source,
         })?;
-        let manifest = Manifest::load(path, &head.blocks)?;
-        let layer = Self {
+        let mut layer = Self {
             path: path.into(),
             file: Arc::new(file),
             map,
@@ -68,9 +95,14 @@ impl Layer {
             blocks: head.blocks,
             device_state,
             device_state_offset: head.end as u64,
-            manifest,
+            manifest: None,
+            settled: Settled::Named,
         };
-        layer.check_manifest()?;
+        let found = beside::find(path, &layer.found());
+        layer.check_intact()?;
+        if let Some((manifest, settled)) = found? {
+            (layer.manifest, layer.settled) = (Some(manifest), settled);
+        }
         match (head.is_incremental, layer.base()) {
             (true, None) => Err(Error::NoBase { path: path.into(), sidecar: sidecar_path(path) }),
             _ => Ok(layer),
@@ -91,7 +123,7 @@ impl Layer {
     /// Has them mapped at once, which costs a fraction of a fault each; a kernel before 5.14 does it fault by fault.
     pub(crate) fn populate(&self, page: PageRef, length: u64) {
         let start = (self.mapped(page.block).pages_offset + page.offset) as usize;
-        let _ = self.map.advise_range(Advice::PopulateRead, start, length as usize);
+        self.map.populate(start, length as usize);
     }
 
     /// 64 bits of a block's bitmap.
@@ -101,28 +133,91 @@ impl Layer {
         u64::from_le_bytes(bytes)
     }
 
-    /// Whether the device state is what the manifest says.
-    pub(crate) fn verify_device_state(&self) -> Result<()> {
+    /// Compares everything but the pages with the manifest: bitmaps, page counts, the end of the memory, the device state.
+    ///
+    /// # Errors
+    /// There is no manifest; the first of these that differs.
+    pub(crate) fn verify_frame(&self) -> Result<()> {
         let missing = || Error::NoManifest { path: self.path.clone(), sidecar: sidecar_path(&self.path) };
         let manifest = self.manifest.as_ref().ok_or_else(missing)?;
-        Ok(manifest.verify_device_state(&self.path, self.device_state.bytes())?)
+        let verified = self.verify_against(manifest);
+        self.check_intact().and(verified)
+    }
+
+    fn verify_against(&self, manifest: &Manifest) -> Result<()> {
+        for (index, block) in self.blocks.iter().enumerate() {
+            let mapped = block.mapped.expect("every block of a mapped-ram file has its place");
+            let (at, length) = (mapped.bitmap_offset as usize, bitmap_bytes(block.length, mapped.page_size));
+            let bytes = &self.map[at..at + length as usize];
+            let plain_pages = bytes.iter().map(|byte| u64::from(byte.count_ones())).sum();
+            manifest.check_bitmap(&self.path, index, Bitmap { blake3: Digest::of(bytes), plain_pages })?;
+        }
+        let expected = memory_end(self.section_id);
+        let at = (self.device_state_offset as usize).saturating_sub(expected.len());
+        if self.map.get(at..).is_none_or(|bytes| !bytes.starts_with(&expected)) {
+            return Err(Error::MemoryEnd { path: self.path.clone(), offset: at as u64 });
+        }
+        // As it lies in the file: what was read when the image was opened is not what another reader gets.
+        let bytes = &self.map[self.device_state_offset as usize..];
+        Ok(manifest.verify_device_state(&self.path, bytes)?)
+    }
+
+    /// Whether nothing of the file went away since it was opened.
+    ///
+    /// # Errors
+    /// [`Error::Lost`].
+    pub(crate) fn check_intact(&self) -> Result<()> {
+        check_intact(&self.path, &self.file, &self.map)
+    }
+
+    /// Locks the file for as long as it is open: no towline puts another image in its place.
+    ///
+    /// # Errors
+    /// One is about to. A filesystem without locks is none.
+    pub(crate) fn lock(&self) -> Result<()> {
+        match flock(&*self.file, FlockOperation::NonBlockingLockShared) {
+            Err(Errno::WOULDBLOCK) => {
+                Err(Error::BaseBusy { path: self.path.clone(), holder: crate::holders::holder(&self.file) })
+            }
+            _ => Ok(()),
+        }
     }
 
     fn mapped(&self, block: BlockIndex) -> MappedRamHeader {
         self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has its place")
     }
 
-    fn check_manifest(&self) -> Result<()> {
-        let Some(manifest) = &self.manifest else { return Ok(()) };
+    fn found(&self) -> Found<'_> {
         let first = self.blocks.first().and_then(|block| block.mapped);
-        let found = Found {
+        Found {
             machine_type: &self.configuration.machine_type,
             blocks: &self.blocks,
             head: &self.map[..first.map_or(0, |mapped| mapped.bitmap_offset as usize)],
             device_state: self.device_state.bytes(),
             image_bytes: self.map.len() as u64,
-        };
-        Ok(manifest.check(&self.path, &found)?)
+            seal: seal::read(&self.map, &self.blocks),
+        }
+    }
+}
+
+/// What stands between the last page and the device state: the sections that hold nothing.
+pub(crate) fn memory_end(section_id: u32) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    ram::put_flag(RamFlags::EOS, &mut bytes);
+    put_footer(&mut bytes, section_id);
+    bytes.push(SectionType::End as u8);
+    bytes.extend_from_slice(&section_id.to_be_bytes());
+    ram::put_flag(RamFlags::EOS, &mut bytes);
+    put_footer(&mut bytes, section_id);
+    bytes
+}
+
+fn check_intact(path: &Path, file: &File, map: &Mapping) -> Result<()> {
+    let expected = map.len() as u64;
+    let found = file.metadata().map_or(0, |metadata| metadata.len());
+    match map.is_lost() || found < expected {
+        true => Err(Error::Lost { path: path.into(), found, expected }),
+        false => Ok(()),
     }
 }
 

@@ -22,19 +22,31 @@
 
 pub mod atomic_file;
 mod began;
+mod beside;
 mod chain;
 pub mod checksum;
+#[cfg(test)]
+mod crash_tests;
+mod delivered;
 mod error;
+#[cfg(test)]
+mod flip_tests;
+mod frame;
+mod holders;
 mod increment;
 pub mod index;
+mod journal;
 mod layer;
 pub mod manifest;
 mod reader;
+mod seal;
 #[cfg(feature = "store")]
 pub mod store;
 mod stored;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
+#[cfg(test)]
+mod testing;
 mod verified;
 pub mod working_set;
 mod writer;

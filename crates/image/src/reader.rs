@@ -1,8 +1,9 @@
 //! Reading a stored guest: a mapped-ram file, ours or stock QEMU's, as a [`Guest`] that the engine can send.
 //!
 //! The file is mapped. A page that the bitmap calls zero is never touched, one that it has goes from the page cache into
-//! the channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is first sent,
-//! and a restore of a damaged image fails before the destination has its device state, so no guest runs from it.
+//! the channel without a copy in userspace. With [`Image::verify_on_read`] each 2 MiB is hashed just before it is first sent, as it
+//! is delivered: zeros where the bitmap says so. A restore of a damaged image fails before the destination has its device state,
+//! so no guest runs from it. The same goes for a file that is cut short meanwhile ([`Error::Lost`]).
 //!
 //! An incremental image is read through the images that it is based on, chunk by chunk ([`chain`](crate::chain)). Any number of
 //! threads and copies read one [`Image`] at the same time.
@@ -10,7 +11,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -22,10 +23,12 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use crate::beside::{Settled, pending_path};
 use crate::chain::Chain;
-use crate::checksum::{self, CHUNK_BYTES, Content};
+use crate::checksum::{self, CHUNK_BYTES};
+use crate::delivered::{self, Run};
 use crate::layer::Layer;
-use crate::manifest::Manifest;
+use crate::manifest::{Manifest, sidecar_path};
 use crate::verified::Verified;
 use crate::{Error, Result};
 
@@ -72,12 +75,13 @@ impl Image {
         Ok(Self { chain, verify: false, verified })
     }
 
-    /// Has every chunk compared with the manifest before it is first sent, and the device state at once.
+    /// Has every chunk compared with the manifest before it is first sent, and all else at once: page bitmaps, page counts, device
+    /// state.
     ///
     /// # Errors
-    /// There is no manifest, or the device state is not what it says.
+    /// There is no manifest, or one of these is not what it says.
     pub fn verify_on_read(mut self) -> Result<Self> {
-        self.top().verify_device_state()?;
+        self.top().verify_frame()?;
         self.verify = true;
         Ok(self)
     }
@@ -86,9 +90,9 @@ impl Image {
     /// compared once for as long as the image is open, whoever asks.
     ///
     /// # Errors
-    /// There is no manifest; or the first chunk in the image's order that differs, or the device state.
+    /// There is no manifest; or what differs: page bitmaps and counts, the device state, a chunk as it is delivered.
     pub fn verify(&self, threads: usize, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
-        self.top().verify_device_state()?;
+        self.top().verify_frame()?;
         let chunks: Vec<_> = self.chunks().collect();
         let next = AtomicUsize::new(0);
         let worker = || {
@@ -96,11 +100,35 @@ impl Image {
                 self.verify_chunk(page)?;
                 progress(length);
             }
-            Ok(())
+            Ok::<(), Error>(())
         };
         thread::scope(|scope| {
             let workers: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(worker)).collect();
             workers.into_iter().try_for_each(|worker| worker.join().expect("hashing does not panic"))
+        })?;
+        self.check_intact()
+    }
+
+    /// Whether nothing of its files went away since they were opened: what is lost reads as zeros, which are no guest's.
+    ///
+    /// # Errors
+    /// [`Error::Lost`].
+    pub fn check_intact(&self) -> Result<()> {
+        self.chain.check_intact()
+    }
+
+    /// Whether the hash of its manifest's text is in the file, so that a comparison with the manifest covers that too. Images
+    /// of earlier versions have none.
+    pub fn is_sealed(&self) -> bool {
+        self.manifest().is_some_and(|manifest| manifest.image().seal.is_some())
+    }
+
+    /// Where its manifest is, if there is one: `NAME.manifest.json`, or beside that what a crash left there.
+    pub fn manifest_path(&self) -> Option<PathBuf> {
+        self.manifest()?;
+        Some(match self.top().settled {
+            Settled::Named => sidecar_path(self.path()),
+            Settled::Pending => pending_path(self.path()),
         })
     }
 
@@ -178,14 +206,19 @@ impl Image {
     /// # Errors
     /// The chunk is not what the manifest says.
     #[cfg(feature = "store")]
-    pub(crate) fn content(&self, block: BlockIndex, offset: u64, length: u64) -> Result<Option<&[u8]>> {
+    pub(crate) fn content(&self, block: BlockIndex, offset: u64, length: u64) -> Result<Option<Vec<u8>>> {
         let page = PageRef { block, offset };
         if self.verify {
             self.verify_chunk(PageRef { offset: offset - offset % CHUNK_BYTES, ..page })?;
         }
-        let extent = self.extent(page);
-        let is_zero = extent.kind == ExtentKind::Zero && extent.pages * PAGE_SIZE >= length;
-        Ok((!is_zero).then(|| self.bytes(page, length)))
+        let runs = self.runs(page, length);
+        if runs.iter().all(|run| !run.has_content) {
+            return Ok(None);
+        }
+        // A copy, as what is hashed and then compressed must not become zeros in between.
+        let bytes = delivered::copy(self.bytes(page, length), &runs);
+        self.check_intact()?;
+        Ok(Some(bytes))
     }
 
     /// What it means that a QEMU loaded the file itself: its pages, none of which we have touched.
@@ -223,15 +256,26 @@ impl Image {
         let chunk = (page.offset / CHUNK_BYTES) as usize;
         let length = CHUNK_BYTES.min(block.length - page.offset);
         self.verified.once(page.block, chunk, || {
-            let extent = self.extent(page);
-            let content = match extent.kind == ExtentKind::Zero && extent.pages * PAGE_SIZE >= length {
-                true => Content::Zero,
-                false => Content::Bytes(self.bytes(page, length)),
-            };
-            let path = || self.chain.layer_of(page).path.clone();
-            checksum::verify(&block.name, chunk, content, manifest.chunk_hash(page.block, chunk))
-                .map_err(|source| Error::Corrupt { path: path(), source: Box::new(source) })
+            let found = delivered::hash(self.bytes(page, length), &self.runs(page, length));
+            let layer = self.chain.layer_of(page);
+            if layer.map.is_lost() {
+                layer.check_intact()?;
+            }
+            checksum::verify(&block.name, chunk, found, manifest.chunk_hash(page.block, chunk))
+                .map_err(|source| Error::Corrupt { path: layer.path.clone(), source: Box::new(source) })
         })
+    }
+
+    /// Which of `length` bytes from `page` on have content.
+    fn runs(&self, page: PageRef, length: u64) -> Vec<Run> {
+        let (mut runs, mut at) = (Vec::new(), 0);
+        while at < length {
+            let extent = self.extent(PageRef { offset: page.offset + at, ..page });
+            let end = (at + extent.pages * PAGE_SIZE).min(length);
+            runs.push(Run { range: at as usize..end as usize, has_content: extent.kind == ExtentKind::Data });
+            at = end;
+        }
+        runs
     }
 
     /// The bytes of these pages, which lie within one chunk of an incremental image; also those that are zero read so, because
@@ -277,7 +321,11 @@ impl Guest for Image {
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
         let extent = self.extent(page);
         if extent.kind == ExtentKind::Data || extent.pages * PAGE_SIZE < length {
-            self.chain.layer_of(page).populate(page, length);
+            let layer = self.chain.layer_of(page);
+            layer.populate(page, length);
+            if layer.map.is_lost() {
+                layer.check_intact().map_err(towline_migration::Error::guest)?;
+            }
         }
         if !self.verify {
             return Ok(());
@@ -299,6 +347,8 @@ impl Guest for Image {
     }
 
     fn device_state(&self) -> towline_migration::Result<Vec<u8>> {
+        // All memory was sent. Without this no guest runs that got zeros for pages which went away.
+        self.check_intact().map_err(towline_migration::Error::guest)?;
         Ok(self.devices().bytes().to_vec())
     }
 }

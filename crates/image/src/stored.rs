@@ -5,7 +5,7 @@ use std::path::Path;
 use towline_migration::Guest;
 use towline_protocol::device_state::DeviceState;
 
-use crate::Image;
+use crate::{Image, Result};
 
 /// A stored guest that can be restored.
 pub trait StoredGuest: Guest {
@@ -23,6 +23,14 @@ pub trait StoredGuest: Guest {
     /// The file, if it is one that QEMU can load.
     fn file_image(&self) -> Option<&Image> {
         None
+    }
+
+    /// Whether nothing of it went away since it was opened.
+    ///
+    /// # Errors
+    /// A file was cut short: what was sent of it since may be zeros.
+    fn check_intact(&self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -56,5 +64,9 @@ impl StoredGuest for Image {
 
     fn file_image(&self) -> Option<&Image> {
         (!self.is_incremental()).then_some(self)
+    }
+
+    fn check_intact(&self) -> Result<()> {
+        Self::check_intact(self)
     }
 }

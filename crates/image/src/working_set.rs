@@ -3,7 +3,7 @@
 //!
 //! It holds runs of pages in the order in which guests asked for them. It is no part of the image and changes with each restore,
 //! so it is not in the manifest; a wrong one costs time only. It is bound to its image by a hash of the device state and the
-//! block list. Limits: [`RUNS_MAX`] runs.
+//! block list, and has one of its own runs: a damaged one is none. Limits: [`RUNS_MAX`] runs.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -15,6 +15,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{Existing, write_sidecar};
+use crate::beside::check_part;
 use crate::manifest::Digest;
 
 const FORMAT: &str = "towline working set";
@@ -39,6 +40,9 @@ struct Stored {
     version: u32,
     guest: Digest,
     runs: Vec<(u32, u64, u64)>,
+    /// The BLAKE3 of the runs; the first ones had none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    blake3: Option<Digest>,
 }
 
 impl WorkingSet {
@@ -88,12 +92,16 @@ impl WorkingSet {
     /// Writes it, completely or not at all.
     ///
     /// # Errors
-    /// The directory takes no file.
+    /// The directory takes no file, or another file than a working set has its name.
     pub fn store(&self) -> Result<(), crate::atomic_file::Error> {
         let run =
             |&(page, length): &(PageRef, u64)| (page.block.0, page.offset / PAGE_SIZE, length / PAGE_SIZE);
-        let (format, runs) = (FORMAT.into(), self.runs.iter().map(run).collect());
-        let stored = Stored { format, version: VERSION, guest: self.guest, runs };
+        check_part(&self.path, "a working set", |head| {
+            head.windows(FORMAT.len()).any(|part| part == FORMAT.as_bytes())
+        })?;
+        let (format, runs): (_, Vec<_>) = (FORMAT.into(), self.runs.iter().map(run).collect());
+        let blake3 = Some(hash(&runs));
+        let stored = Stored { format, version: VERSION, guest: self.guest, runs, blake3 };
         let text = serde_json::to_vec(&stored).expect("numbers and a hash");
         write_sidecar(&self.path, &text, Existing::Replace)
     }
@@ -114,7 +122,16 @@ fn read(path: &Path) -> Option<Stored> {
     let mut text = Vec::new();
     file.take(BYTES_MAX).read_to_end(&mut text).ok()?;
     let stored: Stored = serde_json::from_slice(&text).ok()?;
-    (stored.format == FORMAT && stored.version == VERSION).then_some(stored)
+    let is_intact = stored.blake3.is_none_or(|blake3| blake3 == hash(&stored.runs));
+    (stored.format == FORMAT && stored.version == VERSION && is_intact).then_some(stored)
+}
+
+/// The hash of runs.
+fn hash(runs: &[(u32, u64, u64)]) -> Digest {
+    let bytes = |&(block, page, pages): &(u32, u64, u64)| {
+        [&block.to_le_bytes()[..], &page.to_le_bytes(), &pages.to_le_bytes()].concat()
+    };
+    Digest::of(&runs.iter().flat_map(bytes).collect::<Vec<u8>>())
 }
 
 /// Those that lie within their block.

@@ -3,8 +3,8 @@
 //! ```text
 //!   pages ──► the file, at their place        each run with one call, past the page cache where it is long enough
 //!         └─► BlockHasher                     on the lane's own thread, while the bytes are in its cache
-//!   commit    re-read what came twice · holes where the base has it · bitmaps, block list, device state · sync
-//!   publish   manifest · rename
+//!   commit    re-read what came twice · holes where the base has it · bitmaps, block list, device state, seal · sync
+//!   publish   manifest under a name of its own · rename · the manifest's own rename ([`crate::beside`])
 //! ```
 //!
 //! No guest memory is held. Until [`Sink::publish`] renames it, the file has a temporary name; if anything fails it is
@@ -14,30 +14,28 @@
 //! a nested VM), and a stored guest would evict what the host has cached for better reasons. Where a filesystem has no
 //! direct I/O, or a run is short, writes go through the page cache.
 
-use std::fs::File;
-use std::io::{self, IoSlice};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
 
-use rustix::fs::{FallocateFlags, fallocate};
-use rustix::io::{Errno, pwritev};
+use rustix::io::Errno;
 use towline_migration::{Pages, Sink, Stream};
-use towline_protocol::configuration::{Configuration, MAPPED_RAM};
+use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::RamSection;
 use towline_protocol::device_state::DeviceState;
-use towline_protocol::mapped_ram;
-use towline_protocol::ram::{self, PAGE_SIZE, RamFlags};
-use towline_protocol::section::{SectionHeader, SectionType, put_footer};
+use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
 use crate::began::Began;
+use crate::beside::{self, FileId, Pending, Settled};
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
+use crate::frame::{Frame, Kind};
 use crate::increment::{Ground, Increment};
-use crate::layer::INCREMENTAL;
-use crate::manifest::{Contents, Manifest, Origin};
+use crate::layer::Layer;
+use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
 use crate::reader::write_error;
 use crate::{Error, Result};
 
@@ -66,30 +64,45 @@ pub struct ImageWriter {
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
     device_state: Mutex<Option<DeviceState>>,
+    /// The manifest that had its name when the writing began.
+    manifest_before: Option<FileId>,
     /// Complete and synced, but for its name.
-    complete: Mutex<Option<(AtomicFile, Manifest)>>,
+    complete: Mutex<Option<Complete>>,
+    notices: Mutex<Vec<String>>,
 }
 
 /// Where everything goes.
 #[derive(Debug)]
 struct Layout {
-    /// Header, configuration, section header and total.
-    head: Vec<u8>,
-    blocks: Vec<RamBlock>,
+    frame: Frame,
     /// A bit for each page that has content.
     bitmaps: Vec<Vec<AtomicU64>>,
-    /// Behind the last page.
-    end: u64,
+}
+
+/// An image without a name.
+#[derive(Debug)]
+struct Complete {
+    file: AtomicFile,
+    /// The text of its manifest.
+    manifest: Vec<u8>,
+    /// Whether it needs its base.
+    kind: Kind,
 }
 
 impl ImageWriter {
     /// Begins an image that will be `path`, under a temporary name beside it.
     ///
     /// # Errors
-    /// The file cannot be made; another process is writing this image; it exists already and is not to be replaced.
+    /// The file cannot be made; another process is writing this image; it exists already and is not to be replaced, or is what
+    /// somebody stores an increment on; its name, or its manifest's, belongs to something else.
     pub fn create(path: &Path, existing: Existing, origin: Origin) -> Result<Self> {
+        beside::check_name(path)?;
         let file = AtomicFile::open(path, existing)?;
-        let direct = AtomicBool::new(file.direct().is_some());
+        beside::check_parts(path)?;
+        let is_pending = || Layer::open(path).is_ok_and(|layer| layer.settled == Settled::Pending);
+        beside::settle_left(path, file.place(), is_pending)?;
+        let manifest_before = beside::before(path, file.place())?;
+        let direct = AtomicBool::new(file.has_direct());
         Ok(Self {
             path: path.into(),
             origin,
@@ -101,7 +114,9 @@ impl ImageWriter {
             layout: OnceLock::new(),
             hashers: RwLock::default(),
             device_state: Mutex::default(),
+            manifest_before,
             complete: Mutex::default(),
+            notices: Mutex::default(),
         })
     }
 
@@ -113,9 +128,18 @@ impl ImageWriter {
         Ok(Self { ground: Some(Ground::open(&self.path, base)?), ..self })
     }
 
-    /// How much an incremental image holds itself, once it is committed.
+    /// How much an incremental image holds itself, once it is committed; `None` for a whole one.
     pub fn increment(&self) -> Option<Increment> {
         self.increment.get().copied()
+    }
+
+    /// What became otherwise than was asked for, for people to read.
+    pub fn notices(&self) -> Vec<String> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn notice(&self, text: String) {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text);
     }
 
     fn order(&self, what: &'static str) -> Error {
@@ -132,32 +156,30 @@ impl ImageWriter {
         work(file).map_err(write_error(&self.path))
     }
 
+    fn configuration(&self) -> Result<&Configuration> {
+        self.began.configuration().ok_or_else(|| self.order("no configuration came"))
+    }
+
     fn lay_out(&self, blocks: &[RamBlock]) -> Result<Layout> {
-        let configuration = self.began.configuration();
-        let mut configuration = configuration.ok_or_else(|| self.order("no configuration came"))?.clone();
-        configuration.capabilities.push(MAPPED_RAM.into());
-        if let Some(ground) = &self.ground {
-            ground.check(&self.path, blocks)?;
-            configuration.capabilities.push(INCREMENTAL.into());
-        }
+        let configuration = self.configuration()?;
+        let kind = match &self.ground {
+            Some(ground) => {
+                ground.check(&self.path, blocks)?;
+                Kind::Incremental
+            }
+            None => Kind::Whole,
+        };
         let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
-        let mut head = Vec::new();
-        configuration.encode(&mut head);
-        let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
-        SectionHeader { id: section.id, name, instance: 0, version }.encode(SectionType::Start, &mut head);
-        let list_offset = head.len() as u64;
-        let mut blocks = blocks.to_vec();
-        let end = mapped_ram::place_all(&mut blocks, list_offset);
-        let total = blocks.iter().map(|block| block.length).sum();
-        if total > RAM_BYTES_MAX {
-            return Err(Error::TooLarge { path: self.path.clone(), found: total, limit: RAM_BYTES_MAX });
+        let frame = Frame::new(configuration, section.id, blocks, kind);
+        let found = frame.total();
+        if found > RAM_BYTES_MAX {
+            return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
         // A filesystem that cannot hold it says so before memory is taken for it.
-        self.with_file(|file| file.file().set_len(end))?;
-        ram::put_total(total, &mut head);
+        self.with_file(|file| Ok(file.set_length(frame.end())?))?;
         let words = |block: &RamBlock| (0..block.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let bitmaps = blocks.iter().map(words).collect();
-        Ok(Layout { head, blocks, bitmaps, end })
+        let bitmaps = frame.blocks().iter().map(words).collect();
+        Ok(Layout { frame, bitmaps })
     }
 
     /// Writes consecutive pages of a block, whose contents lie in `contents`.
@@ -167,9 +189,9 @@ impl ImageWriter {
             if let ([bytes], true) = (contents, self.direct.load(Ordering::Relaxed))
                 && bytes.len() >= DIRECT_BYTES_MIN
                 && bytes.as_ptr().addr().is_multiple_of(DIRECT_ALIGNMENT)
-                && let Some(direct) = file.direct()
+                && let Some(written) = file.write_all_direct_at(bytes, at)
             {
-                match direct.write_all_at(bytes, at) {
+                match written {
                     // A filesystem or device that opens for direct I/O and then wants more alignment than ours.
                     Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                         self.direct.store(false, Ordering::Relaxed);
@@ -177,7 +199,7 @@ impl ImageWriter {
                     result => return result,
                 }
             }
-            write_all_vectored_at(file.file(), contents, at)
+            file.write_all_vectored_at(contents, at)
         })
     }
 
@@ -185,11 +207,10 @@ impl ImageWriter {
     fn clear(&self, block: &RamBlock, offset: u64, length: u64) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            if fallocate(file.file(), flags, at, length).is_ok() {
+            if file.punch(at, length).is_ok() {
                 return Ok(());
             }
-            file.file().write_all_at(&vec![0; length as usize], at)
+            file.write_all_at(&vec![0; length as usize], at)
         })
     }
 
@@ -202,22 +223,20 @@ impl ImageWriter {
                 self.with_file(|file| file.file().read_exact_at(buffer, pages_offset + offset))
             })
         };
-        hashers.into_iter().zip(&layout.blocks).map(finish).collect()
+        hashers.into_iter().zip(layout.frame.blocks()).map(finish).collect()
     }
 
     /// Chunks that the base has become holes. A filesystem without holes keeps them: nobody reads them.
-    fn drop_unchanged(&self, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
-        let Some(ground) = &self.ground else { return Ok(()) };
+    fn drop_unchanged(&self, ground: &Ground, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
-        for (index, (block, hashes)) in layout.blocks.iter().zip(hashes).enumerate() {
+        for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
             let (runs, increment) = ground.unchanged(index, block.length, hashes);
             total.stored += increment.stored;
             total.in_base += increment.in_base;
             for run in runs {
-                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 let (at, length) = (pages_offset + run.start, run.end - run.start);
-                self.with_file(|file| match fallocate(file.file(), flags, at, length) {
+                self.with_file(|file| match file.punch(at, length) {
                     Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
                     result => Ok(result?),
                 })?;
@@ -227,66 +246,42 @@ impl ImageWriter {
         Ok(())
     }
 
-    /// Everything but pages: head, list, bitmaps, the sections that hold nothing, device state.
-    fn write_frame(&self, layout: &Layout, device_state: &DeviceState) -> Result<()> {
-        self.with_file(|file| {
-            let file = file.file();
-            file.write_all_at(&layout.head, 0)?;
-            for (block, bitmap) in layout.blocks.iter().zip(&layout.bitmaps) {
-                let mapped = block.mapped.expect("laid out");
-                let mut entry = Vec::new();
-                ram::put_block(block, &mut entry);
-                mapped.encode(&mut entry);
-                let words = bitmap.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes());
-                let start = mapped.bitmap_offset - entry.len() as u64;
-                entry.extend(words);
-                file.write_all_at(&entry, start)?;
-            }
-            let id = self.began.section().map_or(0, |section| section.id);
-            let mut tail = Vec::new();
-            ram::put_flag(RamFlags::EOS, &mut tail);
-            put_footer(&mut tail, id);
-            tail.push(SectionType::End as u8);
-            tail.extend_from_slice(&id.to_be_bytes());
-            ram::put_flag(RamFlags::EOS, &mut tail);
-            put_footer(&mut tail, id);
-            tail.extend_from_slice(device_state.bytes());
-            file.write_all_at(&tail, layout.end)?;
-            file.set_len(layout.end + tail.len() as u64)
-        })
-    }
-
     fn manifest(
         &self,
-        layout: &Layout,
+        frame: &Frame,
+        bitmaps: &[Bitmap],
         hashes: Vec<Vec<ChunkHash>>,
         device_state: &DeviceState,
+        ground: Option<&Ground>,
     ) -> Result<Manifest> {
-        let plain = |bitmap: &Vec<AtomicU64>| {
-            bitmap.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
-        };
-        let first = layout.blocks.first().and_then(|block| block.mapped);
-        let mut head = vec![0; first.map_or(0, |mapped| mapped.bitmap_offset as usize)];
-        let image_bytes = self.with_file(|file| {
-            file.file().read_exact_at(&mut head, 0)?;
-            Ok(file.file().metadata()?.len())
-        })?;
+        let image_bytes = self.with_file(|file| Ok(file.file().metadata()?.len()))?;
         let was_running = device_state.run_state().map(|state| state == "running");
         Ok(Manifest::new(Contents {
             origin: &Origin { was_running, ..self.origin.clone() },
-            machine_type: &self
-                .began
-                .configuration()
-                .map(|found| found.machine_type.clone())
-                .unwrap_or_default(),
-            blocks: &layout.blocks,
-            plain_pages: layout.bitmaps.iter().map(plain).collect(),
+            machine_type: &self.configuration()?.machine_type,
+            blocks: frame.blocks(),
+            plain_pages: bitmaps.iter().map(|bitmap| bitmap.plain_pages).collect(),
             hashes,
             device_state,
             image_bytes,
-            head: &head,
-            base: self.ground.as_ref().map(|ground| ground.reference().clone()),
+            head: &frame.up_to_bitmap(),
+            bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.bytes)).collect(),
+            seal: frame.seal_offset(),
+            base: ground.map(|ground| ground.reference().clone()),
         }))
+    }
+
+    /// The base, if the image is to hold only what differs from it and it is still there.
+    fn base(&self) -> Option<&Ground> {
+        let ground = self.ground.as_ref()?;
+        if ground.is_still_there() {
+            return Some(ground);
+        }
+        let (path, base) = (self.path.display(), ground.path().display());
+        self.notice(format!(
+            "{base} was replaced, changed or moved while {path} was stored, so {path} became a whole image: it needs no base"
+        ));
+        None
     }
 
     fn store(&self) -> Result<()> {
@@ -294,23 +289,88 @@ impl ImageWriter {
         let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
         let device_state = device_state.ok_or_else(|| self.order("no device state came"))?;
         let hashes = self.hashes(layout)?;
-        self.drop_unchanged(layout, &hashes)?;
-        self.write_frame(layout, &device_state)?;
-        let manifest = self.manifest(layout, hashes, &device_state)?;
+        let ground = self.base();
+        let (frame, kind) = match (ground, &self.ground) {
+            (Some(ground), _) => {
+                self.drop_unchanged(ground, layout, &hashes)?;
+                (layout.frame.clone(), Kind::Incremental)
+            }
+            (None, Some(_)) => (layout.frame.whole(self.configuration()?), Kind::Whole),
+            (None, None) => (layout.frame.clone(), Kind::Whole),
+        };
+        let bitmaps: Vec<_> = layout.bitmaps.iter().map(|words| Bitmap::new(words)).collect();
+        let bytes = bitmaps.iter().map(|bitmap| &bitmap.bytes[..]);
+        let parts = frame.parts(bytes, device_state.bytes());
+        self.with_file(|file| {
+            parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
+            let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
+            Ok(file.set_length(end)?)
+        })?;
+        let manifest = self.manifest(&frame, &bitmaps, hashes, &device_state, ground)?;
+        let manifest = manifest.to_json(&sidecar_path(&self.path))?;
+        if let Some((at, seal)) = frame.seal(&manifest) {
+            self.with_file(|file| file.write_all_at(&seal, at))?;
+        }
         let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
         let file = file.ok_or_else(|| self.order("the image is complete already"))?;
-        file.file().sync_all().map_err(write_error(&self.path))?;
-        *self.complete.lock().unwrap_or_else(PoisonError::into_inner) = Some((file, manifest));
+        file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
+        *self.complete.lock().unwrap_or_else(PoisonError::into_inner) =
+            Some(Complete { file, manifest, kind });
         Ok(())
     }
 
     fn name(&self) -> Result<()> {
         let complete = self.complete.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let (file, manifest) = complete.ok_or_else(|| self.order("the image is not complete"))?;
-        // The manifest first: an image without one is a crash's worst remainder if the image's own rename comes last, and
-        // a manifest that is not its image's is told by its identity.
-        manifest.store(&self.path)?;
-        Ok(file.commit()?)
+        let Complete { file, manifest, kind } =
+            complete.ok_or_else(|| self.order("the image is not complete"))?;
+        #[cfg(test)]
+        if crate::journal::is_on(crate::journal::Fault::ManifestFirst) {
+            crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
+            return Ok(file.commit()?);
+        }
+        let place = file.place().try_clone()?;
+        let pending = Pending::write(&self.path, self.manifest_before, &manifest)?;
+        // As late as can be: what the base has is in no other file any more.
+        if let Some(ground) = self.ground.as_ref().filter(|_| kind == Kind::Incremental)
+            && !ground.is_still_there()
+        {
+            pending.discard(&place);
+            return Err(Error::BaseChanged { path: self.path.clone(), base: ground.path().into() });
+        }
+        let named = match file.rename() {
+            Ok(named) => named,
+            Err(error) => {
+                pending.discard(&place);
+                return Err(error.into());
+            }
+        };
+        if let Err(error) = named.sync_directory() {
+            // Either image may be the one that is there after a crash: both manifests stay.
+            #[cfg(test)]
+            if crate::journal::is_on(crate::journal::Fault::PendingRemoved) {
+                pending.discard(&place);
+            }
+            return Err(error.into());
+        }
+        if pending.settle(&place, &named) == Settled::Pending {
+            let at = beside::pending_path(&self.path);
+            self.notice(format!("the manifest of {} is {}: keep both", self.path.display(), at.display()));
+        }
+        Ok(())
+    }
+}
+
+/// A page bitmap as it stands in the file.
+struct Bitmap {
+    bytes: Vec<u8>,
+    plain_pages: u64,
+}
+
+impl Bitmap {
+    fn new(words: &[AtomicU64]) -> Self {
+        let words = words.iter().map(|word| word.load(Ordering::Relaxed));
+        let plain_pages = words.clone().map(|word| u64::from(word.count_ones())).sum();
+        Self { bytes: words.flat_map(u64::to_le_bytes).collect(), plain_pages }
     }
 }
 
@@ -345,7 +405,7 @@ impl Sink for ImageWriter {
     fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
         let mut read = || {
             let pages_offset =
-                self.layout()?.blocks[page.block.index()].mapped.expect("laid out").pages_offset;
+                self.layout()?.frame.blocks()[page.block.index()].mapped.expect("laid out").pages_offset;
             self.with_file(|file| file.file().read_exact_at(content, pages_offset + page.offset))
         };
         read().map_err(towline_migration::Error::guest)
@@ -368,7 +428,7 @@ impl Sink for ImageWriter {
 impl ImageWriter {
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let layout = self.layout()?;
-        let block = &layout.blocks[pages.block.index()];
+        let block = &layout.frame.blocks()[pages.block.index()];
         let hashers = self.hashers.read().unwrap_or_else(PoisonError::into_inner);
         let mut contents = Slices::new(pages.contents);
         for run in pages.offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
@@ -397,7 +457,7 @@ impl ImageWriter {
                 let page = offset / PAGE_SIZE;
                 let bit = 1 << (page % 64);
                 if bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
-                    self.clear(&layout.blocks[block.index()], offset, PAGE_SIZE)?;
+                    self.clear(&layout.frame.blocks()[block.index()], offset, PAGE_SIZE)?;
                 }
             }
         }
@@ -432,20 +492,4 @@ impl<'a> Slices<'a> {
         }
         slices
     }
-}
-
-fn write_all_vectored_at(file: &File, contents: &[&[u8]], offset: u64) -> io::Result<()> {
-    let mut slices: Vec<IoSlice<'_>> = contents.iter().map(|slice| IoSlice::new(slice)).collect();
-    let (mut left, mut offset) = (&mut slices[..], offset);
-    while !left.is_empty() {
-        let written = match pwritev(file, left, offset) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => written,
-            Err(Errno::INTR) => continue,
-            Err(error) => return Err(error.into()),
-        };
-        IoSlice::advance_slices(&mut left, written);
-        offset += written as u64;
-    }
-    Ok(())
 }

@@ -39,8 +39,13 @@ pub struct MappedRamHeader {
 impl MappedRamHeader {
     /// The header of a block of `length` bytes whose header begins at `header_offset` of the file.
     pub fn place(header_offset: u64, length: u64) -> Self {
+        Self::place_with(header_offset, length, 0)
+    }
+
+    /// The same with `reserved` bytes or more between bitmap and pages.
+    fn place_with(header_offset: u64, length: u64, reserved: u64) -> Self {
         let bitmap_offset = header_offset + HEADER_BYTES;
-        let end = bitmap_offset + bitmap_bytes(length, PAGE_SIZE);
+        let end = bitmap_offset + bitmap_bytes(length, PAGE_SIZE) + reserved;
         Self { page_size: PAGE_SIZE, bitmap_offset, pages_offset: end.next_multiple_of(PAGES_ALIGNMENT) }
     }
 
@@ -98,10 +103,16 @@ pub fn bitmap_bytes(length: u64, page_size: u64) -> u64 {
 /// Gives each of `blocks` its place in a file whose block list begins (with the be64 total) at `list_offset`; returns
 /// the offset behind the last block.
 pub fn place_all(blocks: &mut [RamBlock], list_offset: u64) -> u64 {
-    let mut offset = list_offset + 8;
+    place_all_reserving(blocks, list_offset, 0)
+}
+
+/// As [`place_all`], with `reserved` bytes or more between the first block's bitmap and its pages, which no reader of the
+/// stream looks at.
+pub fn place_all_reserving(blocks: &mut [RamBlock], list_offset: u64, reserved: u64) -> u64 {
+    let (mut offset, mut reserved) = (list_offset + 8, reserved);
     for block in blocks {
         let header_offset = offset + 1 + block.name.len() as u64 + 8;
-        let header = MappedRamHeader::place(header_offset, block.length);
+        let header = MappedRamHeader::place_with(header_offset, block.length, core::mem::take(&mut reserved));
         offset = header.end(block.length);
         block.mapped = Some(header);
     }

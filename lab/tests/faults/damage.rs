@@ -183,6 +183,30 @@ fn one_wrong_bit_of_memory_is_found_and_never_runs() {
     assert_ended(&place.run(&format!("inspect --verify {name}")), 0, &[]);
 }
 
+/// A page whose bit is gone would be a page of zeros for the guest, though the file still has its content.
+#[test]
+fn a_cleared_bit_of_a_page_bitmap_is_found_and_never_runs() {
+    if !require_lab("a_cleared_bit_of_a_page_bitmap_is_found_and_never_runs") {
+        return;
+    }
+    let place = Place::new();
+    save(&place, guest(), "guest.img");
+    let (image, layout) = (place.path("guest.img"), Layout::of(&place.path("guest.img")));
+    let name = image.display().to_string();
+    flip(&image, layout.bitmap + (BootSector::FILL_ADDRESS + (3 << 20)) / 4096 / 8);
+    let text = "block \"pc.ram\": the BLAKE3 of its page bitmap is";
+    for options in ["--stream", "--stream --multifd-channels 0", "--resume"] {
+        let destination = waiting(&guest());
+        let finished = place.run(&format!("copy --verify {options} {name} {}", qmp(&destination)));
+        assert_safe(&finished, &[&name, text, "the manifest", "the image is damaged there"]);
+        assert_waits(&destination);
+    }
+    assert_ended(&place.run(&format!("inspect --verify {name}")), 1, &[&name, text]);
+    let finished = place.run(&format!("copy --verify {name} {}", place.name("copy.img")));
+    assert_safe(&finished, &[text]);
+    place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
+}
+
 #[test]
 fn one_wrong_bit_of_device_state_names_the_device() {
     if !require_lab("one_wrong_bit_of_device_state_names_the_device") {

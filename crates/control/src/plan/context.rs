@@ -50,8 +50,9 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Notes how much an incremental image holds itself, for the report.
+    /// Notes how much an incremental image holds itself, for the report, and says what became otherwise than was asked for.
     pub(super) fn set_increment(&self, writer: &ImageWriter) {
+        writer.notices().iter().for_each(|notice| self.observer.notice(notice));
         if let Some(increment) = writer.increment() {
             self.increment.get_or_init(|| increment);
         }

@@ -11,7 +11,7 @@ use towline_migration::Compression;
 use super::context::Run;
 use super::destination::QmpDestination;
 use super::endpoint::Destination;
-use super::error::{Error, Failure};
+use super::error::{Error, Failure, GuestState};
 use super::fit::Guest;
 use super::options::Options;
 use super::postcopy::{self, Stored};
@@ -58,8 +58,29 @@ pub(super) fn restore_from(
     if let Some(options) = run.options.postcopy {
         let ran = image.devices().run_state().is_none_or(|state| state == "running");
         let stored = Stored { guest: image, ran, path: image.local_path() };
-        return postcopy::restore(&stored, destination, options, run);
+        let restored = postcopy::restore(&stored, destination, options, run);
+        return restored.and_then(|report| intact(image, report)).map_err(|failure| lost(image, failure));
     }
+    precopy(image, destination, run).map_err(|failure| lost(image, failure))
+}
+
+/// A guest that runs before its memory has come got zeros where the image was cut short meanwhile.
+fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
+    image.check_intact().map(|()| report).map_err(|error| {
+        let text = "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
+        Failure { error: Box::new(error.into()), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
+    })
+}
+
+/// Names the reason where an image was cut short: a send of what is not there only says "bad address".
+fn lost(image: &dyn StoredGuest, failure: Failure) -> Failure {
+    match image.check_intact() {
+        Err(error) => Failure { error: Box::new(error.into()), ..failure },
+        Ok(()) => failure,
+    }
+}
+
+fn precopy(image: &dyn StoredGuest, destination: &Destination, run: &Run<'_>) -> Result<Report, Failure> {
     match destination {
         Destination::Qmp(path) => to_qemu(image, path, run),
         Destination::Stream(address) => send_out::to_stream(image, address, run),

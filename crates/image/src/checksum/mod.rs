@@ -1,7 +1,7 @@
 //! Checksums of a guest's memory: BLAKE3 of each 2 MiB, the *chunk*.
 //!
 //! What it is not: it stores nothing and reads nothing by itself. [`BlockHasher`] is told of pages while they pass by,
-//! [`verify`] is given what somebody read.
+//! [`verify`] is told what somebody found.
 //!
 //! BLAKE3 is a tree, so a run of pages that is one of its subtrees gets its *chaining value* whenever it comes, and two
 //! neighbouring values make their parent's without the bytes:
@@ -60,15 +60,6 @@ impl fmt::Display for ChunkHash {
     }
 }
 
-/// A chunk as it was found in an image.
-#[derive(Debug, Clone, Copy)]
-pub enum Content<'a> {
-    /// A hole, or pages without a bit in the bitmap: zeros that nobody has read.
-    Zero,
-    /// The chunk's bytes.
-    Bytes(&'a [u8]),
-}
-
 /// A chunk that is not what its manifest says.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -96,17 +87,11 @@ pub fn hash_chunk(bytes: &[u8]) -> ChunkHash {
     if is_zero(bytes) { ChunkHash::Zero } else { ChunkHash::Data(*blake3::hash(bytes).as_bytes()) }
 }
 
-/// Compares chunk number `chunk` of the block named `block` with what its manifest says.
-pub fn verify(
-    block: &str,
-    chunk: usize,
-    content: Content<'_>,
-    expected: ChunkHash,
-) -> Result<(), CorruptChunk> {
-    let found = match content {
-        Content::Zero => ChunkHash::Zero,
-        Content::Bytes(bytes) => hash_chunk(bytes),
-    };
+/// Compares what chunk number `chunk` of the block named `block` holds with what its manifest says.
+///
+/// # Errors
+/// [`CorruptChunk`].
+pub fn verify(block: &str, chunk: usize, found: ChunkHash, expected: ChunkHash) -> Result<(), CorruptChunk> {
     if found == expected {
         return Ok(());
     }
@@ -114,7 +99,7 @@ pub fn verify(
 }
 
 /// Compares the slice with itself, one byte on: `memcmp` stops at the first other byte.
-fn is_zero(bytes: &[u8]) -> bool {
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
     match bytes {
         [] => true,
         [first, rest @ ..] => *first == 0 && *rest == bytes[..rest.len()],

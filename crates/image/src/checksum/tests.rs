@@ -234,10 +234,10 @@ fn memory_per_chunk_is_as_documented() {
 fn verify_names_the_chunk() {
     let bytes = vec![1; CHUNK_BYTES as usize];
     let hash = hash_chunk(&bytes);
-    assert_eq!(verify("pc.ram", 3, Content::Bytes(&bytes), hash), Ok(()));
-    assert_eq!(verify("pc.ram", 3, Content::Zero, ChunkHash::Zero), Ok(()));
-    assert_eq!(verify("pc.ram", 3, Content::Bytes(&[0; PAGE]), ChunkHash::Zero), Ok(()));
-    let error = verify("pc.ram", 3, Content::Zero, hash).unwrap_err();
+    assert_eq!(verify("pc.ram", 3, hash_chunk(&bytes), hash), Ok(()));
+    assert_eq!(verify("pc.ram", 3, ChunkHash::Zero, ChunkHash::Zero), Ok(()));
+    assert_eq!(verify("pc.ram", 3, hash_chunk(&[0; PAGE]), ChunkHash::Zero), Ok(()));
+    let error = verify("pc.ram", 3, ChunkHash::Zero, hash).unwrap_err();
     assert_eq!((error.chunk, error.found, error.expected), (3, ChunkHash::Zero, hash));
     assert!(
         error

@@ -9,9 +9,19 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::error::shown;
 use super::{Block, Digest, Error, Found, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
+use crate::journal::{self, Fault};
 
 /// What Linux takes as a path.
 const BASE_PATH_BYTES_MAX: usize = 4096;
+
+/// A page bitmap as it was found.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bitmap {
+    /// The hash of its bytes.
+    pub(crate) blake3: Digest,
+    /// The bits that are set.
+    pub(crate) plain_pages: u64,
+}
 
 impl Manifest {
     /// Compares the manifest of `image` with what was found there: whether they belong together, and whether the device
@@ -33,6 +43,54 @@ impl Manifest {
         }
         let found = identity(Digest::of(found.device_state));
         Err(Error::OtherImage { path, image: image.into(), found, expected })
+    }
+
+    /// Compares what the image says of its manifest's text with the hash of that text, which was read at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Seal`] and [`Error::NoSeal`].
+    pub(crate) fn check_seal(
+        &self,
+        image: &Path,
+        path: &Path,
+        text: Digest,
+        found: &Found<'_>,
+    ) -> Result<()> {
+        let (path, image) = (path.to_owned(), image.to_owned());
+        match (found.seal, self.image.seal) {
+            _ if journal::is_on(Fault::SealIgnored) => Ok(()),
+            (Some(expected), _) if expected != text => {
+                Err(Error::Seal { path, image, found: text, expected })
+            }
+            (None, Some(offset)) => Err(Error::NoSeal { path, image, offset }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Compares a block's page bitmap, whose bytes have this hash, in which so many pages have content.
+    ///
+    /// # Errors
+    /// [`Error::Bitmap`], [`Error::PageCount`].
+    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: Bitmap) -> Result<()> {
+        let stored = &self.blocks[block];
+        let (path, name) = (sidecar_path(image), stored.name.clone());
+        match stored.bitmap {
+            Some(expected) if expected != found.blake3 => {
+                let found = Box::new(found.blake3);
+                Err(Error::Bitmap {
+                    path,
+                    image: image.into(),
+                    block: name,
+                    found,
+                    expected: Box::new(expected),
+                })
+            }
+            _ if found.plain_pages != stored.pages_plain => {
+                let (found, expected) = (found.plain_pages, stored.pages_plain);
+                Err(Error::PageCount { path, image: image.into(), block: name, found, expected })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Compares the hash of the device state with that of these bytes.

@@ -4,7 +4,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Digest;
-use crate::atomic_file;
 
 /// The result of every call here.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -106,6 +105,56 @@ pub enum Error {
         /// The manifest's idea of it.
         expected: Digest,
     },
+    /// The image names another text than its manifest has.
+    #[error("{}: its BLAKE3 is {found}, the image {} was stored with a manifest of {expected}; the manifest is damaged, was changed or is another image's, or the image is damaged there: copy both again", path.display(), image.display())]
+    Seal {
+        /// The manifest.
+        path: PathBuf,
+        /// The image.
+        image: PathBuf,
+        /// The hash of the manifest's text.
+        found: Digest,
+        /// The hash that the image has.
+        expected: Digest,
+    },
+    /// The image does not name its manifest's text where the manifest says so.
+    #[error("{}: at byte {offset:#x} there is not the hash of its manifest {}; the image is damaged there, or the manifest is another image's: copy both again", image.display(), path.display())]
+    NoSeal {
+        /// The manifest.
+        path: PathBuf,
+        /// The image.
+        image: PathBuf,
+        /// Where it should be in the image.
+        offset: u64,
+    },
+    /// A page bitmap is not the one that was stored.
+    #[error("{}: block {block:?}: the BLAKE3 of its page bitmap is {found}, the manifest {} says {expected}; the image is damaged there: take another copy of it or store the guest again", image.display(), path.display())]
+    Bitmap {
+        /// The manifest.
+        path: PathBuf,
+        /// The image.
+        image: PathBuf,
+        /// The block's name.
+        block: String,
+        /// The hash of what is there.
+        found: Box<Digest>,
+        /// The hash of what was stored.
+        expected: Box<Digest>,
+    },
+    /// A page bitmap has more or fewer pages than were stored.
+    #[error("{}: block {block:?}: its page bitmap says that {found} pages have content, the manifest {} says {expected}; the image is damaged there: take another copy of it or store the guest again", image.display(), path.display())]
+    PageCount {
+        /// The manifest.
+        path: PathBuf,
+        /// The image.
+        image: PathBuf,
+        /// The block's name.
+        block: String,
+        /// Bits that are set.
+        found: u64,
+        /// Pages that were stored with content.
+        expected: u64,
+    },
     /// The head is the manifest's, the device state is not.
     #[error("{}: the device state{place}: its BLAKE3 is {found}, the manifest {} says {expected}; the image is damaged there, or the manifest is of another image of such a guest: copy both again", image.display(), path.display())]
     DeviceState {
@@ -130,9 +179,6 @@ pub enum Error {
         /// The kernel's answer.
         source: std::io::Error,
     },
-    /// It could not be written.
-    #[error(transparent)]
-    Write(#[from] atomic_file::Error),
 }
 
 impl Error {

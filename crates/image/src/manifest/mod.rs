@@ -7,10 +7,10 @@
 //!   "machine_type": "pc-q35-10.0",
 //!   "created": "2025-11-21T09:30:00Z", "created_by": "towline 0.1.0",
 //!   "origin": { "source": "migration", "qemu": "10.0.2", "capabilities": ["multifd"], "was_running": true },
-//!   "image": { "length": 4297064448, "identity": "<64 hex digits>" },
+//!   "image": { "length": 4297064448, "identity": "<64 hex digits>", "seal": 131352 },
 //!   "chunk_size": 2097152,
 //!   "blocks": [ { "name": "pc.ram", "length": 4294967296, "pages_plain": 9, "pages_zero": 1048567,
-//!                 "chunks": [ "<64 hex digits>", null, … ] } ],
+//!                 "bitmap": "<64 hex digits>", "chunks": [ "<64 hex digits>", null, … ] } ],
 //!   "device_state": { "offset": 4296015872, "length": 60123, "blake3": "<64 hex digits>",
 //!                     "devices": [ { "name": "timer", "instance": 0, "version": 2, "offset": 0,
 //!                                    "blake3": "<64 hex digits>" } ] } }
@@ -25,7 +25,9 @@
 //! Its chunks are those of the whole guest: one whose hash is the base's is in the base and not in the file.
 //!
 //! `null` is a chunk of zeros. Offsets of devices count from the device state's beginning, all others from the file's. A
-//! device's hash is that of the bytes up to the next device, or to the end; the first manifests had none.
+//! device's hash is that of the bytes up to the next device, or to the end. A bitmap's hash is that of its bytes in the file.
+//! `seal` is where the file has the hash of the manifest's text, so that not a byte of it can be changed. The first manifests had
+//! none of these three.
 //! Fields that this version does not know are ignored; a version that it does not know is refused.
 //!
 //! A manifest is somebody's file. [`Manifest::load`] reads no more bytes than its image's block list calls for, and what it
@@ -49,9 +51,9 @@ use towline_protocol::device_state::{self, DeviceState};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, RamBlock};
 
-use crate::atomic_file::{Existing, write_sidecar};
 use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
 
+pub(crate) use check::Bitmap;
 pub use error::{Error, Result};
 pub use identity::Digest;
 pub use text::Timestamp;
@@ -106,6 +108,10 @@ pub struct Contents<'a> {
     pub image_bytes: u64,
     /// The file's first bytes, as in [`Found::head`].
     pub head: &'a [u8],
+    /// For each block the hash of its page bitmap, as it stands in the file.
+    pub bitmaps: Vec<Digest>,
+    /// Where the file has the hash of this manifest's text.
+    pub seal: Option<u64>,
     /// What an incremental image is based on.
     pub base: Option<Base>,
 }
@@ -123,6 +129,8 @@ pub struct Found<'a> {
     pub device_state: &'a [u8],
     /// The file's length.
     pub image_bytes: u64,
+    /// What the file says is the BLAKE3 of its manifest's text; `None` where it says nothing.
+    pub seal: Option<Digest>,
 }
 
 /// Where a stored guest came from.
@@ -155,6 +163,9 @@ pub struct ImageFile {
     pub length: u64,
     /// Tells it from other images.
     pub identity: Digest,
+    /// Where the file has the BLAKE3 of this manifest's text. Images of the first versions have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seal: Option<u64>,
 }
 
 /// One RAM block.
@@ -168,6 +179,9 @@ pub struct Block {
     pub pages_plain: u64,
     /// The other pages, which are zero.
     pub pages_zero: u64,
+    /// The BLAKE3 of the block's page bitmap. The first manifests had none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmap: Option<Digest>,
     /// A hash for each [`CHUNK_BYTES`].
     #[serde(with = "text::chunks")]
     pub chunks: Vec<ChunkHash>,
@@ -206,17 +220,20 @@ impl Manifest {
     /// The manifest of an image that is complete now.
     ///
     /// # Panics
-    /// If `plain_pages` or `hashes` have not one entry per block, or the device state is longer than the file.
+    /// If `plain_pages`, `hashes` or `bitmaps` have not one entry per block, or the device state is longer than the file.
     pub fn new(contents: Contents<'_>) -> Self {
         let Contents { origin, machine_type, blocks, plain_pages, hashes, device_state, .. } = contents;
-        let Contents { image_bytes, head, base, .. } = contents;
-        assert!(plain_pages.len() == blocks.len() && hashes.len() == blocks.len(), "one entry per block");
-        let block = |((block, pages_plain), chunks): ((&RamBlock, u64), Vec<ChunkHash>)| Block {
+        let Contents { image_bytes, head, bitmaps, seal, base, .. } = contents;
+        let lengths = [plain_pages.len(), hashes.len(), bitmaps.len()];
+        assert!(lengths == [blocks.len(); 3], "one entry per block");
+        let mut chunks = hashes.into_iter();
+        let block = |((block, pages_plain), bitmap): ((&RamBlock, u64), Digest)| Block {
             name: block.name.clone(),
             length: block.length,
             pages_plain,
             pages_zero: (block.length / PAGE_SIZE).saturating_sub(pages_plain),
-            chunks,
+            bitmap: Some(bitmap),
+            chunks: chunks.next().unwrap_or_default(),
         };
         let bytes = device_state.bytes();
         let blake3 = Digest::of(bytes);
@@ -228,9 +245,9 @@ impl Manifest {
             created_by: format!("towline {}", env!("CARGO_PKG_VERSION")),
             origin: origin.clone(),
             base,
-            image: ImageFile { length: image_bytes, identity: Digest::identity(head, blocks, blake3) },
+            image: ImageFile { length: image_bytes, identity: Digest::identity(head, blocks, blake3), seal },
             chunk_size: CHUNK_BYTES,
-            blocks: blocks.iter().zip(plain_pages).zip(hashes).map(block).collect(),
+            blocks: blocks.iter().zip(plain_pages).zip(bitmaps).map(block).collect(),
             device_state: StoredState {
                 offset: image_bytes
                     .checked_sub(bytes.len() as u64)
@@ -256,9 +273,13 @@ impl Manifest {
     /// It cannot be read, is too long, no manifest, of a newer version or inconsistent. Whether it is this very image's
     /// is for [`check`](Self::check) to say.
     pub fn load(image: &Path, blocks: &[RamBlock]) -> Result<Option<Self>> {
-        let path = sidecar_path(image);
-        let bytes = read(&path, Self::bytes_max(blocks))?;
-        bytes.map(|bytes| Self::parse(&path, &bytes)).transpose()
+        Ok(Self::load_from(&sidecar_path(image), blocks)?.map(|(manifest, _)| manifest))
+    }
+
+    /// Reads the manifest at `path`, and hashes its text.
+    pub(crate) fn load_from(path: &Path, blocks: &[RamBlock]) -> Result<Option<(Self, Digest)>> {
+        let bytes = read(path, Self::bytes_max(blocks))?;
+        bytes.map(|bytes| Ok((Self::parse(path, &bytes)?, Digest::of(&bytes)))).transpose()
     }
 
     /// Reads a manifest's text; `path` is for errors to name. The caller bounds its length.
@@ -294,20 +315,6 @@ impl Manifest {
         let mut bytes = serde_json::to_vec_pretty(self).map_err(|error| Error::invalid_json(path, &error))?;
         bytes.push(b'\n');
         Ok(bytes)
-    }
-
-    /// Writes the manifest beside `image`, completely or not at all.
-    ///
-    /// One that is there already is replaced: what a crash between an image's two files left, or that of an image which
-    /// is about to be replaced. Whoever stores an image keeps others off with the image's own [`AtomicFile`].
-    ///
-    /// # Errors
-    /// It is inconsistent, or [`crate::atomic_file::Error`].
-    ///
-    /// [`AtomicFile`]: crate::atomic_file::AtomicFile
-    pub fn store(&self, image: &Path) -> Result<()> {
-        let path = sidecar_path(image);
-        Ok(write_sidecar(&path, &self.to_json(&path)?, Existing::Replace)?)
     }
 
     /// QEMU's machine type with its version.
@@ -389,14 +396,24 @@ fn devices(state: &DeviceState) -> Vec<Device> {
 /// What is read of a manifest whose blocks are not known yet: enough for a guest of some TiB.
 const ANY_BYTES_MAX: u64 = 256 << 20;
 
-/// The base that the manifest beside `image` names, if there is one that can be read.
-pub(crate) fn base_of(image: &Path) -> Option<Base> {
+/// The base that the manifest at `path` names, if there is one that can be read.
+pub(crate) fn base_of(path: &Path) -> Option<Base> {
     #[derive(Deserialize)]
     struct Named {
         base: Option<Base>,
     }
-    let bytes = read(&sidecar_path(image), ANY_BYTES_MAX).ok()??;
+    let bytes = read(path, ANY_BYTES_MAX).ok()??;
     serde_json::from_slice::<Named>(&bytes).ok()?.base
+}
+
+/// Whether the file at `path` says that it is a manifest.
+pub(crate) fn is_one(path: &Path) -> bool {
+    #[derive(Deserialize)]
+    struct Named {
+        format: String,
+    }
+    let bytes = read(path, ANY_BYTES_MAX).ok().flatten().unwrap_or_default();
+    serde_json::from_slice::<Named>(&bytes).is_ok_and(|named| named.format == FORMAT)
 }
 
 fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::*;
+use crate::atomic_file::{Existing, write_sidecar};
 
 const PATH: &str = "guest.json";
 const IMAGE_BYTES: u64 = 9 << 20;
@@ -51,6 +52,8 @@ fn contents<'a>(origin: &'a Origin, blocks: &'a [RamBlock], device_state: &'a De
         device_state,
         image_bytes: IMAGE_BYTES,
         head: b"head",
+        bitmaps: vec![Digest::of(b"bitmap"); 2],
+        seal: Some(1 << 16),
         base: None,
     }
 }
@@ -80,14 +83,14 @@ fn it_is_stored_and_loaded() {
     let image = directory.path().join("guest.img");
     assert_eq!(Manifest::load(&image, &blocks()).unwrap(), None);
     let mut manifest = manifest();
-    std::fs::write(sidecar_path(&image), "left by a crash").unwrap();
-    manifest.store(&image).unwrap();
+    let text = manifest.to_json(&sidecar_path(&image)).unwrap();
+    write_sidecar(&sidecar_path(&image), &text, Existing::Refuse).unwrap();
     assert_eq!(Manifest::load(&image, &blocks()).unwrap().as_ref(), Some(&manifest));
     let text = std::fs::read_to_string(directory.path().join("guest.img.manifest.json")).unwrap();
     assert!(text.contains("\"format\": \"towline-image\",\n  \"version\": 1,"), "{text}");
     assert!(text.contains("null,\n"), "{text}");
     manifest.blocks[0].chunks.pop();
-    assert!(matches!(manifest.store(&image), Err(Error::Field { .. })), "no reader would take it");
+    assert!(matches!(manifest.to_json(&image), Err(Error::Field { .. })), "no reader would take it");
 }
 
 #[test]
@@ -187,6 +190,7 @@ fn another_image_is_named() {
         head: b"head",
         device_state: state.bytes(),
         image_bytes: IMAGE_BYTES,
+        seal: None,
     };
     let image = Path::new("guest.img");
     manifest.check(image, &found).unwrap();
@@ -277,6 +281,7 @@ fn a_large_guests_manifest_keeps_the_limit() {
         length,
         pages_plain: length / PAGE_SIZE,
         pages_zero: 0,
+        bitmap: None,
         chunks: vec![ChunkHash::Data([255; 32]); chunks],
     };
     let bytes = manifest.to_json(Path::new(PATH)).unwrap();

@@ -250,7 +250,7 @@ pub fn store_image(
             let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
             let bytes =
                 image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
-            done.push(((block, chunk), upload.bring(bytes)?));
+            done.push(((block, chunk), upload.bring(bytes.as_deref())?));
             progress(length);
         }
         Ok(done)

@@ -1,9 +1,11 @@
 //! On the filesystem of the temporary directory, with a real crash.
 
 use std::io::{BufRead, BufReader, Read, Seek};
-use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
+use rustix::fs::{FileType, FlockOperation, Mode};
 use tempfile::TempDir;
 
 use super::*;
@@ -28,7 +30,7 @@ fn names(directory: &TempDir) -> Vec<String> {
 fn the_name_appears_with_commit() {
     let (directory, path) = directory();
     let mut file = AtomicFile::open(&path, Existing::Refuse).unwrap();
-    file.file().write_all(b"memory").unwrap();
+    file.write_all_at(b"memory", 0).unwrap();
     assert_eq!(names(&directory), [".guest.img.partial"]);
     assert_eq!(file.path(), path);
     if let Some(direct) = file.direct.take() {
@@ -46,7 +48,7 @@ fn the_name_appears_with_commit() {
 fn nothing_is_left_without_commit() {
     let (directory, path) = directory();
     let file = AtomicFile::open(&path, Existing::Refuse).unwrap();
-    file.file().write_all_at(b"memory", 1 << 20).unwrap();
+    file.write_all_at(b"memory", 1 << 20).unwrap();
     drop(file);
     assert_eq!(names(&directory), [""; 0]);
 }
@@ -71,7 +73,7 @@ fn many_writers_are_one_after_the_other() {
                 match AtomicFile::open(&path, Existing::Replace) {
                     Ok(file) => {
                         assert_eq!(file.file().metadata().unwrap().len(), 0);
-                        file.file().write_all(b"whole").unwrap();
+                        file.write_all_at(b"whole", 0).unwrap();
                         file.commit().unwrap();
                         assert_eq!(std::fs::read(&path).unwrap(), b"whole");
                         commits += 1;
@@ -97,7 +99,7 @@ fn an_existing_file_is_refused_or_replaced_at_once() {
     assert!(matches!(&error, Error::Exists { path: taken } if *taken == path), "{error}");
     let mut old = File::open(&path).unwrap();
     let file = AtomicFile::open(&path, Existing::Replace).unwrap();
-    file.file().write_all(b"new").unwrap();
+    file.write_all_at(b"new", 0).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
     file.commit().unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), b"new");
@@ -191,6 +193,32 @@ fn a_sidecar_is_written_whole() {
     assert_eq!(names(&directory), ["guest.img"]);
 }
 
+#[test]
+fn a_file_that_somebody_needs_as_it_is_is_not_replaced() {
+    let (directory, path) = directory();
+    std::fs::write(&path, "base").unwrap();
+    let user = File::open(&path).unwrap();
+    fs::flock(&user, FlockOperation::LockShared).unwrap();
+    let error = AtomicFile::open(&path, Existing::Replace).unwrap_err();
+    assert!(matches!(&error, Error::InUse { path: used, .. } if *used == path), "{error}");
+    assert!(error.to_string().contains("process"), "{error}");
+    assert_eq!(names(&directory), ["guest.img"], "the partial is gone");
+    // And nobody begins to need it while it is replaced.
+    drop(user);
+    let file = AtomicFile::open(&path, Existing::Replace).unwrap();
+    let user = File::open(&path).unwrap();
+    assert!(fs::flock(&user, FlockOperation::NonBlockingLockShared).is_err());
+    // Another file of that name, which is needed: also in the last moment.
+    let other = directory.path().join("other");
+    std::fs::write(&other, "needed").unwrap();
+    let needed = File::open(&other).unwrap();
+    fs::flock(&needed, FlockOperation::LockShared).unwrap();
+    std::fs::rename(&other, &path).unwrap();
+    assert!(matches!(file.commit(), Err(Error::InUse { .. })));
+    assert_eq!(std::fs::read(&path).unwrap(), b"needed");
+    assert_eq!(names(&directory), ["guest.img"]);
+}
+
 /// Kills its process when a test ends, however it ends.
 struct Killed(Child);
 
@@ -206,7 +234,7 @@ impl Drop for Killed {
 fn child_that_writes_until_killed() {
     let Some(path) = std::env::var_os(CHILD_PATH) else { return };
     let file = AtomicFile::open(Path::new(&path), Existing::Replace).unwrap();
-    file.file().write_all(b"half a guest").unwrap();
+    file.write_all_at(b"half a guest", 0).unwrap();
     println!("\nwriting");
     // Ends with the parent, whatever becomes of that.
     let _ = std::io::stdin().read(&mut [0]);
@@ -229,7 +257,7 @@ fn a_killed_writer_leaves_the_old_file_and_a_partial_to_take_over() {
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
     let file = AtomicFile::open(&path, Existing::Replace).unwrap();
     assert_eq!(file.file().metadata().unwrap().len(), 0);
-    file.file().write_all(b"new").unwrap();
+    file.write_all_at(b"new", 0).unwrap();
     file.commit().unwrap();
     assert_eq!(names(&directory), ["guest.img"]);
     assert_eq!(std::fs::read(&path).unwrap(), b"new");

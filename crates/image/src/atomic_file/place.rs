@@ -1,0 +1,256 @@
+//! A final name, its directory, and what is done to names there.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat};
+use rustix::io::Errno;
+
+use super::error::failed;
+use super::{Error, Existing, Result};
+use crate::holders::holder;
+use crate::journal::{self, Node, Op};
+
+/// How often a file may vanish between opening and locking it, because other writers finish just then.
+const TAKE_OVER_TRIES_MAX: usize = 16;
+
+/// A final name, its directory and its partial's name.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(super) path: PathBuf,
+    directory: OwnedFd,
+    pub(super) name: OsString,
+    pub(super) partial: OsString,
+}
+
+impl Place {
+    pub(crate) fn find(path: &Path) -> Result<Self> {
+        let no_name = || Error::NoName { path: path.into() };
+        let name = path.file_name().ok_or_else(no_name)?;
+        // `file_name` looks past a trailing slash, which asks for a directory.
+        if !path.as_os_str().as_encoded_bytes().ends_with(name.as_encoded_bytes()) {
+            return Err(no_name());
+        }
+        let parent = match path.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let directory = fs::open(parent, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => {
+                Error::NoDirectory { path: path.into(), directory: parent.into() }
+            }
+            errno => failed("open the directory", parent, errno),
+        })?;
+        let mut partial = OsString::from(".");
+        partial.push(name);
+        partial.push(".partial");
+        Ok(Self { path: path.into(), directory, name: name.into(), partial })
+    }
+
+    /// The same once more.
+    pub(crate) fn try_clone(&self) -> Result<Self> {
+        let directory = self.directory.try_clone();
+        let directory = directory.map_err(|error| {
+            failed("open the directory", &self.path, Errno::from_io_error(&error).unwrap_or(Errno::IO))
+        })?;
+        let (path, name, partial) = (self.path.clone(), self.name.clone(), self.partial.clone());
+        Ok(Self { path, directory, name, partial })
+    }
+
+    #[cfg(test)]
+    pub(super) fn directory(&self) -> &OwnedFd {
+        &self.directory
+    }
+
+    pub(super) fn partial_path(&self) -> PathBuf {
+        self.path.with_file_name(&self.partial)
+    }
+
+    /// What has this name in the directory; a link is not followed.
+    pub(crate) fn stat(&self, name: &OsStr) -> Result<Option<Stat>> {
+        match fs::statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(failed("look at", &self.path.with_file_name(name), errno)),
+        }
+    }
+
+    pub(super) fn check_final(&self, existing: Existing) -> Result<()> {
+        let Some(stat) = self.stat(&self.name)? else { return Ok(()) };
+        check_regular(&self.path, &stat)?;
+        match existing {
+            Existing::Refuse => Err(Error::Exists { path: self.path.clone() }),
+            Existing::Replace => Ok(()),
+        }
+    }
+
+    /// Opens and locks the partial, whoever made it.
+    pub(super) fn lock_partial(&self, node: Node) -> Result<File> {
+        let partial = self.partial_path();
+        let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
+        // Without NONBLOCK a FIFO of that name could keep us here for ever.
+        let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        for _ in 0..TAKE_OVER_TRIES_MAX {
+            let op = || Op::Open { name: text(&self.partial), node };
+            let open = || fs::openat(&self.directory, &self.partial, flags, Mode::RUSR | Mode::WUSR);
+            let file = match journal::step(op, open) {
+                Ok(file) => file,
+                Err(errno @ (Errno::LOOP | Errno::ISDIR | Errno::NXIO)) => {
+                    let stat = self.stat(&self.partial)?;
+                    stat.map_or(Ok(()), |stat| check_regular(&partial, &stat))?;
+                    return Err(failed("open", &partial, errno));
+                }
+                Err(errno) => return Err(failed("create", &partial, errno)),
+            };
+            let stat = fs::fstat(&file).map_err(|errno| failed("look at", &partial, errno))?;
+            check_regular(&partial, &stat)?;
+            match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => return Err(busy()),
+                Err(errno) => return Err(Error::NoLocks { path: partial, source: errno.into() }),
+            }
+            // The writer before us may have renamed or removed the file while we were about to lock it.
+            if self.is_partial(&file)? {
+                return Ok(file.into());
+            }
+        }
+        Err(busy())
+    }
+
+    /// Whether the partial's name still belongs to `file`, and no other name does: what is emptied and renamed here is
+    /// not to be somebody's file.
+    pub(super) fn is_partial(&self, file: impl AsFd) -> Result<bool> {
+        let ours = fs::fstat(file).map_err(|errno| failed("look at", &self.partial_path(), errno))?;
+        let Some(named) = self.stat(&self.partial)? else { return Ok(false) };
+        if named.st_nlink > 1 {
+            return Err(Error::NotRegular { path: self.partial_path(), found: "file with several names" });
+        }
+        Ok((ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino))
+    }
+
+    pub(super) fn open_direct(&self, file: &File) -> Result<Option<File>> {
+        let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match fs::openat(&self.directory, &self.partial, flags, Mode::empty()) {
+            Ok(direct) if self.is_partial(&direct)? && self.is_partial(file)? => Ok(Some(direct.into())),
+            Ok(_) | Err(Errno::NOENT) => Err(Error::PartialGone { partial: self.partial_path() }),
+            Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(None),
+            Err(errno) => Err(failed("open for direct I/O", &self.partial_path(), errno)),
+        }
+    }
+
+    /// Gives the partial the final name.
+    pub(super) fn rename_partial(&self, existing: Existing) -> Result<()> {
+        let rename = |flags| self.rename(&self.partial, &self.name, flags);
+        let renamed = match existing {
+            Existing::Replace => {
+                self.check_final(existing)?;
+                rename(RenameFlags::empty())
+            }
+            Existing::Refuse => match rename(RenameFlags::NOREPLACE) {
+                // A filesystem without NOREPLACE: the two steps are not one there, but the lock keeps other writers off.
+                Err(Errno::INVAL | Errno::NOSYS) => {
+                    self.check_final(existing)?;
+                    rename(RenameFlags::empty())
+                }
+                renamed => renamed,
+            },
+        };
+        renamed.map_err(|errno| match errno {
+            Errno::EXIST => Error::Exists { path: self.path.clone() },
+            errno => failed("rename to", &self.path, errno),
+        })
+    }
+
+    /// Renames within the directory; with [`RenameFlags::EXCHANGE`] both names stay.
+    pub(crate) fn rename(&self, from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<(), Errno> {
+        let op = || match flags.contains(RenameFlags::EXCHANGE) {
+            true => Op::Exchange { first: text(from), second: text(to) },
+            false => Op::Rename { from: text(from), to: text(to) },
+        };
+        journal::step(op, || fs::renameat_with(&self.directory, from, &self.directory, to, flags))
+    }
+
+    /// Removes a name from the directory.
+    pub(crate) fn unlink(&self, name: &OsStr) -> Result<(), Errno> {
+        let unlink = || fs::unlinkat(&self.directory, name, AtFlags::empty());
+        journal::step(|| Op::Unlink { name: text(name) }, unlink)
+    }
+
+    /// Has what was done to names last.
+    pub(crate) fn sync(&self) -> Result<()> {
+        match journal::step(|| Op::SyncDirectory, || fs::fsync(&self.directory)) {
+            // Some network filesystems know no fsync of a directory, as they write it through.
+            Ok(()) | Err(Errno::INVAL) => Ok(()),
+            Err(errno) => Err(failed("fsync its directory", &self.path, errno)),
+        }
+    }
+
+    /// Opens and locks the file of the final name, if there is one, unless it is `locked` already. What cannot be opened, or lies on a
+    /// filesystem without locks, is not locked.
+    pub(super) fn lock_final(&self, locked: Option<&File>) -> Result<Option<File>> {
+        let mut in_use = None;
+        for _ in 0..TAKE_OVER_TRIES_MAX {
+            let Some(named) = self.stat(&self.name)? else { return Ok(None) };
+            let is_named = |file: &File| {
+                fs::fstat(file).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (named.st_dev, named.st_ino))
+            };
+            if let Some(locked) = locked.filter(|file| is_named(file)) {
+                return Ok(locked.try_clone().ok());
+            }
+            let Some(file) = self.open_final() else { return Ok(None) };
+            match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) if is_named(&file) => return Ok(Some(file)),
+                // Somebody gave the name to another file just then.
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => match fs::flock(&file, FlockOperation::NonBlockingLockShared) {
+                    // Somebody needs it, or a writer that had just given it this name went in between: another try says which.
+                    Ok(()) => {
+                        let _ = fs::flock(&file, FlockOperation::Unlock);
+                        in_use = Some(file);
+                    }
+                    // Another writer has just given it this name.
+                    Err(_) => {
+                        in_use = None;
+                        break;
+                    }
+                },
+                Err(_) => return Ok(None),
+            }
+        }
+        let path = self.path.clone();
+        Err(match in_use {
+            Some(file) => Error::InUse { path, holder: holder(&file) },
+            None => Error::Busy { partial: path.clone(), path },
+        })
+    }
+
+    fn open_final(&self) -> Option<File> {
+        let open = |mode| {
+            let flags = mode | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            fs::openat(&self.directory, &self.name, flags, Mode::empty())
+        };
+        // Network filesystems lock exclusively only what is open for writing.
+        open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)).ok().map(File::from)
+    }
+}
+
+fn text(name: &OsStr) -> String {
+    name.to_string_lossy().into_owned()
+}
+
+fn check_regular(path: &Path, stat: &Stat) -> Result<()> {
+    let found = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => return Ok(()),
+        FileType::Directory => "directory",
+        FileType::Symlink => "symbolic link",
+        FileType::Fifo => "FIFO",
+        FileType::Socket => "socket",
+        FileType::BlockDevice => "block device",
+        FileType::CharacterDevice => "character device",
+        _ => "file of an unknown kind",
+    };
+    Err(Error::NotRegular { path: path.into(), found })
+}

@@ -1,0 +1,260 @@
+//! What a crash may leave of what was done to files: a model of a disk that keeps no more than it has to.
+//!
+//! - What was done to a file before its last `fsync` is there. Of what was done since, each step may be there or not, by itself, and of
+//!   a write its first half only.
+//! - What was done to names before the directory's last `fsync` is there. Of what was done since, each step may be there or not, by
+//!   itself; a rename or an exchange is one step.
+//!
+//! That is less than any filesystem keeps: most write names in order, and a file's data before the name that it is given.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::journal::{Node, Op};
+
+/// Most steps on names of which every subset is made.
+const NAME_STEPS_MAX: usize = 10;
+/// Most steps on the contents of files of which every subset is made.
+const CONTENT_STEPS_MAX: usize = 4;
+
+/// A disk before anything was done: all of it is kept.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Disk {
+    files: BTreeMap<String, Vec<u8>>,
+}
+
+/// One state after a crash: which of the steps are kept.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct State {
+    /// Which file has which name: one that was there before, or one that was opened.
+    names: BTreeMap<String, Id>,
+    /// For each of these files the steps that are kept of it; the last of a pair is half done.
+    contents: BTreeMap<Id, Vec<(usize, bool)>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Id {
+    Before(String),
+    Opened(Node),
+}
+
+impl Disk {
+    /// As the directory is now.
+    pub(super) fn of(directory: &Path) -> Self {
+        let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
+        let file = |entry: std::fs::DirEntry| {
+            (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())
+        };
+        Self { files: entries.map(file).collect() }
+    }
+
+    /// Every state that a crash after the first `done` of these steps may leave, and more random ones of those that are too many.
+    pub(super) fn states(&self, ops: &[Op], done: usize, random: &mut fastrand::Rng) -> BTreeSet<State> {
+        let ops = &ops[..done];
+        let synced = ops.iter().rposition(|op| *op == Op::SyncDirectory).map_or(0, |at| at + 1);
+        let (kept, open): (Vec<usize>, Vec<usize>) =
+            (0..ops.len()).filter(|&at| is_of_names(&ops[at])).partition(|&at| at < synced);
+        assert!(open.len() <= NAME_STEPS_MAX, "{open:?}");
+        let mut states = BTreeSet::new();
+        for subset in 0..1_u32 << open.len() {
+            let chosen = (0..open.len()).filter(|bit| subset >> bit & 1 == 1).map(|bit| open[bit]);
+            let names = self.names(ops, kept.iter().copied().chain(chosen));
+            for contents in self.contents(ops, &names, random) {
+                states.insert(State { names: names.clone(), contents });
+            }
+        }
+        states
+    }
+
+    /// Makes a state in an empty directory.
+    pub(super) fn make(&self, state: &State, ops: &[Op], directory: &Path) {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            std::fs::remove_file(entry.unwrap().path()).unwrap();
+        }
+        let mut made: BTreeMap<&Id, &str> = BTreeMap::new();
+        for (name, id) in &state.names {
+            let path = directory.join(name);
+            if let Some(first) = made.get(id) {
+                // A rename that is half there leaves both names to one file; ours are atomic, so this is no state.
+                panic!("{first} and {name} are one file");
+            }
+            made.insert(id, name);
+            let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
+            if let Id::Before(before) = id {
+                write_sparse(&file, &self.files[before]);
+            }
+            for &(step, half) in state.contents.get(id).into_iter().flatten() {
+                apply(&file, &ops[step], half);
+            }
+        }
+    }
+
+    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, Id> {
+        let mut names: BTreeMap<_, _> =
+            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
+        // Which file a name led to when a step was done, whatever is kept of it.
+        let meant = self.meant(ops);
+        for step in steps {
+            match &ops[step] {
+                Op::Open { name, .. } => {
+                    names.entry(name.clone()).or_insert_with(|| meant[&step][0].clone());
+                }
+                Op::Rename { from, to } => {
+                    let id = meant[&step][0].clone();
+                    names.retain(|_, other| *other != id);
+                    names.insert(to.clone(), id);
+                    let _ = from;
+                }
+                Op::Exchange { first, second } => {
+                    let ids = meant[&step].clone();
+                    names.retain(|_, other| !ids.contains(other));
+                    names.insert(second.clone(), ids[0].clone());
+                    names.insert(first.clone(), ids[1].clone());
+                }
+                Op::Unlink { name } if names.get(name) == Some(&meant[&step][0]) => {
+                    names.remove(name);
+                }
+                _ => {}
+            }
+        }
+        names
+    }
+
+    /// The files that each step on names was done to.
+    fn meant(&self, ops: &[Op]) -> BTreeMap<usize, Vec<Id>> {
+        let mut names: BTreeMap<_, _> =
+            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
+        let mut meant = BTreeMap::new();
+        for (step, op) in ops.iter().enumerate() {
+            let ids = match op {
+                Op::Open { name, node } => {
+                    vec![names.entry(name.clone()).or_insert(Id::Opened(*node)).clone()]
+                }
+                Op::Rename { from, to } => {
+                    let id = names.remove(from).unwrap();
+                    names.insert(to.clone(), id.clone());
+                    vec![id]
+                }
+                Op::Exchange { first, second } => {
+                    let ids = [first, second].map(|name| names[name].clone());
+                    names.insert(second.clone(), ids[0].clone());
+                    names.insert(first.clone(), ids[1].clone());
+                    ids.to_vec()
+                }
+                Op::Unlink { name } => vec![names.remove(name).unwrap()],
+                _ => continue,
+            };
+            meant.insert(step, ids);
+        }
+        meant
+    }
+
+    /// What may be kept of the files that have names.
+    fn contents(
+        &self,
+        ops: &[Op],
+        names: &BTreeMap<String, Id>,
+        random: &mut fastrand::Rng,
+    ) -> Vec<BTreeMap<Id, Vec<(usize, bool)>>> {
+        let opened = self.opened(ops);
+        let mut all = vec![BTreeMap::new()];
+        // What is in a partial is never read.
+        for (_, id) in names.iter().filter(|(name, _)| !name.ends_with(".partial")) {
+            let nodes: Vec<Node> = opened.iter().filter(|(_, of)| *of == id).map(|(node, _)| *node).collect();
+            let steps: Vec<usize> = (0..ops.len())
+                .filter(|&at| node_of(&ops[at]).is_some_and(|node| nodes.contains(&node)))
+                .collect();
+            let is_sync = |at: usize| matches!(ops[at], Op::Sync { .. });
+            let synced = steps.iter().rposition(|&at| is_sync(at)).map_or(0, |at| at + 1);
+            let (kept, open) = steps.split_at(synced);
+            let subsets = subsets(open, random);
+            let with = |contents: &BTreeMap<Id, Vec<(usize, bool)>>| {
+                let one = |subset: &Vec<(usize, bool)>| {
+                    let steps = kept.iter().map(|&at| (at, false)).chain(subset.iter().copied());
+                    let mut contents = contents.clone();
+                    contents.insert(id.clone(), steps.filter(|&(at, _)| !is_sync(at)).collect());
+                    contents
+                };
+                subsets.iter().map(one).collect::<Vec<_>>()
+            };
+            all = all.iter().flat_map(with).collect();
+        }
+        all
+    }
+
+    /// Which file each opening led to.
+    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, Id> {
+        let meant = self.meant(ops);
+        let opened = |(at, op): (usize, &Op)| match op {
+            Op::Open { node, .. } => Some((*node, meant[&at][0].clone())),
+            _ => None,
+        };
+        ops.iter().enumerate().filter_map(opened).collect()
+    }
+}
+
+/// Subsets of the steps: all of a few; of many none, all, all but one, only one, and some at random, some of them half done.
+fn subsets(steps: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<(usize, bool)>> {
+    let of = |is_kept: &dyn Fn(usize) -> bool| -> Vec<(usize, bool)> {
+        (0..steps.len()).filter(|&at| is_kept(at)).map(|at| (steps[at], false)).collect()
+    };
+    let mut subsets = Vec::new();
+    if steps.len() <= CONTENT_STEPS_MAX {
+        subsets.extend((0..1_u32 << steps.len()).map(|subset| of(&|at| subset >> at & 1 == 1)));
+    } else {
+        subsets.extend([of(&|_| false), of(&|_| true)]);
+        for one in 0..steps.len() {
+            subsets.extend([of(&|at| at == one), of(&|at| at != one)]);
+        }
+        subsets.extend((0..4).map(|_| {
+            let bits = random.u64(..);
+            of(&|at| bits >> (at % 64) & 1 == 1)
+        }));
+    }
+    if let Some(&last) = steps.last() {
+        let mut half = of(&|at| at + 1 < steps.len());
+        half.push((last, true));
+        subsets.push(half);
+    }
+    subsets
+}
+
+fn is_of_names(op: &Op) -> bool {
+    matches!(op, Op::Open { .. } | Op::Rename { .. } | Op::Exchange { .. } | Op::Unlink { .. })
+}
+
+fn node_of(op: &Op) -> Option<Node> {
+    match op {
+        Op::Write { node, .. } | Op::SetLength { node, .. } | Op::Punch { node, .. } | Op::Sync { node } => {
+            Some(*node)
+        }
+        _ => None,
+    }
+}
+
+fn apply(file: &File, op: &Op, half: bool) {
+    match op {
+        Op::Write { at, bytes, .. } if half => file.write_all_at(&bytes[..bytes.len() / 2], *at).unwrap(),
+        Op::Write { at, bytes, .. } => file.write_all_at(bytes, *at).unwrap(),
+        Op::SetLength { length, .. } => file.set_len(*length).unwrap(),
+        Op::Punch { at, length, .. } => {
+            let end = (at + length).min(file.metadata().unwrap().len());
+            if *at < end {
+                file.write_all_at(&vec![0; (end - at) as usize], *at).unwrap();
+            }
+        }
+        _ => {}
+    }
+}
+
+/// Without the pages that are zero, for speed.
+fn write_sparse(file: &File, bytes: &[u8]) {
+    file.set_len(bytes.len() as u64).unwrap();
+    for (page, content) in
+        bytes.chunks(4096).enumerate().filter(|(_, page)| page.iter().any(|byte| *byte != 0))
+    {
+        file.write_all_at(content, page as u64 * 4096).unwrap();
+    }
+}

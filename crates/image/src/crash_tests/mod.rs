@@ -1,0 +1,441 @@
+//! Crashes, failures and races at every step of every writer: whatever happens, a name leads to the complete old image or to the
+//! complete new one, and opens and verifies.
+//!
+//! `TOWLINE_SOAK_CRASHES` (`cargo xtask soak image-crashes`) says how many rounds to make, with other guests, and with a second
+//! writer after each crash that is crashed as well.
+
+mod disk;
+mod races;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use rustix::io::Errno;
+use tempfile::TempDir;
+use towline_protocol::{BlockIndex, PageRef};
+
+use self::disk::Disk;
+use self::races::races;
+use crate::beside::pending_path;
+use crate::journal::{Fault, Op, Plan, record};
+use crate::manifest::{Digest, Manifest, sidecar_path};
+use crate::testing::{PAGE, TestGuest, delivered, directory};
+use crate::{Existing, Image, WorkingSet};
+
+/// What a failing step may answer.
+const ERRNOS: [Errno; 3] = [Errno::PERM, Errno::DQUOT, Errno::IO];
+const NAME: &str = "guest.img";
+
+/// What a name leads to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Outcome {
+    Absent,
+    /// An image that opens, and verifies if it has a manifest; by what is delivered of it.
+    Image {
+        delivered: Digest,
+        has_manifest: bool,
+    },
+    /// Runs of a working set.
+    WorkingSet(usize),
+    Broken(String),
+}
+
+/// Looks at a directory.
+type Look = fn(&Path) -> Outcome;
+/// Does something in a directory.
+type Act = fn(&Path) -> Result<(), String>;
+
+/// A writer, and what is there before it begins.
+#[derive(Clone, Copy)]
+struct Scenario {
+    name: &'static str,
+    before: Act,
+    write: Act,
+    look: Look,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Counts {
+    runs: usize,
+    steps: usize,
+    states: usize,
+    writers_after: usize,
+}
+
+impl Counts {
+    fn add(&mut self, other: Self) {
+        self.runs += other.runs;
+        self.steps += other.steps;
+        self.states += other.states;
+        self.writers_after += other.writers_after;
+    }
+}
+
+fn image(directory: &Path) -> Outcome {
+    let path = directory.join(NAME);
+    if !path.exists() {
+        return Outcome::Absent;
+    }
+    let image = match Image::open(&path) {
+        Ok(image) => image,
+        Err(error) => return Outcome::Broken(error.to_string()),
+    };
+    let has_manifest = image.manifest().is_some();
+    match has_manifest.then(|| image.verify(1, &|_| {})).transpose() {
+        Ok(_) => Outcome::Image { delivered: delivered(&image), has_manifest },
+        Err(error) => Outcome::Broken(error.to_string()),
+    }
+}
+
+fn working_set(directory: &Path) -> Outcome {
+    let state = old().device_state();
+    let set = WorkingSet::load(&directory.join(NAME), &TestGuest::blocks(), state.bytes());
+    Outcome::WorkingSet(set.runs().len())
+}
+
+fn old() -> TestGuest {
+    TestGuest::new(11, 1)
+}
+
+/// Another memory, and the same devices: what its manifest says of the guest fits the old image too.
+fn new() -> TestGuest {
+    TestGuest::new(22, 1)
+}
+
+fn store(guest: &TestGuest, path: &Path, existing: Existing, base: Option<&Path>) -> Result<(), String> {
+    guest.store(path, existing, base).map(drop).map_err(|error| error.to_string())
+}
+
+fn nothing(_: &Path) -> Result<(), String> {
+    Ok(())
+}
+
+fn old_image(directory: &Path) -> Result<(), String> {
+    store(&old(), &directory.join(NAME), Existing::Refuse, None)
+}
+
+fn fresh(directory: &Path) -> Result<(), String> {
+    store(&new(), &directory.join(NAME), Existing::Refuse, None)
+}
+
+fn overwrite(directory: &Path) -> Result<(), String> {
+    store(&new(), &directory.join(NAME), Existing::Replace, None)
+}
+
+/// An image as QEMU itself makes them.
+fn qemus_image(directory: &Path) -> Result<(), String> {
+    old_image(directory)?;
+    std::fs::remove_file(sidecar_path(&directory.join(NAME))).map_err(|error| error.to_string())
+}
+
+/// An image of the first version: no hash of its manifest in it, and no hashes of bitmaps in the manifest.
+fn first_versions_image(directory: &Path) -> Result<(), String> {
+    old_image(directory)?;
+    unseal(&directory.join(NAME));
+    Ok(())
+}
+
+/// Makes an image what the first version wrote.
+pub(crate) fn unseal(path: &Path) {
+    use std::os::unix::fs::FileExt as _;
+
+    let sidecar = sidecar_path(path);
+    let mut text: serde_json::Value = serde_json::from_slice(&std::fs::read(&sidecar).unwrap()).unwrap();
+    let seal = text["image"].as_object_mut().unwrap().remove("seal").unwrap().as_u64().unwrap();
+    for block in text["blocks"].as_array_mut().unwrap() {
+        block.as_object_mut().unwrap().remove("bitmap");
+    }
+    std::fs::write(sidecar, serde_json::to_vec(&text).unwrap()).unwrap();
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.write_all_at(&[0; crate::seal::BYTES], seal).unwrap();
+}
+
+fn a_base(directory: &Path) -> Result<(), String> {
+    store(&old(), &directory.join("base.img"), Existing::Refuse, None)
+}
+
+fn a_base_and_an_increment(directory: &Path) -> Result<(), String> {
+    a_base(directory)?;
+    let guest = TestGuest::new(33, 1);
+    store(&guest, &directory.join(NAME), Existing::Refuse, Some(&directory.join("base.img")))
+}
+
+fn increment(directory: &Path) -> Result<(), String> {
+    store(&new(), &directory.join(NAME), Existing::Refuse, Some(&directory.join("base.img")))
+}
+
+fn overwrite_increment(directory: &Path) -> Result<(), String> {
+    store(&new(), &directory.join(NAME), Existing::Replace, Some(&directory.join("base.img")))
+}
+
+fn record_pages(directory: &Path, pages: u64) -> Result<(), String> {
+    let state = old().device_state();
+    let mut set = WorkingSet::load(&directory.join(NAME), &TestGuest::blocks(), state.bytes());
+    let page = |index| PageRef { block: BlockIndex(0), offset: 2 * index * PAGE as u64 };
+    set.add(&(0..pages).map(page).collect::<Vec<_>>());
+    set.store().map_err(|error| error.to_string())
+}
+
+fn a_working_set(directory: &Path) -> Result<(), String> {
+    record_pages(directory, 3)
+}
+
+fn a_larger_working_set(directory: &Path) -> Result<(), String> {
+    record_pages(directory, 40)
+}
+
+const SCENARIOS: [Scenario; 8] = [
+    Scenario { name: "a new image", before: nothing, write: fresh, look: image },
+    Scenario { name: "an image in place of another", before: old_image, write: overwrite, look: image },
+    Scenario { name: "in place of one of QEMU's", before: qemus_image, write: overwrite, look: image },
+    Scenario { name: "in place of an old one", before: first_versions_image, write: overwrite, look: image },
+    Scenario { name: "an increment", before: a_base, write: increment, look: image },
+    Scenario {
+        name: "an increment in place of another",
+        before: a_base_and_an_increment,
+        write: overwrite_increment,
+        look: image,
+    },
+    Scenario { name: "a working set", before: nothing, write: a_working_set, look: working_set },
+    Scenario {
+        name: "a working set in place of another",
+        before: a_working_set,
+        write: a_larger_working_set,
+        look: working_set,
+    },
+];
+
+/// How a scenario is played.
+#[derive(Clone, Copy, Default)]
+struct Play {
+    fault: Option<Fault>,
+    /// A step that fails.
+    fails: Option<(usize, Errno)>,
+    /// Another writer comes after each n-th crash.
+    after_each: Option<usize>,
+}
+
+fn plan(fault: Option<Fault>) -> Plan {
+    Plan { fault, ..Plan::default() }
+}
+
+fn copy_files(from: &Path, to: &Path) {
+    for entry in std::fs::read_dir(to).unwrap() {
+        std::fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+/// Plays a scenario on what is in `from` and looks at every state that a crash may leave; returns what was counted, or what was
+/// found.
+fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng) -> Result<Counts, String> {
+    let looks = |directory: &Path| record(plan(play.fault), || (scenario.look)(directory)).0;
+    let (work, crashed) = (directory(), directory());
+    copy_files(from, work.path());
+    let before = looks(work.path());
+    let disk = Disk::of(work.path());
+    // What it comes to without a failure.
+    (scenario.write)(work.path()).map_err(|error| format!("{}: {error}", scenario.name))?;
+    let after = looks(work.path());
+    copy_files(from, work.path());
+    let plan = Plan { fails: play.fails, fault: play.fault, ..Plan::default() };
+    let (written, ops) = record(plan, || (scenario.write)(work.path()));
+    let told = |what: &str, found: &Outcome| {
+        let (name, fails, fault) = (scenario.name, play.fails, play.fault);
+        format!(
+            "{name} (step that fails: {fails:?}, fault: {fault:?}): {what}: {found:?}, wanted {before:?} or {after:?}"
+        )
+    };
+    let now = looks(work.path());
+    if now != after && (written.is_ok() || now != before) {
+        return Err(told(&format!("it ended with {written:?}"), &now));
+    }
+    let mut counts = Counts { runs: 1, steps: ops.len(), ..Counts::default() };
+    let mut seen = BTreeSet::new();
+    for done in (0..=ops.len()).rev() {
+        for state in disk.states(&ops, done, random) {
+            // The end comes first: what is there after a success is judged by more than what is there on the way.
+            if !seen.insert(state.clone()) {
+                continue;
+            }
+            disk.make(&state, &ops, crashed.path());
+            counts.states += 1;
+            let found = looks(crashed.path());
+            let must_be_new = done == ops.len() && written.is_ok();
+            if found != after && (must_be_new || found != before) {
+                let last = ops[..done].last();
+                return Err(told(
+                    &format!("after {done} of {} steps ({:?}), {state:?}", ops.len(), last.map(brief)),
+                    &found,
+                ));
+            }
+            if play.after_each.is_some_and(|each| counts.states.is_multiple_of(each)) {
+                counts.writers_after += 1;
+                (scenario_after(scenario).write)(crashed.path())
+                    .map_err(|error| told(&format!("the next writer after {state:?}: {error}"), &found))?;
+                let found = looks(crashed.path());
+                if found != after {
+                    return Err(told(&format!("the next writer after {state:?}"), &found));
+                }
+            }
+        }
+    }
+    Ok(counts)
+}
+
+/// The same, for a name that may be taken.
+fn scenario_after(scenario: &Scenario) -> Scenario {
+    let write = match scenario.name {
+        "a new image" => overwrite,
+        "an increment" => overwrite_increment,
+        _ => scenario.write,
+    };
+    Scenario { write, ..*scenario }
+}
+
+fn brief(op: &Op) -> String {
+    match op {
+        Op::Write { node, at, bytes } => format!("{} bytes at {at:#x} of file {node}", bytes.len()),
+        op => format!("{op:?}"),
+    }
+}
+
+fn begun(scenario: &Scenario) -> TempDir {
+    let directory = crate::testing::directory();
+    (scenario.before)(directory.path()).unwrap();
+    directory
+}
+
+/// Rounds of a long run; none in an ordinary one.
+fn rounds() -> u64 {
+    std::env::var("TOWLINE_SOAK_CRASHES").ok().and_then(|text| text.parse().ok()).unwrap_or(0)
+}
+
+#[test]
+fn a_crash_at_any_step_leaves_the_old_image_or_the_new_one() {
+    let mut random = fastrand::Rng::with_seed(1);
+    for scenario in &SCENARIOS {
+        let play_it = Play { after_each: Some(3), ..Play::default() };
+        let counts = play(scenario, begun(scenario).path(), play_it, &mut random).unwrap();
+        println!("{}: {counts:?}", scenario.name);
+        assert!(counts.states >= 3 && counts.writers_after > 0, "{}: {counts:?}", scenario.name);
+    }
+}
+
+#[test]
+fn a_step_that_fails_leaves_the_old_image_or_the_new_one_whatever_crashes_then() {
+    let mut random = fastrand::Rng::with_seed(2);
+    for scenario in &SCENARIOS {
+        let from = begun(scenario);
+        let steps = steps(scenario, from.path());
+        let mut total = Counts::default();
+        for step in 0..steps {
+            let errno = ERRNOS[step % ERRNOS.len()];
+            let play_it = Play { fails: Some((step, errno)), ..Play::default() };
+            total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+        }
+        println!("{}: {total:?}", scenario.name);
+        assert_eq!(total.runs, steps);
+    }
+}
+
+/// The steps of a scenario, failed ones and those without a trace among them.
+fn steps(scenario: &Scenario, from: &Path) -> usize {
+    let work = directory();
+    copy_files(from, work.path());
+    let (written, ops) = record(Plan::default(), || (scenario.write)(work.path()));
+    written.unwrap();
+    ops.len()
+}
+
+#[test]
+fn each_fault_of_earlier_versions_is_found_when_it_is_put_back() {
+    let mut random = fastrand::Rng::with_seed(3);
+    let mut crashes = |scenario: &Scenario, fault| {
+        let play_it = Play { fault: Some(fault), ..Play::default() };
+        play(scenario, begun(scenario).path(), play_it, &mut random).map(drop)
+    };
+    let over = &SCENARIOS[1];
+    let found = |fault: Fault, result: Result<(), String>| match result {
+        Ok(()) => panic!("{fault:?} is not found"),
+        Err(text) => println!("{fault:?}: {}", &text[..text.len().min(300)]),
+    };
+    for fault in [Fault::ManifestFirst, Fault::FileNotSynced, Fault::DirectoryNotSynced, Fault::SealIgnored] {
+        found(fault, crashes(over, fault));
+    }
+    found(Fault::SidecarInPlace, crashes(&SCENARIOS[7], Fault::SidecarInPlace));
+    found(Fault::ReplacedUnseen, races(over, Some(Fault::ReplacedUnseen)).map(drop));
+    let from = begun(over);
+    let fails = (0..steps(over, from.path())).find_map(|step| {
+        let fails = Some((step, Errno::IO));
+        let play_it = Play { fault: Some(Fault::PendingRemoved), fails, ..Play::default() };
+        play(over, from.path(), play_it, &mut random).err()
+    });
+    found(Fault::PendingRemoved, fails.map_or(Ok(()), Err));
+}
+
+/// The long run: other guests each round, every step failing with every error, and a second writer after each crash, which is
+/// crashed as well.
+#[test]
+fn crashes_of_writers_after_crashes() {
+    let mut total = Counts::default();
+    for round in 0..rounds() {
+        let mut random = fastrand::Rng::with_seed(round);
+        for scenario in &SCENARIOS {
+            let from = begun(scenario);
+            let play_it = Play { after_each: Some(1), ..Play::default() };
+            total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+            for step in 0..steps(scenario, from.path()) {
+                let play_it = Play {
+                    fails: Some((step, ERRNOS[random.usize(..ERRNOS.len())])),
+                    after_each: Some(5),
+                    ..Play::default()
+                };
+                total.add(play(scenario, from.path(), play_it, &mut random).unwrap());
+            }
+            total.add(after_crashes(scenario, from.path(), &mut random).unwrap());
+        }
+        println!("round {round}: {total:?}");
+    }
+}
+
+/// Plays a scenario again from each state that a crash of it may leave.
+fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -> Result<Counts, String> {
+    let (work, crashed) = (directory(), directory());
+    copy_files(from, work.path());
+    let disk = Disk::of(work.path());
+    let (written, ops) = record(Plan::default(), || (scenario.write)(work.path()));
+    written?;
+    let mut states = BTreeSet::new();
+    (0..=ops.len()).for_each(|done| states.extend(disk.states(&ops, done, random)));
+    let (again, mut total) = (scenario_after(scenario), Counts::default());
+    for state in states {
+        disk.make(&state, &ops, crashed.path());
+        total.add(play(&again, crashed.path(), Play::default(), random)?);
+    }
+    Ok(total)
+}
+
+#[test]
+fn a_manifest_that_waits_for_its_name_is_found_and_gets_it_from_the_next_writer() {
+    let directory = crate::testing::directory();
+    let path = directory.path().join(NAME);
+    old().store(&path, Existing::Refuse, None).unwrap();
+    let pending = pending_path(&path);
+    std::fs::rename(sidecar_path(&path), &pending).unwrap();
+    store(&new(), &directory.path().join("other.img"), Existing::Refuse, None).unwrap();
+    std::fs::rename(sidecar_path(&directory.path().join("other.img")), sidecar_path(&path)).unwrap();
+    let image = Image::open(&path).unwrap();
+    image.verify(1, &|_| {}).unwrap();
+    assert_eq!(image.manifest_path().as_deref(), Some(&*pending));
+    // A writer that gives up has put it in order all the same.
+    drop(new().write(&path, Existing::Replace, None).unwrap());
+    let image = Image::open(&path).unwrap();
+    image.verify(1, &|_| {}).unwrap();
+    assert_eq!(image.manifest_path(), Some(sidecar_path(&path)));
+    assert!(!pending.exists());
+    assert_eq!(Manifest::load(&path, &TestGuest::blocks()).unwrap().as_ref(), image.manifest());
+}

@@ -1,0 +1,122 @@
+//! Memory as readers of an image get it: what the file holds where the page bitmap has a bit, and zeros elsewhere, whatever the file
+//! holds there. Stock QEMU leaves the old content of a page that became zero; damage may be anything.
+
+use std::ops::Range;
+
+use crate::checksum::{ChunkHash, hash_chunk, is_zero};
+
+/// What is hashed at once where content and zeros alternate: all of BLAKE3's width, and small enough for a cache.
+const PIECE_BYTES: usize = 64 << 10;
+
+static ZEROS: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
+
+/// Pages that are alike, as bytes of what they are a part of. Runs lie one behind the other, the first begins at 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Run {
+    pub(crate) range: Range<usize>,
+    pub(crate) has_content: bool,
+}
+
+/// A copy of the bytes as they are delivered.
+#[cfg(any(feature = "store", test))]
+pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
+    let mut delivered = vec![0; bytes.len()];
+    gather(bytes, runs, 0..bytes.len(), &mut delivered);
+    delivered
+}
+
+/// The hash of a chunk as it is delivered. Pages that are not are not read.
+pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
+    match runs {
+        [Run { has_content: true, .. }] => return hash_chunk(bytes),
+        [] | [Run { has_content: false, .. }] => return ChunkHash::Zero,
+        _ => {}
+    }
+    if runs.iter().all(|run| !run.has_content || is_zero(&bytes[run.range.clone()])) {
+        return ChunkHash::Zero;
+    }
+    let mut hasher = blake3::Hasher::new();
+    let (mut at, mut first, mut piece) = (0, 0, vec![0; PIECE_BYTES]);
+    while at < bytes.len() {
+        while runs[first].range.end <= at {
+            first += 1;
+        }
+        let run = &runs[first];
+        let end = (at + PIECE_BYTES).min(bytes.len());
+        if run.range.end < end {
+            let piece = &mut piece[..end - at];
+            gather(bytes, &runs[first..], at..end, piece);
+            hasher.update(piece);
+            at = end;
+            continue;
+        }
+        // Whole pieces of one run, as many as there are.
+        let whole = match run.range.end == bytes.len() {
+            true => bytes.len(),
+            false => at + (run.range.end - at) / PIECE_BYTES * PIECE_BYTES,
+        };
+        match run.has_content {
+            true => {
+                hasher.update(&bytes[at..whole]);
+            }
+            false => (at..whole).step_by(PIECE_BYTES).for_each(|at| {
+                hasher.update(&ZEROS[..PIECE_BYTES.min(whole - at)]);
+            }),
+        }
+        at = whole;
+    }
+    ChunkHash::Data(*hasher.finalize().as_bytes())
+}
+
+/// Puts a part of the bytes together as it is delivered.
+fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
+    for run in runs.iter().take_while(|run| run.range.start < range.end) {
+        let part = run.range.start.max(range.start)..run.range.end.min(range.end);
+        let room = &mut into[part.start - range.start..part.end - range.start];
+        match run.has_content {
+            true => room.copy_from_slice(&bytes[part]),
+            false => room.fill(0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn runs(pages: &[bool]) -> Vec<Run> {
+        let mut at = 0;
+        let run = |alike: &[bool]| {
+            let start = at;
+            at += alike.len() * PAGE;
+            Run { range: start..at, has_content: alike[0] }
+        };
+        pages.chunk_by(|first, second| first == second).map(run).collect()
+    }
+
+    proptest! {
+        /// Lengths of runs of all sizes, and chunks of any length.
+        #[test]
+        fn it_is_the_hash_of_what_is_delivered(
+            lengths in prop::collection::vec((any::<bool>(), 1..80_usize), 1..30),
+            fill in prop_oneof![Just(0_u8), any::<u8>()],
+        ) {
+            let pages: Vec<bool> = lengths.iter().flat_map(|&(has, count)| std::iter::repeat_n(has, count)).take(512).collect();
+            let mut file = vec![fill; pages.len() * PAGE];
+            for (page, bytes) in file.chunks_mut(PAGE).enumerate().filter(|_| fill != 0) {
+                bytes[page % PAGE] = bytes[page % PAGE].wrapping_add(page as u8);
+            }
+            let mut expected = file.clone();
+            for (page, _) in pages.iter().enumerate().filter(|(_, has)| !**has) {
+                expected[page * PAGE..][..PAGE].fill(0);
+            }
+            let runs = runs(&pages);
+            prop_assert_eq!(hash(&file, &runs), hash_chunk(&expected));
+            prop_assert_eq!(copy(&file, &runs), expected);
+        }
+    }
+}

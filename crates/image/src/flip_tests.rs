@@ -1,0 +1,374 @@
+//! Bits that flip in an image or in one of its companions: each is found by `--verify`, or changes nothing of what a guest gets.
+//!
+//! `TOWLINE_SOAK_FLIPS` (`cargo xtask soak image-flips`) says how many to flip at random.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+use towline_migration::Guest;
+use towline_protocol::mapped_ram::bitmap_bytes;
+use towline_protocol::{BlockIndex, PageRef};
+
+use crate::beside::pending_path;
+use crate::checksum::{CHUNK_BYTES, chunk_count};
+use crate::crash_tests::unseal;
+use crate::index::{Contents, Index};
+use crate::manifest::{Digest, sidecar_path};
+use crate::testing::{LENGTHS, PAGE, TestGuest, delivered};
+use crate::{ChunkHash, Error, Existing, Image, Origin, WorkingSet};
+
+/// What became of a flipped bit.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    ByOpening(String),
+    ByVerifying(String),
+    /// What is delivered is what it was.
+    Harmless,
+}
+
+/// What is read, and what it delivers.
+struct Subject {
+    image: PathBuf,
+    delivered: Digest,
+}
+
+impl Subject {
+    fn new(image: PathBuf) -> Self {
+        let delivered = verified(&image).unwrap();
+        Self { image, delivered }
+    }
+
+    /// Flips a bit, looks, and flips it back. Panics where another guest would be delivered.
+    fn flip(&self, file: &Path, bit: u64) -> Found {
+        let flipped = Flipped::new(file, bit);
+        let found = match verified(&self.image) {
+            Err(Failure::Opening(error)) => Found::ByOpening(error.to_string()),
+            Err(Failure::Verifying(error)) => Found::ByVerifying(error.to_string()),
+            Ok(delivered) => {
+                assert_eq!(delivered, self.delivered, "bit {bit} of {} is not found", file.display());
+                Found::Harmless
+            }
+        };
+        drop(flipped);
+        found
+    }
+}
+
+struct Flipped {
+    file: File,
+    bit: u64,
+}
+
+impl Flipped {
+    fn new(path: &Path, bit: u64) -> Self {
+        let flipped = Self { file: File::options().read(true).write(true).open(path).unwrap(), bit };
+        flipped.flip();
+        flipped
+    }
+
+    fn flip(&self) {
+        let mut byte = [0];
+        self.file.read_exact_at(&mut byte, self.bit / 8).unwrap();
+        self.file.write_all_at(&[byte[0] ^ 1 << (self.bit % 8)], self.bit / 8).unwrap();
+    }
+}
+
+impl Drop for Flipped {
+    fn drop(&mut self) {
+        self.flip();
+    }
+}
+
+#[derive(Debug)]
+enum Failure {
+    Opening(Error),
+    Verifying(Error),
+}
+
+/// What an image delivers that opens and verifies.
+fn verified(path: &Path) -> Result<Digest, Failure> {
+    let image = Image::open(path).map_err(Failure::Opening)?;
+    image.verify(1, &|_| {}).map_err(Failure::Verifying)?;
+    // And so do the copies that verify what they send: chunk by chunk.
+    let image = image.verify_on_read().map_err(Failure::Verifying)?;
+    for (index, length) in LENGTHS.into_iter().enumerate() {
+        for offset in (0..length).step_by(CHUNK_BYTES as usize) {
+            let page = PageRef { block: BlockIndex(index as u32), offset };
+            image.prepare(page, CHUNK_BYTES.min(length - offset)).unwrap();
+        }
+    }
+    Ok(delivered(&image))
+}
+
+/// Where the parts of an image are, in bytes.
+struct Parts {
+    head: u64,
+    bitmap: u64,
+    bitmap_bytes: u64,
+    seal: u64,
+    pages: u64,
+    memory_end: u64,
+    device_state: u64,
+    end: u64,
+}
+
+impl Parts {
+    fn of(path: &Path) -> Self {
+        let image = Image::open(path).unwrap();
+        let [first, last] = image.ram_blocks() else { panic!("two blocks") };
+        let (mapped, last_mapped) = (first.mapped.unwrap(), last.mapped.unwrap());
+        let bytes = bitmap_bytes(first.length, mapped.page_size);
+        Self {
+            head: mapped.bitmap_offset,
+            bitmap: mapped.bitmap_offset,
+            bitmap_bytes: bytes,
+            seal: mapped.bitmap_offset + bytes,
+            pages: mapped.pages_offset,
+            memory_end: last_mapped.end(last.length),
+            device_state: image.device_state_offset(),
+            end: image.length(),
+        }
+    }
+}
+
+fn stored() -> (TempDir, PathBuf) {
+    let directory = crate::testing::directory();
+    let path = directory.path().join("guest.img");
+    TestGuest::new(11, 1).store(&path, Existing::Refuse, None).unwrap();
+    (directory, path)
+}
+
+#[test]
+fn every_bit_of_a_bitmap_is_found() {
+    let (_directory, path) = stored();
+    let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
+    for bit in 0..parts.bitmap_bytes * 8 {
+        let found = subject.flip(&path, parts.bitmap * 8 + bit);
+        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
+        assert!(text.contains("block \"b0\": the BLAKE3 of its page bitmap is "), "{text}");
+    }
+}
+
+/// The first versions' manifests have no hashes of bitmaps. What is delivered is compared all the same, and the pages are counted.
+#[test]
+fn every_bit_of_a_bitmap_is_found_in_an_image_of_the_first_version() {
+    let (_directory, path) = stored();
+    unseal(&path);
+    let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
+    assert!(!Image::open(&path).unwrap().is_sealed());
+    for bit in 0..parts.bitmap_bytes * 8 {
+        let found = subject.flip(&path, parts.bitmap * 8 + bit);
+        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
+        assert!(text.contains("block \"b0\": its page bitmap says that "), "{text}");
+    }
+    // One page gone and another come: only the memory as it is delivered tells.
+    let _gone = Flipped::new(&path, parts.bitmap * 8);
+    let _come = Flipped::new(&path, parts.bitmap * 8 + 2);
+    let error = Image::open(&path).unwrap().verify(1, &|_| {}).unwrap_err();
+    assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+    assert!(error.to_string().contains("block \"b0\", chunk 0"), "{error}");
+}
+
+#[test]
+fn every_bit_of_the_head_the_seal_the_memorys_end_and_the_device_state_is_found() {
+    let (_directory, path) = stored();
+    let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
+    let seal_end = parts.seal + crate::seal::BYTES as u64;
+    for range in [0..parts.head, parts.seal..seal_end, parts.memory_end..parts.end] {
+        for bit in range.start * 8..range.end * 8 {
+            let found = subject.flip(&path, bit);
+            assert_ne!(found, Found::Harmless, "bit {bit} ({:#x})", bit / 8);
+        }
+    }
+    assert!(parts.device_state > parts.memory_end);
+    // Between the seal and the pages nobody reads.
+    for byte in [seal_end, parts.pages - 1] {
+        assert_eq!(subject.flip(&path, byte * 8), Found::Harmless);
+    }
+}
+
+#[test]
+fn every_bit_of_a_manifest_is_found() {
+    let (_directory, path) = stored();
+    let (subject, manifest) = (Subject::new(path.clone()), sidecar_path(&path));
+    for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
+        let found = subject.flip(&manifest, bit);
+        assert!(matches!(found, Found::ByOpening(_)), "bit {bit}: {found:?}");
+    }
+    // And while it has not its name yet.
+    std::fs::rename(&manifest, pending_path(&path)).unwrap();
+    let found = subject.flip(&pending_path(&path), 8 * 100);
+    assert!(matches!(&found, Found::ByVerifying(text) if text.contains("there is no manifest")), "{found:?}");
+}
+
+#[test]
+fn a_flipped_page_is_found_where_it_is_delivered_and_only_there() {
+    let (_directory, path) = stored();
+    let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
+    for (page, is_delivered) in [(0, true), (1, true), (2, false), (300, true), (511, false), (512, true)] {
+        let found = subject.flip(&path, (parts.pages + page * PAGE as u64 + 77) * 8 + 3);
+        match &found {
+            Found::ByVerifying(text) => {
+                let at = format!("chunk {}", page / 512);
+                assert!(is_delivered && text.contains(&at), "{text}");
+            }
+            found => assert!(!is_delivered && *found == Found::Harmless, "page {page}: {found:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_chains_files_are_covered_where_they_are_read() {
+    let (directory, base) = stored();
+    let path = directory.path().join("next.img");
+    let mut guest = TestGuest::new(11, 1);
+    guest.pages[0].2 ^= 0xff;
+    guest.store(&path, Existing::Refuse, Some(&base)).unwrap();
+    let subject = Subject::new(path.clone());
+    let parts = Parts::of(&base);
+    // The second chunk is the base's, the first its own.
+    let found = subject.flip(&base, (parts.pages + CHUNK_BYTES) * 8);
+    assert!(
+        matches!(&found, Found::ByVerifying(text) if text.contains("guest.img: block \"b0\", chunk 1")),
+        "{found:?}"
+    );
+    assert_eq!(subject.flip(&base, parts.pages * 8), Found::Harmless);
+    let manifest = sidecar_path(&base);
+    for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
+        assert_ne!(subject.flip(&manifest, bit), Found::Harmless);
+    }
+}
+
+fn working_set(path: &Path) -> WorkingSet {
+    let state = TestGuest::new(11, 1).device_state();
+    WorkingSet::load(path, &TestGuest::blocks(), state.bytes())
+}
+
+fn working_set_path(path: &Path) -> PathBuf {
+    let mut path = path.as_os_str().to_owned();
+    path.push(".working-set.json");
+    path.into()
+}
+
+#[test]
+fn every_bit_of_a_working_set_is_found() {
+    let (_directory, path) = stored();
+    let mut set = working_set(&path);
+    let page = |index: u64| PageRef { block: BlockIndex(0), offset: index * PAGE as u64 };
+    set.add(&[page(3), page(4), page(1), page(300)]);
+    set.store().unwrap();
+    assert_eq!(working_set(&path).runs().len(), 3);
+    let file = working_set_path(&path);
+    for bit in 0..std::fs::metadata(&file).unwrap().len() * 8 {
+        let _flipped = Flipped::new(&file, bit);
+        let found = working_set(&path);
+        assert!(found.runs().is_empty() || found == set, "bit {bit}: {:?}", found.runs());
+    }
+}
+
+#[test]
+fn every_bit_of_an_index_is_found() {
+    let guest = TestGuest::new(11, 1);
+    let state = guest.device_state();
+    let names = |length: u64| vec![ChunkHash::Data([7; 32]); chunk_count(length) as usize];
+    let index = Index::new(Contents {
+        configuration: &towline_protocol::configuration::Configuration::default(),
+        section_id: 2,
+        origin: &Origin::default(),
+        chunk_bytes: CHUNK_BYTES,
+        blocks: &TestGuest::blocks(),
+        names: LENGTHS.map(names).to_vec(),
+        device_state: state.bytes(),
+        device_state_names: vec![ChunkHash::Data([8; 32])],
+    });
+    let mut bytes = index.encode().unwrap();
+    let mut harmless = 0;
+    for bit in 0..bytes.len() * 8 {
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        match Index::parse(&bytes) {
+            Ok(found) => {
+                assert_eq!(found, index, "bit {bit} is not found");
+                harmless += 1;
+            }
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+        bytes[bit / 8] ^= 1 << (bit % 8);
+    }
+    // Some bits of a compressed frame say nothing.
+    assert!(harmless < 16, "{harmless} of {}", bytes.len() * 8);
+}
+
+/// The long run: bits of any file of a chain, each file and each part as often as the others.
+#[test]
+fn bits_at_random() {
+    let count =
+        std::env::var("TOWLINE_SOAK_FLIPS").ok().and_then(|text| text.parse().ok()).unwrap_or(200_u64);
+    let seed = std::env::var("TOWLINE_SOAK_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+    let (directory, base) = stored();
+    let path = directory.path().join("next.img");
+    let mut guest = TestGuest::new(11, 1);
+    guest.pages[0].2 ^= 0xff;
+    guest.store(&path, Existing::Refuse, Some(&base)).unwrap();
+    let subject = Subject::new(path.clone());
+    let mut random = fastrand::Rng::with_seed(seed);
+    let (mut opening, mut verifying, mut harmless) = (0, 0, 0);
+    for _ in 0..count {
+        let image = [&path, &base][random.usize(..2)];
+        let parts = Parts::of(image);
+        let (file, range) = match random.u8(..8) {
+            0 => (image.clone(), 0..parts.head),
+            1 => (image.clone(), parts.bitmap..parts.seal + crate::seal::BYTES as u64),
+            2 => (image.clone(), parts.memory_end..parts.end),
+            3 => (image.clone(), 0..parts.end),
+            4 | 5 => (image.clone(), parts.pages..parts.memory_end),
+            _ => {
+                let manifest = sidecar_path(image);
+                let length = std::fs::metadata(&manifest).unwrap().len();
+                (manifest, 0..length)
+            }
+        };
+        match subject.flip(&file, random.u64(range.start * 8..range.end * 8)) {
+            Found::ByOpening(_) => opening += 1,
+            Found::ByVerifying(_) => verifying += 1,
+            Found::Harmless => harmless += 1,
+        }
+    }
+    assert_eq!(subject.delivered, verified(&path).unwrap(), "every bit was flipped back");
+    println!(
+        "{count} bits (seed {seed}): {opening} found by opening, {verifying} by verifying, {harmless} change nothing that is delivered"
+    );
+}
+
+#[test]
+fn memory_is_delivered_as_it_was_stored() {
+    let (_directory, path) = stored();
+    let (image, memory) = (Image::open(&path).unwrap(), TestGuest::new(11, 1).memory());
+    for (block, memory) in memory.iter().enumerate() {
+        for offset in (0..memory.len()).step_by(PAGE) {
+            let page = PageRef { block: BlockIndex(block as u32), offset: offset as u64 };
+            assert!(image.immutable(page, PAGE as u64).unwrap() == &memory[offset..][..PAGE], "{page:?}");
+        }
+    }
+}
+
+/// Whoever cuts an image short while it is read gets an error from us, and no signal.
+#[test]
+fn an_image_that_is_cut_short_while_it_is_open_is_an_error() {
+    for cut in [0, 4096, 1 << 20, (1 << 20) + 4096] {
+        let (_directory, path) = stored();
+        let image = Image::open(&path).unwrap();
+        let copied = Image::open(&path).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(cut).unwrap();
+        let error = image.verify(2, &|_| {}).unwrap_err();
+        assert!(matches!(&error, Error::Lost { found, .. } if *found == cut), "{cut}: {error}");
+        // And without --verify: the last thing that a destination gets is refused.
+        for (index, block) in copied.ram_blocks().iter().enumerate() {
+            let page = PageRef { block: BlockIndex(index as u32), offset: 0 };
+            assert!(!copied.immutable(page, block.length).unwrap().is_empty());
+        }
+        let error = Guest::device_state(&copied).unwrap_err().to_string();
+        assert!(error.contains("it was cut short while it was in use"), "{error}");
+    }
+}

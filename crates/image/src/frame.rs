@@ -1,0 +1,141 @@
+//! Everything in an image file that is not a page: head, block list, page bitmaps, the seal, the end of the memory.
+
+use towline_protocol::configuration::{Configuration, MAPPED_RAM};
+use towline_protocol::mapped_ram;
+use towline_protocol::ram;
+use towline_protocol::section::{SectionHeader, SectionType};
+use towline_protocol::{RamBlock, mapped_ram::MappedRamHeader};
+
+use crate::layer::{INCREMENTAL, memory_end};
+use crate::manifest::Digest;
+use crate::seal;
+
+/// Whether an image holds all of its guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Whole,
+    /// What is in its base is not in it; no QEMU is to load it.
+    Incremental,
+}
+
+/// See the module's text.
+#[derive(Debug, Clone)]
+pub(crate) struct Frame {
+    /// Header, configuration, section header and total.
+    head: Vec<u8>,
+    section_id: u32,
+    blocks: Vec<RamBlock>,
+    /// Behind the last page.
+    end: u64,
+}
+
+/// Bytes, and where they belong in the file.
+pub(crate) type Part = (u64, Vec<u8>);
+
+impl Frame {
+    /// For a guest whose stream begins so.
+    pub(crate) fn new(
+        configuration: &Configuration,
+        section_id: u32,
+        blocks: &[RamBlock],
+        kind: Kind,
+    ) -> Self {
+        let (mut head, mut blocks) = (head(configuration, section_id, kind), blocks.to_vec());
+        let end = mapped_ram::place_all_reserving(&mut blocks, head.len() as u64, seal::BYTES as u64);
+        ram::put_total(total(&blocks), &mut head);
+        Self { head, section_id, blocks, end }
+    }
+
+    /// The same with a head for a whole image, which is not longer, and every page where it is.
+    pub(crate) fn whole(&self, configuration: &Configuration) -> Self {
+        let mut head = head(configuration, self.section_id, Kind::Whole);
+        let mut blocks = self.blocks.clone();
+        let mut placed = self.blocks.clone();
+        mapped_ram::place_all(&mut placed, head.len() as u64);
+        // Only the first block's entry follows the head; the others follow the pages before them.
+        if let (Some(first), Some(placed)) = (blocks.first_mut(), placed.first()) {
+            let pages_offset = first.mapped.expect("placed").pages_offset;
+            first.mapped = placed.mapped.map(|mapped| MappedRamHeader { pages_offset, ..mapped });
+        }
+        ram::put_total(total(&blocks), &mut head);
+        Self { head, blocks, ..self.clone() }
+    }
+
+    /// The blocks with their places in the file.
+    pub(crate) fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    /// Bytes of memory.
+    pub(crate) fn total(&self) -> u64 {
+        total(&self.blocks)
+    }
+
+    /// Where the memory ends.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
+    }
+
+    /// The file's bytes up to the first block's bitmap.
+    pub(crate) fn up_to_bitmap(&self) -> Vec<u8> {
+        match self.blocks.first() {
+            Some(first) => [&self.head[..], &entry(first)].concat(),
+            None => Vec::new(),
+        }
+    }
+
+    /// All parts, in the file's order. `bitmaps` are the blocks'.
+    pub(crate) fn parts<'a>(
+        &self,
+        bitmaps: impl Iterator<Item = &'a [u8]>,
+        device_state: &[u8],
+    ) -> Vec<Part> {
+        let listed = |(block, bitmap): (&RamBlock, &[u8])| {
+            let entry = entry(block);
+            (mapped(block).bitmap_offset - entry.len() as u64, [&entry[..], bitmap].concat())
+        };
+        let tail = [&memory_end(self.section_id)[..], device_state].concat();
+        let head = (0, self.head.clone());
+        let list = self.blocks.iter().zip(bitmaps).map(listed);
+        [head].into_iter().chain(list).chain([(self.end, tail)]).collect()
+    }
+
+    /// Where the seal goes, and what it is for this text of a manifest.
+    pub(crate) fn seal(&self, manifest: &[u8]) -> Option<Part> {
+        Some((self.seal_offset()?, seal::encode(Digest::of(manifest)).to_vec()))
+    }
+
+    /// Where the seal goes.
+    pub(crate) fn seal_offset(&self) -> Option<u64> {
+        seal::offset(&self.blocks)
+    }
+}
+
+fn head(configuration: &Configuration, section_id: u32, kind: Kind) -> Vec<u8> {
+    let mut configuration = configuration.clone();
+    configuration.capabilities.push(MAPPED_RAM.into());
+    if kind == Kind::Incremental {
+        configuration.capabilities.push(INCREMENTAL.into());
+    }
+    let mut head = Vec::new();
+    configuration.encode(&mut head);
+    let (name, version) = (ram::SECTION_NAME.into(), ram::SECTION_VERSION);
+    SectionHeader { id: section_id, name, instance: 0, version }.encode(SectionType::Start, &mut head);
+    head
+}
+
+fn total(blocks: &[RamBlock]) -> u64 {
+    blocks.iter().map(|block| block.length).sum()
+}
+
+/// A block's place in the list, up to its bitmap.
+fn entry(block: &RamBlock) -> Vec<u8> {
+    let mut entry = Vec::new();
+    ram::put_block(block, &mut entry);
+    mapped(block).encode(&mut entry);
+    entry
+}
+
+fn mapped(block: &RamBlock) -> MappedRamHeader {
+    block.mapped.expect("placed")
+}
