@@ -8,7 +8,7 @@
 //! rings between two batches, and the old one is unmapped when nobody has it any more.
 //!
 //! Limits: [`REGIONS_MAX`] regions. A file that its owner truncates after it was mapped ends its own session and no other: an
-//! access behind its end finds zeros, and the connection is closed ([ADR 9](../../../docs/adr/0009-a-sigbus-ends-one-session.md)).
+//! access behind its end finds zeros, and the connection is closed ([ADR 11](../../../docs/adr/0011-a-sigbus-ends-one-session.md)).
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
