@@ -7,7 +7,8 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_lab::expect::{assert_ended, qmp};
 use towline_lab::{
-    Builder, Finished, LinuxGuest, Qemu, Qmp, Towline, Version, require_lab, towline, wait_until,
+    Builder, Finished, LinuxGuest, Qemu, Qmp, Towline, Version, require_lab, towline, towline_binary,
+    wait_until,
 };
 
 use crate::support::{
@@ -77,7 +78,11 @@ fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
 /// Begins a move that would never end, and waits until memory moves and the device is out.
 fn under_way(orders: &[String], control: &Path) -> Towline {
     let slowly = ["--multifd-channels", "0", "--max-bandwidth", "200", "--qmp", control.to_str().unwrap()];
-    let mut moving = towline(orders.iter().map(String::as_str).chain(slowly)).unwrap();
+    // What one that is killed leaves goes with the test.
+    let directory = format!("TMPDIR={}", control.parent().unwrap().display());
+    let binary = towline_binary().unwrap().display().to_string();
+    let line = [directory.as_str(), &binary].into_iter().chain(orders.iter().map(String::as_str));
+    let mut moving = Towline::start(Path::new("/usr/bin/env"), line.chain(slowly)).unwrap();
     wait_until("a move that goes on", WITHIN, || {
         assert!(moving.runs()?, "it ended: {}", moving.stderr());
         let answer = Qmp::connect(control, WITHIN).and_then(|qmp| qmp.execute("query-migrate", json!({})));
@@ -138,6 +143,7 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     under_way(&orders(&k), &scratch.path().join("control-k")).kill().unwrap();
     let repaired = towline(["repair".to_owned(), qmp(&a)]).unwrap().wait_done(WITHIN).unwrap();
     assert!(repaired.stdout.contains("device vsock0 plugged again"), "{}", repaired.stdout);
+    towline(["repair".to_owned(), qmp(&k)]).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_a);
 
     // One that takes it.
