@@ -6,8 +6,8 @@
 //!                 └ records of a towline that is gone: put back first (crate::qemu)
 //! ```
 //! A journal is a file of lines of JSON below the runtime directory ([`Directory`]), named by the process of its QEMU: its id and start
-//! time. A record is written and synced before the change that it undoes, by one `write`; a line that was cut off at the end was of a
-//! change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
+//! time. A record is written and synced before the change that it undoes (but for temporary directories, right behind it), by one `write`;
+//! a line that was cut off at the end was of a change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
 //!
 //! Where the process of a QEMU is not known, the journal is named by the device and inode of the monitor's socket, and holds its path
 //! and, where the file system knows it, the time at which it was made. Then a journal that was written through one monitor is not found
@@ -300,10 +300,17 @@ fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
 }
 
 fn read(file: &mut File) -> io::Result<String> {
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     file.rewind()?;
-    file.take(BYTES_MAX).read_to_string(&mut text)?;
-    Ok(text)
+    file.take(BYTES_MAX + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > BYTES_MAX {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("expected at most {BYTES_MAX} bytes"),
+        ));
+    }
+    // A line may be cut off within a character.
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Whether the file is what its name leads to.
@@ -321,10 +328,10 @@ fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
     Error::InUse { socket: socket.display().to_string(), pid }
 }
 
-/// Our own process, and when it started.
-fn own_process() -> io::Result<(i32, u64)> {
+/// Our own process, and when it started; 0 without a `/proc` that says so.
+fn own_process() -> (i32, u64) {
     let pid = getpid().as_raw_pid();
-    Ok((pid, start_time(pid)?))
+    (pid, start_time(pid).unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -7,7 +7,8 @@ use serde_json::json;
 use tempfile::TempDir;
 use towline_lab::expect::{assert_ended, qmp};
 use towline_lab::{
-    Builder, Finished, LinuxGuest, Qemu, Qmp, Towline, Version, require_lab, towline, wait_until,
+    Builder, Finished, LinuxGuest, Qemu, Qmp, Towline, Version, require_lab, towline, towline_binary,
+    wait_until,
 };
 
 use crate::support::{
@@ -74,18 +75,28 @@ fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
     (device, qemu.args(["-device", ROOT_PORT, "-chardev", &chardev].map(str::to_owned)), uds)
 }
 
-/// Begins a move that would never end, and cancels it when memory moves and the device is out.
-fn cancelled(orders: &[String], control: &Path) -> Finished {
+/// Begins a move that would never end, and waits until memory moves and the device is out.
+fn under_way(orders: &[String], control: &Path) -> Towline {
     let slowly = ["--multifd-channels", "0", "--max-bandwidth", "200", "--qmp", control.to_str().unwrap()];
-    let mut cancelled = towline(orders.iter().map(String::as_str).chain(slowly)).unwrap();
+    // What one that is killed leaves goes with the test.
+    let directory = format!("TMPDIR={}", control.parent().unwrap().display());
+    let binary = towline_binary().unwrap().display().to_string();
+    let line = [directory.as_str(), &binary].into_iter().chain(orders.iter().map(String::as_str));
+    let mut moving = Towline::start(Path::new("/usr/bin/env"), line.chain(slowly)).unwrap();
     wait_until("a move that goes on", WITHIN, || {
-        assert!(cancelled.runs()?, "it ended: {}", cancelled.stderr());
+        assert!(moving.runs()?, "it ended: {}", moving.stderr());
         let answer = Qmp::connect(control, WITHIN).and_then(|qmp| qmp.execute("query-migrate", json!({})));
         Ok(answer.is_ok_and(|answer| answer["status"] == "active").then_some(()))
     })
     .unwrap();
+    moving
+}
+
+/// Cancels such a move.
+fn cancelled(orders: &[String], control: &Path) -> Finished {
+    let moving = under_way(orders, control);
     Qmp::connect(control, WITHIN).unwrap().execute("migrate_cancel", json!({})).unwrap();
-    cancelled.wait(WITHIN).unwrap()
+    moving.wait(WITHIN).unwrap()
 }
 
 /// Stock QEMU does not migrate the device: it is taken out, and put in again at the other side, or at this one if the move is
@@ -124,6 +135,15 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     let mut heard = Vec::new();
     let _ = before.read_to_end(&mut heard);
     assert!(heard.is_empty());
+    echoes(&uds_a);
+
+    // One whose towline is killed then: `repair` puts it in again.
+    let (_device_k, k, _) = plugged(&scratch, "k");
+    let k = k.incoming_defer().start().unwrap();
+    under_way(&orders(&k), &scratch.path().join("control-k")).kill().unwrap();
+    let repaired = towline(["repair".to_owned(), qmp(&a)]).unwrap().wait_done(WITHIN).unwrap();
+    assert!(repaired.stdout.contains("device vsock0 plugged again"), "{}", repaired.stdout);
+    towline(["repair".to_owned(), qmp(&k)]).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_a);
 
     // One that takes it.

@@ -116,7 +116,7 @@ pub(super) struct Header {
 
 impl Header {
     pub(super) fn of(socket: &Path) -> io::Result<Self> {
-        let (pid, start_time) = own_process()?;
+        let (pid, start_time) = own_process();
         let socket = std::path::absolute(socket)?;
         let metadata = fs::metadata(&socket)?;
         let created = metadata.created().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
@@ -148,7 +148,7 @@ impl Header {
 
     /// Whether its owner runs. A lock says the same, but is dropped a moment before the process has exited.
     pub(super) fn owner_lives(&self) -> bool {
-        let is_other = own_process().is_ok_and(|own| own != (self.pid, self.start_time));
+        let is_other = own_process() != (self.pid, self.start_time);
         is_other && self.is_of_our_namespace() && start_time(self.pid).is_ok_and(|now| now == self.start_time)
     }
 

@@ -44,7 +44,7 @@ impl Place {
 fn running() -> Arc<Process> {
     let pid = getpid();
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).unwrap();
-    let (pid, start_time) = own_process().unwrap();
+    let (pid, start_time) = own_process();
     Arc::new(Process::Known { pid, start_time, pidfd })
 }
 
@@ -105,7 +105,7 @@ fn owner_without_lock_is_refused_while_its_process_runs() {
     let path = place.only_file();
     let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
-    let (own, own_start) = own_process().unwrap();
+    let (own, own_start) = own_process();
     let text = fs::read_to_string(&path).unwrap();
     let text = text.replace(&format!("\"pid\":{own}"), &format!("\"pid\":{pid}"));
     let start = start_time(pid).unwrap();
@@ -126,13 +126,14 @@ fn line_that_was_cut_off_is_of_no_change() {
     let place = Place::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
-    let _ = journal.write(&Record::Migration { to: "unix:a".into(), begun_ms: 1 }).unwrap();
+    let _ = journal.write(&Record::Migration { to: "unix:ä".into(), begun_ms: 1 }).unwrap();
     drop(journal);
     let path = place.only_file();
     let text = fs::read_to_string(&path).unwrap();
     let last = text.trim_end().rfind('\n').unwrap() + 1;
     for cut in last..text.len() - 1 {
-        fs::write(&path, &text[..cut]).unwrap();
+        // Within the "ä" too.
+        fs::write(&path, &text.as_bytes()[..cut]).unwrap();
         let (journal, owner) = place.open(&running()).unwrap();
         assert_eq!(owner, Some(getpid().as_raw_pid()), "cut at {cut}");
         let records: Vec<_> = journal.records().into_iter().map(|(_, record)| record).collect();

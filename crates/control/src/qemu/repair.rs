@@ -17,8 +17,13 @@ use super::settings::Change;
 use super::{Error, Incoming, Qemu};
 use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
 
-/// How long a migration whose towline is gone may take to end, and to be cleaned up.
+/// How long a migration that was cancelled may take to end, and any to be cleaned up.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long one that is not recorded may take to end by itself, as it does soon if it went to the towline that is gone.
+const END_TIMEOUT: Duration = Duration::from_secs(3);
+/// In which a migration can be cancelled without a doubt about where the guest is.
+const CANCELLABLE: [MigrationStatus; 3] =
+    [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 /// How far the time at which a migration was begun may be from the time that its age says.
 const BEGUN_WITHIN_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -142,7 +147,7 @@ impl Qemu {
 
     /// Waits until no migration is under way, and cancels one that was begun at one of these times. If one still is: why.
     fn settle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
-        let deadline = Instant::now() + SETTLE_TIMEOUT;
+        let began = Instant::now();
         let mut cancelled = false;
         loop {
             let migration = self.migration()?;
@@ -157,16 +162,22 @@ impl Qemu {
                 return Ok(Some("it waits for a guest".into()));
             }
             let is_ours = || begun.iter().any(|begun| was_begun_at(&migration, *begun));
-            if !cancelled && !status.is_final() && is_ours() {
+            if !cancelled && CANCELLABLE.contains(&status) && is_ours() && !self.is_completing()? {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
-            if Instant::now() >= deadline {
-                let waited = SETTLE_TIMEOUT.as_secs();
+            let limit = if cancelled || status.is_final() { SETTLE_TIMEOUT } else { END_TIMEOUT };
+            if began.elapsed() >= limit {
+                let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
             }
             thread::sleep(POLL_INTERVAL);
         }
+    }
+
+    /// Whether the guest stands still to be handed over: by now it may run at a destination that does not need us.
+    fn is_completing(&mut self) -> Result<bool, Error> {
+        Ok(self.status()?.status == RunState::FINISH_MIGRATE)
     }
 
     /// Whether QEMU still holds a migration that it says is over; settings that change meanwhile can make it abort.
