@@ -221,14 +221,15 @@ impl<'a> Run<'a> {
 fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
     if options.postcopy.is_some() {
         postcopy::check(source, options)?;
-        return Ok(0);
+        let lanes = options.multifd_channels.unwrap_or(0);
+        return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
     let streams = [stream_address(source), destination_address(destination)];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
     let lanes = options.multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
-        return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
+        return Err(too_many(lanes));
     }
     if lanes > 0
         && let Some(address) = streams().find(|address| {
@@ -240,6 +241,10 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
         )));
     }
     Ok(lanes)
+}
+
+fn too_many(lanes: usize) -> Error {
+    Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU"))
 }
 
 fn stream_address(source: &Source) -> Option<&Address> {

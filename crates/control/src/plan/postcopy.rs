@@ -29,6 +29,7 @@ use super::{
     Destination, DestinationState, Error, Failure, GuestState, Options, Phase, Progress, Report, Source,
     SourceState, blame, tls,
 };
+use crate::qemu::Qemu;
 use end::End;
 pub(super) use live::migrate;
 
@@ -45,6 +46,9 @@ const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 const IDLE_RECOVERIES_MAX: u32 = 5;
 /// When a destination that has not noticed by itself is told that its connection is lost.
 const BREAK_AFTER: Duration = Duration::from_secs(1);
+
+/// The first QEMU that has lanes in a migration that may become postcopy.
+const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
 
 /// How a copy by postcopy is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +77,7 @@ pub struct PostcopyReport {
 /// Refuses what does not go with it, before anything is touched.
 pub(super) fn check(source: &Source, options: &Options) -> Result<(), Error> {
     let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
+    let lanes = options.multifd_channels.unwrap_or(0);
     let text = match source {
         Source::Stream(_) => {
             "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
@@ -82,10 +87,10 @@ pub(super) fn check(source: &Source, options: &Options) -> Result<(), Error> {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }
         Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
-        _ if options.multifd_channels.is_some_and(|lanes| lanes > 0) => {
-            "--multifd-channels with --postcopy: QEMUs before 10.1 refuse it, and none takes pages on lanes once the guest runs; leave it out"
+        source if lanes > 0 && !matches!(source, Source::Qmp(_)) => {
+            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU takes pages on lanes once it runs; leave it out"
         }
-        _ if options.compression != Compression::None => {
+        _ if options.compression != Compression::None && lanes == 0 => {
             "--compression is of lanes, and --postcopy has none: leave it out"
         }
         _ if options.zero_copy_send == ZeroCopySend::On => {
@@ -98,6 +103,19 @@ pub(super) fn check(source: &Source, options: &Options) -> Result<(), Error> {
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
+}
+
+/// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
+pub(super) fn takes_lanes(qemu: &Qemu) -> Result<(), Error> {
+    let version = &qemu.facts().version.qemu;
+    if (version.major, version.minor) >= LANES_BESIDE_POSTCOPY_SINCE {
+        return Ok(());
+    }
+    Err(Error::Usage(format!(
+        "--multifd-channels with --postcopy: QEMU {} on {} has no lanes beside postcopy, which came with 10.1: leave the option out",
+        qemu.version_text(),
+        qemu.socket()
+    )))
 }
 
 /// A stored guest.

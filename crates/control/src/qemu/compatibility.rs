@@ -84,6 +84,11 @@ impl Qemu {
         Ok(known)
     }
 
+    /// Whether the guest's processors are run by KVM; they may be emulated where QEMU does not tell.
+    pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
+        Ok(self.raw("query-kvm", None)?.is_some_and(|answer| answer["enabled"] == true))
+    }
+
     /// `None` where QEMU refuses to answer.
     fn ask<T>(&mut self, question: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
         match question(self) {

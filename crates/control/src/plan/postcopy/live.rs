@@ -48,8 +48,9 @@ pub(in super::super) fn migrate(
     };
     let runs = run.options.run.unwrap_or(source.ran);
     run.observer.phase(Phase::Connect);
-    let begun = target.start_postcopy(options.preempt, runs);
-    let begun = begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.options));
+    let begun = target.start_postcopy(options.preempt, runs, run.lanes, run.options.compression);
+    let begun =
+        begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.lanes, run.options));
     if let Err(error) = begun.and_then(|()| switch(&mut source, run)) {
         let error = target.explain(error);
         return Err(undo(error, source, Some(target)));
@@ -64,8 +65,13 @@ pub(in super::super) fn migrate(
 }
 
 fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDestination, Error> {
+    source.check_postcopy()?;
     let mut target = QmpDestination::prepare_postcopy(path)?;
-    target.check(&source.guest(true)?, 0, run.observer)?;
+    if run.lanes > 0 {
+        source.takes_lanes_beside_postcopy()?;
+        target.takes_lanes_beside_postcopy()?;
+    }
+    target.check(&source.guest(true)?, run.lanes, run.observer)?;
     Ok(target)
 }
 
@@ -81,8 +87,8 @@ fn switch(source: &mut QmpSource, run: &Run<'_>) -> Result<(), Error> {
             Some(status) if status.is_final() && cancelled => return Err(Error::Cancelled),
             Some(status) if status.is_final() => return Err(source.failed(&migration)),
             Some(status) if *status == MigrationStatus::ACTIVE => {
-                let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
-                if passes > 1 && !cancelled && !run.cancel.is_cancelled() {
+                let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
+                if passed && !cancelled && !run.cancel.is_cancelled() {
                     return source.switch();
                 }
             }
