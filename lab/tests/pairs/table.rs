@@ -120,11 +120,12 @@ fn machines() -> Vec<Pair> {
     ]
 }
 
-/// Those with the newest QEMU, which not every machine has.
+/// Those with the newest QEMU, which not every machine has. None has virtio: of that the verdict is "could not tell", since QEMU 11.1 cannot
+/// be asked what a driver agreed upon.
 pub(crate) fn newest() -> Vec<Pair> {
     use Version::{Newest, Stable, V7_2, V10_0};
     let as_10_0 = |version| guest(version).machine("pc-q35-10.0");
-    let (nic, lanes): (_, &[&str]) = ("-device virtio-net-pci", &["+multifd", "multifd-channels=2"]);
+    let lanes: &[&str] = &["+multifd", "multifd-channels=2"];
     vec![
         pair("alike, newest", guest(Newest), guest(Newest), true),
         short(pair("10.0 of Debian 13 to newest", as_10_0(Stable), as_10_0(Newest), true)),
@@ -134,11 +135,6 @@ pub(crate) fn newest() -> Vec<Pair> {
         pair("7.2 to newest", common(V7_2), common(Newest), true),
         pair("newest to 7.2", common(Newest), common(V7_2), true),
         short(pair("machine newest to 10.0", guest(Newest), as_10_0(Newest), false)),
-        pair("10.0 to newest, virtio-net", with(as_10_0(V10_0), nic), with(as_10_0(Newest), nic), true),
-        pair("newest to 10.0, virtio-net", with(as_10_0(Newest), nic), with(as_10_0(V10_0), nic), true),
-        pair("10.0 to newest, virtio-blk", with(as_10_0(V10_0), BLK), with(as_10_0(Newest), BLK), true),
-        pair("newest to 10.0, virtio-blk", with(as_10_0(Newest), BLK), with(as_10_0(V10_0), BLK), true),
-        pair("7.2 to newest, virtio-net", with(common(V7_2), nic), with(common(Newest), nic), true),
         pair("newest, e1000 is missing", with(guest(Newest), "-device e1000,romfile="), guest(Newest), false),
         Pair {
             source_settings: lanes,
