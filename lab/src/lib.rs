@@ -11,6 +11,8 @@
 //! towline with towline would agree with itself. Every wait has a deadline, and every process and file goes with the
 //! value that stands for it.
 //!
+//! QEMUs are Debian 12's (7.2), its backports' (10.0), Debian 13's (10.0 with later fixes) and its backports' (11.1).
+//!
 //! The lab is for Debian 12 on x86-64, emulated (TCG) unless KVM is asked for and works. `cargo xtask setup` brings
 //! what it needs; see [`require_lab`].
 
@@ -41,6 +43,7 @@ pub use exposition::{Exposition, scrape};
 pub use linux::LinuxGuest;
 pub use memory::RamBlock;
 pub use network::Network;
+pub use paths::Kernel;
 pub use program::ProgramDisk;
 pub use qemu::{Accelerator, Builder, Guest, Incoming, MemoryBackend, Qemu, Version};
 pub use qmp::{Qmp, QmpError};
@@ -73,4 +76,34 @@ pub fn require_lab(name: &str) -> bool {
             false
         }
     }
+}
+
+/// As [`require_lab`], and these QEMUs beside: not every machine can have those of Debian 13.
+#[must_use]
+pub fn require_qemu(name: &str, versions: &[Version]) -> bool {
+    if !require_lab(name) {
+        return false;
+    }
+    let missing = versions.iter().find_map(|version| version.missing());
+    if let Some(part) = &missing {
+        skip(name, &format!("{} is missing; `cargo xtask setup` brings it or says why not", part.display()));
+    }
+    missing.is_none()
+}
+
+/// As [`require_lab`], and this kernel beside.
+#[must_use]
+pub fn require_kernel(name: &str, kernel: Kernel) -> bool {
+    if !require_lab(name) {
+        return false;
+    }
+    let archive = paths::initramfs(&paths::lab_directory(), kernel);
+    let is_there = archive.is_file();
+    if !is_there {
+        skip(
+            name,
+            &format!("{} is missing; `cargo xtask setup` brings it or says why not", archive.display()),
+        );
+    }
+    is_there
 }

@@ -21,17 +21,66 @@ pub fn library_path(tree: &Path) -> String {
     directories.map(|directory| tree.join(directory).display().to_string()).join(":")
 }
 
-/// The kernel that Linux guests boot, if the set-up has run.
-pub fn kernel(lab: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(lab.join("kernel/boot")).ok()?;
-    let is_kernel =
-        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
-    entries.flatten().map(|entry| entry.path()).find(is_kernel)
+/// A kernel of Linux guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// Debian 12's own, 6.1.
+    Debian12,
+    /// That of Debian 13's backports, 7.x; not on every machine, see [`require_kernel`](crate::require_kernel).
+    Newest,
 }
 
-/// The archive that Linux guests boot with.
-pub fn initramfs(lab: &Path) -> PathBuf {
-    lab.join("initramfs")
+/// The kernel that Linux guests boot, if the set-up has brought it.
+pub fn kernel(lab: &Path, kernel: Kernel) -> Option<PathBuf> {
+    let tree = match kernel {
+        Kernel::Debian12 => lab.join("kernel"),
+        Kernel::Newest => newest_kernel_directory(lab),
+    };
+    let is_kernel =
+        |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"));
+    std::fs::read_dir(tree.join("boot")).ok()?.flatten().map(|entry| entry.path()).find(is_kernel)
+}
+
+/// Where the newest kernel and its modules are.
+pub fn newest_kernel_directory(lab: &Path) -> PathBuf {
+    lab.join("kernel-newest")
+}
+
+/// The archive that Linux guests boot with, whose modules are of that kernel.
+pub fn initramfs(lab: &Path, kernel: Kernel) -> PathBuf {
+    match kernel {
+        Kernel::Debian12 => lab.join("initramfs"),
+        Kernel::Newest => lab.join("initramfs-newest"),
+    }
+}
+
+/// A QEMU of another Debian, with its own C library and started by a script.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UnpackedQemu {
+    /// Debian 13's.
+    Stable,
+    /// That of Debian 13's backports.
+    Newest,
+}
+
+impl UnpackedQemu {
+    /// Where it is.
+    pub fn directory(self, lab: &Path) -> PathBuf {
+        lab.join(match self {
+            Self::Stable => "qemu-stable",
+            Self::Newest => "qemu-newest",
+        })
+    }
+
+    /// The script in its directory, which becomes the emulator's own process.
+    pub fn program(directory: &Path) -> PathBuf {
+        directory.join("qemu-system-x86_64")
+    }
+
+    /// Its version, as `11.1.3`, if the set-up has brought it.
+    pub fn version(self, lab: &Path) -> Option<String> {
+        std::fs::read_to_string(self.directory(lab).join("version")).ok()
+    }
 }
 
 /// The Python that has `websockets`.
@@ -61,8 +110,8 @@ pub const QEMU_10_0: &str = "/usr/bin/qemu-system-x86_64";
 pub fn missing() -> Option<String> {
     let lab = lab_directory();
     let qemu_7_2 = lab.join("qemu-7.2/usr/bin/qemu-system-x86_64");
-    let files = [PathBuf::from(QEMU_10_0), qemu_7_2, initramfs(&lab)];
+    let files = [PathBuf::from(QEMU_10_0), qemu_7_2, initramfs(&lab, Kernel::Debian12)];
     let missing = files.into_iter().find(|file| !file.is_file()).map(|file| file.display().to_string());
-    missing
-        .or_else(|| kernel(&lab).is_none().then(|| lab.join("kernel/boot/vmlinuz-*").display().to_string()))
+    let no_kernel = || kernel(&lab, Kernel::Debian12).is_none();
+    missing.or_else(|| no_kernel().then(|| lab.join("kernel/boot/vmlinuz-*").display().to_string()))
 }

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -13,6 +13,7 @@ use tempfile::TempDir;
 
 use crate::boot_sector::BootSector;
 use crate::network::Network;
+use crate::paths::{Kernel, UnpackedQemu};
 use crate::qmp::Qmp;
 use crate::wait::wait_until;
 use crate::{accelerator, guest_programs, paths, process};
@@ -33,6 +34,10 @@ pub enum Version {
     V10_0,
     /// Debian 12's own QEMU 7.2.
     V7_2,
+    /// Debian 13's own, 10.0 with later fixes. Not on every machine, see [`require_qemu`](crate::require_qemu).
+    Stable,
+    /// The newest that Debian 13 has, in its backports: 11.1. Not on every machine either.
+    Newest,
 }
 
 /// What backs the guest's memory. Its block is called `pc.ram` either way, so both kinds can be each other's
@@ -93,6 +98,7 @@ pub struct Builder {
     accelerator: Accelerator,
     incoming: Incoming,
     guest: Guest,
+    kernel: Kernel,
     guest_programs: Vec<PathBuf>,
     paused: bool,
     kernel_arguments: String,
@@ -113,16 +119,27 @@ pub struct Qemu {
 }
 
 impl Version {
-    /// The machine type that the lab gives a guest of this QEMU.
+    /// The machine type that the lab gives a guest of this QEMU: its own newest q35.
     pub fn machine(self) -> &'static str {
+        static STABLE: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Stable));
+        static NEWEST: LazyLock<String> = LazyLock::new(|| machine_of(UnpackedQemu::Newest));
         match self {
             Self::V10_0 => "pc-q35-10.0",
             Self::V7_2 => "pc-q35-7.2",
+            Self::Stable => &STABLE,
+            Self::Newest => &NEWEST,
         }
     }
 
-    /// The emulator, with the paths that it needs.
-    fn command(self) -> Command {
+    /// Whether QEMU keeps track of what an emulated guest writes. Before 9.0 its writes to a page are lost to the migration from
+    /// the second look at the dirty log on, whoever receives it (QEMU's "physmem: Fix migration dirty bitmap coherency with TCG
+    /// memory access").
+    pub fn tracks_emulated_writes(self) -> bool {
+        self != Self::V7_2
+    }
+
+    /// The program that starts it, with the paths that it needs.
+    pub fn command(self) -> Command {
         match self {
             Self::V10_0 => Command::new(paths::QEMU_10_0),
             Self::V7_2 => {
@@ -134,7 +151,29 @@ impl Version {
                 }
                 command
             }
+            Self::Stable => unpacked(UnpackedQemu::Stable),
+            Self::Newest => unpacked(UnpackedQemu::Newest),
         }
+    }
+
+    /// What of it the set-up has not brought.
+    pub(crate) fn missing(self) -> Option<PathBuf> {
+        let program = PathBuf::from(self.command().get_program());
+        (!program.is_file()).then_some(program)
+    }
+}
+
+fn unpacked(qemu: UnpackedQemu) -> Command {
+    Command::new(UnpackedQemu::program(&qemu.directory(&paths::lab_directory())))
+}
+
+/// The machine type of its series; the short name where it is not there, which nothing can start.
+fn machine_of(qemu: UnpackedQemu) -> String {
+    let version = qemu.version(&paths::lab_directory()).unwrap_or_default();
+    let mut numbers = version.split('.');
+    match (numbers.next(), numbers.next()) {
+        (Some(major), Some(minor)) => format!("pc-q35-{major}.{minor}"),
+        _ => "q35".to_owned(),
     }
 }
 
@@ -196,6 +235,12 @@ impl Builder {
     pub fn linux(mut self) -> Self {
         self.memory_mib = self.memory_mib.max(256);
         self.guest(Guest::Linux)
+    }
+
+    /// The kernel of a Linux guest; Debian 12's unless said.
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
     }
 
     /// Programs of this machine that the Linux guest has too, at the same places, with the libraries that they need.
@@ -310,8 +355,9 @@ impl Builder {
             Guest::None => {}
             Guest::Linux => {
                 let lab = paths::lab_directory();
-                let kernel = paths::kernel(&lab).context("no kernel; run `cargo xtask setup`")?;
-                let mut archive = paths::initramfs(&lab);
+                let kernel =
+                    paths::kernel(&lab, self.kernel).context("no kernel; run `cargo xtask setup`")?;
+                let mut archive = paths::initramfs(&lab, self.kernel);
                 if !self.guest_programs.is_empty() {
                     archive = guest_programs::archive(&archive, &self.guest_programs, directory)?;
                 }
@@ -341,6 +387,7 @@ impl Qemu {
             accelerator: Accelerator::Tcg,
             incoming: Incoming::No,
             guest: Guest::None,
+            kernel: Kernel::Debian12,
             guest_programs: Vec::new(),
             paused: false,
             kernel_arguments: String::new(),

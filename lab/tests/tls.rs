@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use towline_lab::certificates::{Authority, Holder};
-use towline_lab::{BootSector, Builder, Finished, Qemu, Towline, Version, require_lab, towline, wait_until};
+use towline_lab::{
+    BootSector, Builder, Finished, Qemu, Towline, Version, require_lab, require_qemu, towline, wait_until,
+};
 
 const WITHIN: Duration = Duration::from_secs(60);
 /// How long anybody may take to say that it trusts nobody.
@@ -111,7 +113,7 @@ fn says(towline: &mut Towline, text: &str) {
 /// Has a waiting QEMU listen; returns where.
 fn listen(qemu: &Qemu, uri: &str) -> String {
     let mut arguments = json!({ "uri": uri });
-    if qemu.version() == V10_0 {
+    if qemu.version() != V7_2 {
         arguments["exit-on-error"] = false.into();
     }
     qemu.qmp().execute("migrate-incoming", arguments).unwrap();
@@ -138,8 +140,12 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
 
 /// A stock QEMU connects to towline with TLS, and towline to another one.
 fn through_towline(version: Version, machine: Version, lanes: u64) {
+    from_one_to_another([version, version], machine, lanes);
+}
+
+fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
     let (place, count) = (Place::new(), lanes.to_string());
-    let (image, source) = (place.path("guest.img"), place.boot(version, machine));
+    let (image, source) = (place.path("guest.img"), place.boot(from, machine));
     let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
     let uri = listens_at(&mut towline);
     set(&source, lanes, &json!({ "tls-creds": "tls" }));
@@ -149,13 +155,38 @@ fn through_towline(version: Version, machine: Version, lanes: u64) {
     source.qmp().wait_migration("completed", WITHIN).unwrap();
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
 
-    let destination = place.qemu(version, machine, "server").incoming_defer().start().unwrap();
+    let destination = place.qemu(to, machine, "server").incoming_defer().start().unwrap();
     set(&destination, lanes, &json!({ "tls-creds": "tls" }));
     let there = listen(&destination, "tcp:127.0.0.1:0");
     let copied =
         place.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
     assert_eq!(copied.status.code(), Some(0), "{}{}", copied.stderr, destination.stderr());
     prove_equal(&source, &destination);
+}
+
+/// Each release with the newest one; `make test` has two of them, `cargo xtask soak versions` all.
+#[test]
+fn the_newest_qemu_and_each_other_one() {
+    use Version::{Newest, Stable};
+    if !require_qemu("the_newest_qemu_and_each_other_one", &[Stable, Newest]) {
+        return;
+    }
+    let mut crossings = vec![([Stable, Newest], Stable, 4), ([Newest, Newest], Newest, 0)];
+    if std::env::var_os("TOWLINE_SOAK_VERSIONS").is_some() {
+        let pairs = [
+            ([V7_2, Newest], V7_2),
+            ([V10_0, Newest], V10_0),
+            ([Newest, V10_0], V10_0),
+            ([Newest, Stable], Stable),
+        ];
+        crossings
+            .extend(pairs.iter().flat_map(|(pair, machine)| [0, 4].map(|lanes| (*pair, *machine, lanes))));
+        crossings.extend([([Stable, Newest], Stable, 0), ([Newest, Newest], Newest, 4)]);
+    }
+    for (pair, machine, lanes) in crossings {
+        from_one_to_another(pair, machine, lanes);
+        println!("{:?} to {:?}: TLS, {lanes} lanes: holds", pair[0], pair[1]);
+    }
 }
 
 macro_rules! tests {

@@ -28,11 +28,14 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Bring this Debian 12 machine what the lab needs: both QEMUs, a guest kernel, tools, the initramfs.
+    /// Bring this Debian 12 machine what the lab needs: QEMUs 7.2 to 11.1, guest kernels, tools, initramfs archives.
     Setup {
         /// Only the part that needs root (packages); nothing is written below target/.
         #[arg(long)]
         system: bool,
+        /// Bring nothing; say whether Debian has a newer QEMU than those that towline is tested with.
+        #[arg(long, conflicts_with = "system")]
+        newer: bool,
     },
     /// Bring the programs that the benches of vhost-user devices compare with, below target/peers.
     Peers,
@@ -63,7 +66,8 @@ enum Task {
 
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
-        Task::Setup { system } => setup::run(system),
+        Task::Setup { newer: true, .. } => setup::newer(),
+        Task::Setup { system, .. } => setup::run(system),
         Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),
         Task::Layering => layering::run(),

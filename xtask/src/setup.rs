@@ -3,9 +3,12 @@
 //! ```text
 //! the machine   QEMU 10.0 (bookworm-backports), iperf3, socat, ip, ethtool, tcpdump, xz, g++, venv: apt, as root
 //! target/lab    qemu-7.2/   QEMU 7.2 of bookworm, unpacked                 never installed
+//!               qemu-stable/ QEMU 10.0 of Debian 13 (trixie), with its own C library      never installed
+//!               qemu-newest/ QEMU 11.1 of Debian 13's backports, likewise                 never installed
 //!               kernel/     Debian's cloud kernel and its modules          never installed
+//!               kernel-newest/ that of Debian 13's backports, 7.x          never installed
 //!               busybox/    busybox-static                                 never installed
-//!               initramfs   the agent, busybox, modules: one newc archive
+//!               initramfs   the agent, busybox, modules: one newc archive; initramfs-newest: with those of kernel-newest
 //!               python/     Python's websockets, if they can be had        never installed
 //!               python-s3/  Python's moto, an S3 server, likewise          never installed
 //!               python-qmp/ QEMU's own qmp-shell, likewise                 never installed
@@ -15,6 +18,8 @@
 //! everything there the task looks at the parts and returns; nothing is fetched.
 
 mod apt;
+mod archive;
+mod debian_13;
 mod initramfs;
 mod modules;
 pub(crate) mod peers;
@@ -51,6 +56,7 @@ pub(crate) fn run(system_only: bool) -> Result<()> {
     let changed = unpack::qemu_7_2(&lab)? | changed;
     let changed = unpack::kernel(&lab)? | changed;
     let changed = unpack::busybox(&lab)? | changed;
+    let changed = debian_13::bring(&lab)? | changed;
     let changed = initramfs::make(&lab)? | changed;
     let changed = python::websockets(&lab)? | changed;
     let changed = python::s3(&lab)? | changed;
@@ -59,6 +65,13 @@ pub(crate) fn run(system_only: bool) -> Result<()> {
         println!("setup: ready in {:.1} s ({})", started.elapsed().as_secs_f64(), lab.display());
     }
     Ok(())
+}
+
+/// Says whether Debian has newer QEMUs than those of the lab and those that towline is tested with.
+pub(crate) fn newer() -> Result<()> {
+    let lab = paths::lab_directory();
+    std::fs::create_dir_all(&lab)?;
+    debian_13::newer(&lab)
 }
 
 /// Installs the packages that are missing; true if there were any.

@@ -133,7 +133,22 @@ const SOAKS: &[Soak] = &[
     Soak {
         name: "pairs",
         about: "every pair of QEMUs that differ: the verdict against a migration by QEMU itself and a move (TOWLINE_PAIR: only one)",
-        run: || lab_test("pairs", "verdicts_agree_with_what_happens", &[("TOWLINE_SOAK_PAIRS", "1")]),
+        run: || {
+            let all = [("TOWLINE_SOAK_PAIRS", "1")];
+            lab_test("pairs", "verdicts_agree_with_what_happens", &all)?;
+            lab_test("pairs", "verdicts_on_the_newest_qemu_agree_with_what_happens", &all)
+        },
+    },
+    Soak {
+        name: "versions",
+        about: "each QEMU with the newest one (11.1), in every way that a guest can go, and Linux 7 with a vsock (TOWLINE_CROSSING: only \
+            those whose name has this)",
+        run: || {
+            let all = [("TOWLINE_SOAK_VERSIONS", "1")];
+            lab_test("matrix", "crossings::guests_cross_from_version_to_version", &all)?;
+            lab_test("tls", "the_newest_qemu_and_each_other_one", &all)?;
+            lab_test("vsock", "a_linux_7_of_the_newest_qemu", &all)
+        },
     },
     Soak {
         name: "net-pairs",

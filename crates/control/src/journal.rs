@@ -3,7 +3,7 @@
 //! ```text
 //!   connect ─► lock the QEMU's journal ─► each change: record it, make it, ─► put it back: record done ─► no records left: remove
 //!                 │ locked: another towline works on this QEMU
-//!                 └ records of a towline that is gone: put back first (crate::qemu)
+//!                 └ records of a towline that is gone: put back first (when it is connected to)
 //! ```
 //! A journal is a file of lines of JSON below the runtime directory ([`Directory`]), named by the process of its QEMU: its id and start
 //! time. A record is written and synced before the change that it undoes (but for temporary directories, right behind it), by one `write`;
@@ -28,7 +28,7 @@ use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, u
 use rustix::io::Errno;
 use rustix::process::getpid;
 
-use crate::qemu::{Process, ProcessState, start_time};
+use crate::process::{Process, ProcessState, start_time};
 
 pub use directory::{Directory, DirectoryError};
 pub(crate) use record::now_ms;

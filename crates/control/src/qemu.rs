@@ -6,7 +6,6 @@
 mod compatibility;
 mod device_tree;
 mod drives;
-mod process;
 mod ram_block;
 mod repair;
 mod settings;
@@ -27,8 +26,7 @@ use towline_qmp::{self as qmp, Client, Options, PeerCredentials};
 
 use crate::journal::{self, Entry, Journal, Record};
 
-pub(crate) use process::start_time;
-pub use process::{Process, ProcessState};
+pub use crate::process::{Process, ProcessState};
 pub use ram_block::{RamBlock, RamBlockError};
 pub use repair::Repaired;
 pub use settings::{ApplyError, RestoreError, Settings, Wanted};

@@ -1,4 +1,4 @@
-//! QEMU's migration stream (7.2 to 10.x): its wire formats and both ends' state machines.
+//! QEMU's migration stream (7.2 to 11.1): its wire formats and both ends' state machines.
 //!
 //! What it is not: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through a
 //! [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): whoever drives the machine

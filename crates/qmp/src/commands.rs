@@ -1,4 +1,4 @@
-//! The QMP commands that we use, typed. Names, keys and units are QEMU's (`qapi/*.json` of QEMU 10.0).
+//! The QMP commands that we use, typed. Names, keys and units are QEMU's (`qapi/*.json` of QEMU 7.2 to 11.1).
 //!
 //! Arguments that are `None` are not sent. Answers keep keys that we do not know in `other`, where losing them could
 //! matter; elsewhere they are ignored, because each QEMU adds some. What is not here goes through

@@ -1,6 +1,9 @@
 //! A real Linux, which says itself what its memory holds and how far it has counted.
 
-use towline_lab::{Builder, LinuxGuest, Qemu, Version, require_lab, wait_until};
+use towline_lab::{
+    Builder, Kernel, LinuxGuest, Qemu, Version, require_kernel, require_lab, require_qemu, towline,
+    wait_until,
+};
 
 use crate::support::{
     Row, Scratch, WITHIN, copy, copy_with, listen, listening_on, load_by_qemu, migrate, qmp, start_copy,
@@ -162,4 +165,34 @@ fn from_7_2_to_10_0() {
     let destination = waiting(builder(Version::V10_0));
     copy(&["--verify", "--paused", &image, &qmp(&destination)]);
     Known { source, hash, tick }.prove_moved_to(&destination);
+}
+
+#[test]
+fn a_linux_7_moves_to_the_newest_qemu_and_back() {
+    let name = "a_linux_7_moves_to_the_newest_qemu_and_back";
+    if !require_qemu(name, &[Version::Stable, Version::Newest]) || !require_kernel(name, Kernel::Newest) {
+        return;
+    }
+    let builder = |version| {
+        let builder = Qemu::builder(version).machine(Version::Stable.machine()).cpu("Nehalem").linux();
+        builder.kernel(Kernel::Newest).processors(2).args(["-device", "virtio-net-pci,romfile="])
+    };
+    let mut qemu = builder(Version::Stable).start().unwrap();
+    let mut guest = qemu.linux(WITHIN).unwrap();
+    let kernel = guest.info().unwrap().into_iter().find(|(key, _)| key == "kernel").unwrap().1;
+    assert!(kernel.split('.').next().unwrap().parse::<u32>().unwrap() >= 7, "{kernel}");
+    let before = dirtying(&mut guest);
+    let mut tick = guest.wait_ticking(WITHIN).unwrap();
+    drop(guest);
+    for (version, lanes) in [(Version::Newest, "4"), (Version::Stable, "0")] {
+        let there = waiting(builder(version));
+        let line = ["move", "--multifd-channels", lanes, &qmp(&qemu), &qmp(&there)];
+        towline(line).unwrap().wait_done(WITHIN).unwrap();
+        let mut guest = there.linux(WITHIN).unwrap();
+        let now = guest.wait_ticking(WITHIN).unwrap();
+        assert!(now > tick, "the counter is {now}, before it was {tick}");
+        assert_eq!(guest.check().unwrap(), 24 * MIB / 4096);
+        (qemu, tick) = (there, now);
+    }
+    check_written(&mut qemu.linux(WITHIN).unwrap(), before);
 }

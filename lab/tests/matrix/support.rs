@@ -25,12 +25,11 @@ impl Row {
         self.boot_on(self.version())
     }
 
-    /// Starts this row's guest on a QEMU that may be another's. On 7.2 it is stopped then: before 9.0 an emulated guest's
-    /// writes to a page are lost to the migration from the second look at the dirty log on, whoever receives it (QEMU's
-    /// "physmem: Fix migration dirty bitmap coherency with TCG memory access").
+    /// Starts this row's guest on a QEMU that may be another's. Where that loses what an emulated guest writes it is stopped then, see
+    /// [`Version::tracks_emulated_writes`].
     pub(crate) fn boot_on(self, version: Version) -> Qemu {
         let qemu = boot(self.builder_on(version));
-        if version == Version::V7_2 {
+        if !version.tracks_emulated_writes() {
             stop(&qemu);
         }
         qemu

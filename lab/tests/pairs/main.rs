@@ -14,7 +14,7 @@ mod linux;
 mod run;
 mod table;
 
-use towline_lab::require_lab;
+use towline_lab::{Version, require_lab, require_qemu};
 
 use run::{Row, judge};
 
@@ -26,17 +26,29 @@ fn run(pairs: &[table::Pair]) {
     assert!(wrong.is_empty(), "{} of {} pairs:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
 }
 
+/// All of them if the soak asks, or one, or those of `make test`.
+fn wanted(pairs: Vec<table::Pair>) -> Vec<table::Pair> {
+    let all = std::env::var_os("TOWLINE_SOAK_PAIRS").is_some();
+    let only = std::env::var("TOWLINE_PAIR").ok();
+    let is_wanted = |pair: &table::Pair| match &only {
+        Some(only) => pair.name.contains(only.as_str()),
+        None => all || pair.is_short,
+    };
+    pairs.into_iter().filter(is_wanted).collect()
+}
+
 #[test]
 fn verdicts_agree_with_what_happens() {
     if require_lab("verdicts_agree_with_what_happens") {
-        let all = std::env::var_os("TOWLINE_SOAK_PAIRS").is_some();
-        let only = std::env::var("TOWLINE_PAIR").ok();
-        let is_wanted = |pair: &table::Pair| match &only {
-            Some(only) => pair.name.contains(only.as_str()),
-            None => all || pair.is_short,
-        };
         let disks = files::Disks::new();
-        let pairs: Vec<_> = table::pairs(&disks).into_iter().filter(is_wanted).collect();
-        run(&pairs);
+        run(&wanted(table::pairs(&disks)));
+    }
+}
+
+#[test]
+fn verdicts_on_the_newest_qemu_agree_with_what_happens() {
+    let name = "verdicts_on_the_newest_qemu_agree_with_what_happens";
+    if require_qemu(name, &[Version::Stable, Version::Newest]) {
+        run(&wanted(table::newest()));
     }
 }

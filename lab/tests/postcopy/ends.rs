@@ -5,7 +5,8 @@ use std::os::unix::net::UnixListener;
 use std::process::Command;
 use std::thread;
 
-use towline_lab::{BootSector, Towline, Version, require_lab};
+use serde_json::Value;
+use towline_lab::{BootSector, Towline, Version, require_lab, require_qemu};
 
 use crate::support::{
     Scratch, WITHIN, assert_ended, completed, prove_alive, qmp, run, small, start, store, tells_running,
@@ -27,7 +28,7 @@ fn what_does_not_go_with_it_is_refused_beforehand() {
     let count = store(&builder, &image);
     let destination = waiting(&builder);
     for (options, text) in [
-        ("--multifd-channels 2", "QEMUs before 10.1 refuse it"),
+        ("--multifd-channels 2", "no QEMU takes pages on lanes once it runs"),
         ("--compression zstd", "--compression is of lanes"),
         ("--zero-copy-send on", "--zero-copy-send on is of lanes"),
         ("--return-path off", "needs the return path"),
@@ -49,6 +50,49 @@ fn what_does_not_go_with_it_is_refused_beforehand() {
         completed(&run(&format!("copy --postcopy --json {image} {}", qmp(&destination))))["event"],
         "completed"
     );
+    prove_alive(&destination, count);
+}
+
+#[test]
+fn lanes_beside_postcopy_are_refused_by_a_qemu_that_has_none() {
+    if !require_lab("lanes_beside_postcopy_are_refused_by_a_qemu_that_has_none") {
+        return;
+    }
+    let builder = small(Version::V10_0);
+    let (source, destination) = (builder.clone().start().unwrap(), waiting(&builder));
+    let count = source.wait_counting(WITHIN).unwrap();
+    let ends = format!("{} {}", qmp(&source), qmp(&destination));
+    let said = ["--multifd-channels with --postcopy: QEMU 10.0", "came with 10.1: leave the option out"];
+    assert_ended(&run(&format!("copy --postcopy --multifd-channels 2 {ends}")), 2, &said);
+    prove_alive(&source, count);
+    let done = completed(&run(&format!("copy --postcopy --json {ends}")));
+    assert_eq!(done["multifd-channels"], 0, "{done}");
+    prove_alive(&destination, count);
+}
+
+/// From QEMU 10.1 on what an emulated guest writes is lost to a postcopy migration.
+#[test]
+fn a_running_guest_that_would_lose_what_it_writes_is_refused() {
+    let name = "a_running_guest_that_would_lose_what_it_writes_is_refused";
+    if !require_qemu(name, &[Version::Newest]) {
+        return;
+    }
+    let builder = small(Version::Newest);
+    let (source, destination) = (builder.clone().start().unwrap(), waiting(&builder));
+    let count = source.wait_counting(WITHIN).unwrap();
+    let line = format!("copy --postcopy {} {}", qmp(&source), qmp(&destination));
+    let said = [
+        "cannot send this guest: --postcopy with a running guest that QEMU",
+        "emulates",
+        "safe at its source",
+    ];
+    assert_ended(&run(&line), 1, &said);
+    prove_alive(&source, count);
+    source.qmp().execute("stop", Value::Null).unwrap();
+    let (memory, line) = (source.memory_hash().unwrap(), format!("{line} --paused"));
+    assert_ended(&run(&line), 0, &[]);
+    assert_eq!(destination.memory_hash().unwrap(), memory);
+    destination.qmp().execute("cont", Value::Null).unwrap();
     prove_alive(&destination, count);
 }
 

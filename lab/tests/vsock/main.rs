@@ -10,16 +10,16 @@ mod streams;
 mod support;
 mod watched;
 
-use towline_lab::{Version, require_lab};
+use towline_lab::{Kernel, Version, require_kernel, require_lab, require_qemu, skip};
 
 use support::Scene;
 
 /// All that one guest can show, one after the other: booting it takes longer than most of it.
-fn all_of(version: Version) {
+fn all_of(version: Version, kernel: Kernel) {
     let tcp_port = stalls::free_port();
     let rule = format!("tcp:127.0.0.1:{tcp_port}=guest:5001");
     // The loopback copies in the end; until then it is as on a network card.
-    let mut scene = Scene::new(version, &["--forward", &rule, "--zero-copy-send", "on"]);
+    let mut scene = Scene::with_kernel(version, kernel, &["--forward", &rule, "--zero-copy-send", "on"]);
     scene.perl("echo", "listen stream 5001 echo");
     peers_defects::what_others_do_wrong(&mut scene);
     streams::bytes_go_both_ways(&mut scene);
@@ -33,13 +33,24 @@ fn all_of(version: Version) {
 #[test]
 fn a_guest_of_qemu_10_0() {
     if require_lab("a_guest_of_qemu_10_0") {
-        all_of(Version::V10_0);
+        all_of(Version::V10_0, Kernel::Debian12);
     }
 }
 
 #[test]
 fn a_guest_of_qemu_7_2() {
     if require_lab("a_guest_of_qemu_7_2") {
-        all_of(Version::V7_2);
+        all_of(Version::V7_2, Kernel::Debian12);
+    }
+}
+
+/// In `cargo xtask soak versions`.
+#[test]
+fn a_linux_7_of_the_newest_qemu() {
+    let name = "a_linux_7_of_the_newest_qemu";
+    if std::env::var_os("TOWLINE_SOAK_VERSIONS").is_none() {
+        skip(name, "it is a part of `cargo xtask soak versions`");
+    } else if require_qemu(name, &[Version::Newest]) && require_kernel(name, Kernel::Newest) {
+        all_of(Version::Newest, Kernel::Newest);
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tempfile::TempDir;
-use towline_lab::{LinuxGuest, MemoryBackend, Qemu, Towline, Version, towline, wait_until};
+use towline_lab::{Kernel, LinuxGuest, MemoryBackend, Qemu, Towline, Version, towline, wait_until};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 pub(crate) const CID: u64 = 33;
@@ -90,6 +90,10 @@ pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
 
 impl Scene {
     pub(crate) fn new(version: Version, more: &[&str]) -> Self {
+        Self::with_kernel(version, Kernel::Debian12, more)
+    }
+
+    pub(crate) fn with_kernel(version: Version, kernel: Kernel, more: &[&str]) -> Self {
         let scratch = TempDir::with_prefix("towline-lab-").unwrap();
         let socket = scratch.path().join("device");
         let [device_path, uds, messages] =
@@ -97,7 +101,7 @@ impl Scene {
         let cid = CID.to_string();
         let own = ["--socket", &device_path, "--cid", &cid, "--uds", &uds, "--uds-seqpacket", &messages];
         let device = start_device(&[&own[..], more].concat(), &socket);
-        let qemu = linux(version).args(device_arguments(&socket)).start().unwrap();
+        let qemu = linux(version).kernel(kernel).args(device_arguments(&socket)).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         install_perl(&mut guest);
         Self { guest, _qemu: qemu, version, device, scratch }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::sources::{self, BACKPORTS, CODENAME, Found};
+use super::sources::{self, BACKPORTS, CODENAME, Format, Found};
 use crate::command::{last_lines, output, shown};
 
 /// How long another apt or dpkg may hold its lock.
@@ -39,19 +39,9 @@ pub(crate) fn installed(packages: &[&str]) -> Result<Vec<Option<String>>> {
 
 /// Puts the backports suite beside the Debian that is configured, unless it is there. True if a file was written.
 pub(crate) fn add_backports() -> Result<bool> {
-    let mut files = vec![Path::new(SOURCES).to_path_buf()];
-    if let Ok(entries) = std::fs::read_dir(SOURCES_DIRECTORY) {
-        files.extend(entries.flatten().map(|entry| entry.path()));
-    }
     let mut debian = None;
-    for file in files {
-        let deb822 = match file.extension().and_then(|extension| extension.to_str()) {
-            Some("sources") => true,
-            Some("list") => false,
-            _ => continue,
-        };
-        let Ok(content) = std::fs::read_to_string(&file) else { continue };
-        match sources::read(&content, deb822) {
+    for (content, format) in source_files() {
+        match sources::read(&content, format) {
             Found::Backports => return Ok(false),
             Found::Debian(made) => debian = debian.or(Some(made)),
             Found::Nothing => {}
@@ -69,10 +59,27 @@ pub(crate) fn add_backports() -> Result<bool> {
     Ok(true)
 }
 
+/// The files that tell this machine's apt where to get packages: their content and format.
+pub(super) fn source_files() -> Vec<(String, Format)> {
+    let mut files = vec![Path::new(SOURCES).to_path_buf()];
+    if let Ok(entries) = std::fs::read_dir(SOURCES_DIRECTORY) {
+        files.extend(entries.flatten().map(|entry| entry.path()));
+    }
+    let content = |file: std::path::PathBuf| {
+        let format = match file.extension()?.to_str()? {
+            "sources" => Format::Stanzas,
+            "list" => Format::Lines,
+            _ => return None,
+        };
+        Some((std::fs::read_to_string(&file).ok()?, format))
+    };
+    files.into_iter().filter_map(content).collect()
+}
+
 /// Fetches the lists of packages.
 pub(crate) fn update() -> Result<()> {
     println!("setup: fetching the lists of packages");
-    apt_get(&["update"], None).context("the lists of packages cannot be fetched")
+    apt_get(&["update"], None).context("the lists of packages cannot be fetched").map(drop)
 }
 
 /// Installs packages from the release, or from the suite given.
@@ -87,7 +94,7 @@ pub(crate) fn install(packages: &[&str], suite: Option<&str>) -> Result<()> {
     }
     // Lists older than the mirror name files that are gone from it.
     update()?;
-    apt_get(&arguments, None).with_context(|| format!("{} cannot be installed", packages.join(" ")))
+    apt_get(&arguments, None).with_context(|| format!("{} cannot be installed", packages.join(" "))).map(drop)
 }
 
 /// Downloads `package=version` archives into `directory`. Needs no root when the lists are there.
@@ -97,24 +104,31 @@ pub(crate) fn download(packages: &[String], directory: &Path) -> Result<()> {
     arguments.extend(packages.iter().map(String::as_str));
     apt_get(&arguments, Some(directory))
         .with_context(|| format!("{} cannot be downloaded", packages.join(" ")))
+        .map(drop)
 }
 
 /// Versions of a package that apt knows, newest first.
 pub(crate) fn versions(package: &str) -> Result<Vec<String>> {
     let table = output(Command::new("apt-cache").args(["madison", package]))?;
     let mut versions: Vec<String> = Vec::new();
-    for line in table.lines() {
-        let mut columns = line.split('|').map(str::trim);
-        let (name, version, origin) = (columns.next(), columns.next(), columns.next());
-        let binary = origin.is_some_and(|origin| origin.ends_with("Packages"));
-        if let (Some(name), Some(version), true) = (name, version, binary)
-            && name == package
-            && !versions.iter().any(|known| known == version)
-        {
-            versions.push(version.to_owned());
+    for (version, _) in madison(&table, package) {
+        if !versions.contains(&version) {
+            versions.push(version);
         }
     }
     Ok(versions)
+}
+
+/// Versions and suites of the package's binary entries in a table of `apt-cache madison`.
+pub(super) fn madison(table: &str, package: &str) -> Vec<(String, String)> {
+    let entry = |line: &str| {
+        let mut columns = line.split('|').map(str::trim);
+        let (name, version, origin) = (columns.next()?, columns.next()?, columns.next()?);
+        let suite = origin.split(' ').nth(1)?.split('/').next()?;
+        let fits = name == package && origin.ends_with("Packages");
+        fits.then(|| (version.to_owned(), suite.to_owned()))
+    };
+    table.lines().filter_map(entry).collect()
 }
 
 /// The version that apt would install.
@@ -134,7 +148,8 @@ pub(crate) fn depends(package_and_version: &str) -> Result<Vec<String>> {
     Ok(field.split(',').filter_map(name).collect())
 }
 
-fn apt_get(arguments: &[&str], directory: Option<&Path>) -> Result<()> {
+/// Runs apt-get, which waits for others; what it wrote to its standard output.
+pub(super) fn apt_get(arguments: &[&str], directory: Option<&Path>) -> Result<String> {
     let started = Instant::now();
     loop {
         let mut command = Command::new("apt-get");
@@ -150,7 +165,7 @@ fn apt_get(arguments: &[&str], directory: Option<&Path>) -> Result<()> {
             command.output().context("apt-get cannot be started: the set-up knows Debian 12 only")?;
         // `update` exits with 0 when only some lists came; what needs them fails later, and by name.
         if output.status.success() {
-            return Ok(());
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
         let said = String::from_utf8_lossy(&output.stderr);
         let locked =

@@ -1,11 +1,11 @@
-//! The guest's first file system: the agent as init, busybox, and the modules for virtio and vsock.
+//! The guests' first file system, one for each kernel: the agent as init, busybox, and the modules for virtio and vsock.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use towline_lab::cpio::Archive;
-use towline_lab::paths;
+use towline_lab::{Kernel, paths};
 
 use super::modules;
 use crate::command::{cargo, root, run};
@@ -55,22 +55,30 @@ const RECIPE: u32 = 1;
 /// The agent is a workspace of its own: what it enables in its dependencies is for the guest only.
 const AGENT_MANIFEST: &str = "lab/agent/Cargo.toml";
 
-/// Builds the agent and the archive, unless the archive is of these sources. True if it was made now.
+/// Builds the agent and the archives, unless they are of these sources. True if one was made now.
 pub(crate) fn make(lab: &Path) -> Result<bool> {
-    let kernel = paths::kernel(lab).context("target/lab/kernel has no kernel")?;
-    let stamp = fingerprint(&kernel)?;
-    let (archive, stamp_file) = (paths::initramfs(lab), lab.join("initramfs.stamp"));
+    let kernel = paths::kernel(lab, Kernel::Debian12).context("target/lab/kernel has no kernel")?;
+    let changed = make_for(lab, &kernel, &paths::initramfs(lab, Kernel::Debian12))?;
+    match paths::kernel(lab, Kernel::Newest) {
+        Some(kernel) => Ok(make_for(lab, &kernel, &paths::initramfs(lab, Kernel::Newest))? | changed),
+        None => Ok(changed),
+    }
+}
+
+fn make_for(lab: &Path, kernel: &Path, archive: &Path) -> Result<bool> {
+    let stamp = fingerprint(kernel)?;
+    let stamp_file = archive.with_extension("stamp");
     if archive.is_file() && std::fs::read_to_string(&stamp_file).is_ok_and(|known| known == stamp) {
         return Ok(false);
     }
-    println!("setup: building the guest's agent and initramfs");
+    println!("setup: building the guest's agent and {}", archive.file_name().unwrap_or_default().display());
     let agent = build_agent(lab)?;
-    let content = assemble(lab, &kernel, &std::fs::read(&agent)?)?;
+    let content = assemble(lab, kernel, &std::fs::read(&agent)?)?;
     // A guest that boots meanwhile reads the old archive or the new one, never half of one.
     let made = tempfile::NamedTempFile::new_in(lab)?;
     std::fs::write(made.path(), content)?;
     std::fs::set_permissions(made.path(), std::fs::Permissions::from_mode(0o644))?;
-    made.persist(&archive).with_context(|| format!("{} cannot be written", archive.display()))?;
+    made.persist(archive).with_context(|| format!("{} cannot be written", archive.display()))?;
     std::fs::write(&stamp_file, stamp)?;
     Ok(true)
 }
@@ -100,7 +108,8 @@ fn assemble(lab: &Path, kernel: &Path, agent: &[u8]) -> Result<Vec<u8>> {
         archive.link(&format!("bin/{applet}"), "busybox");
     }
     let release = kernel.file_name().unwrap_or_default().to_string_lossy().replace("vmlinuz-", "");
-    let modules = modules::in_order(&lab.join("kernel/lib/modules").join(release), &MODULES)?;
+    let tree = kernel.ancestors().nth(2).context("a kernel lies in boot/ of its tree")?;
+    let modules = modules::in_order(&tree.join("lib/modules").join(release), &MODULES)?;
     let mut order = String::new();
     for module in &modules {
         archive.file(&format!("modules/{}.ko", module.name), 0o644, &module.content);

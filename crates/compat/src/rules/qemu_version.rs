@@ -1,9 +1,17 @@
-//! An older QEMU at the destination.
+//! An older QEMU at the destination, and one that towline is not tested with.
 
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule { id: "qemu-version", about: "which QEMU is the older one", run };
+pub(super) const RULE: Rule = Rule {
+    id: "qemu-version",
+    about: "which QEMU is the older one, and whether towline is tested with both (7.2 to 11.1)",
+    run,
+};
+
+/// The first and the last series that towline is tested with.
+const TESTED_FROM: (u32, u32) = (7, 2);
+const TESTED_TO: (u32, u32) = (11, 1);
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };
@@ -16,6 +24,17 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             "",
         );
     }
+    for (side, qemu) in [("source", source), ("destination", destination)] {
+        if let [major, minor, ..] = qemu.version_numbers()[..]
+            && !(TESTED_FROM..=TESTED_TO).contains(&(major, minor))
+        {
+            let text = format!(
+                "QEMU {} at the {side} is none of those that towline is tested with, which are {}.{} to {}.{}",
+                qemu.version, TESTED_FROM.0, TESTED_FROM.1, TESTED_TO.0, TESTED_TO.1
+            );
+            findings.note(text, "try it with a guest that may be lost first");
+        }
+    }
 }
 
 #[cfg(test)]
@@ -27,5 +46,19 @@ mod tests {
     fn versions_compare_as_numbers() {
         let to = |version: &str| between(&RULE, |_, destination| destination.version = version.into()).len();
         assert_eq!((to("7.2.19"), to("10.0.2"), to("10.1.0")), (1, 0, 0));
+    }
+
+    #[test]
+    fn a_qemu_that_is_not_tested_is_noted() {
+        let to = |version: &str| {
+            let found = between(&RULE, |source, destination| {
+                source.version = "7.2.0".into();
+                destination.version = version.into();
+            });
+            found.into_iter().map(|found| found.text).collect::<Vec<_>>()
+        };
+        assert_eq!((to("7.2.0"), to("11.1.3")), (vec![], vec![]));
+        let wanted = "QEMU 11.2.0 at the destination is none of those that towline is tested with, which are 7.2 to 11.1";
+        assert_eq!(to("11.2.0"), [wanted]);
     }
 }

@@ -352,7 +352,7 @@ impl QmpDestination {
         }
         let socket = self.qemu.socket().to_owned();
         let text = match self.qemu.migration().map_err(Error::from) {
-            Ok(migration) if migration.status == Some(MigrationStatus::FAILED) => {
+            Ok(migration) if migration.status.as_ref().is_some_and(MigrationStatus::has_failed) => {
                 migration.error_desc.unwrap_or_else(|| "its own log says why".into())
             }
             Err(gone) if blame::is_gone(&gone) => "it ended while it loaded; its own log says why".into(),

@@ -532,7 +532,7 @@ impl QmpSource {
             return error;
         }
         match self.qemu.migration().map_err(Error::from) {
-            Ok(migration) if migration.status == Some(MigrationStatus::FAILED) => {
+            Ok(migration) if migration.status.as_ref().is_some_and(MigrationStatus::has_failed) => {
                 match migration.error_desc {
                     Some(text) => Error::SourceFailed { socket, text: format!("{text} ({error})") },
                     None => error,

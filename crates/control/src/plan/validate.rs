@@ -7,9 +7,12 @@ use super::endpoint::{Destination, Source};
 use super::error::Error;
 use super::options::Options;
 use super::tls;
+use crate::qemu::Qemu;
 
 /// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
 const LANES_DEFAULT: usize = 4;
+/// The first QEMU that has lanes in a migration that may become postcopy.
+const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
 /// More than QEMU's parameter takes.
 const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 
@@ -43,14 +46,15 @@ pub(super) fn checked_survey(source: &Source, options: &Options) -> Result<usize
 fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
     if options.postcopy.is_some() {
         check_postcopy(source, options)?;
-        return Ok(0);
+        let lanes = options.multifd_channels.unwrap_or(0);
+        return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
     let streams = [stream_address(source), destination_address(destination)];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
     let lanes = options.multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
-        return Err(Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU")));
+        return Err(too_many(lanes));
     }
     if lanes > 0
         && let Some(address) = streams().find(|address| {
@@ -62,6 +66,23 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
         )));
     }
     Ok(lanes)
+}
+
+fn too_many(lanes: usize) -> Error {
+    Error::Usage(format!("--multifd-channels {lanes}: at most {LANES_MAX}, as in QEMU"))
+}
+
+/// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
+pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
+    let version = &qemu.facts().version.qemu;
+    if (version.major, version.minor) >= LANES_BESIDE_POSTCOPY_SINCE {
+        return Ok(());
+    }
+    Err(Error::Usage(format!(
+        "--multifd-channels with --postcopy: QEMU {} on {} has no lanes beside postcopy, which came with 10.1: leave the option out",
+        qemu.version_text(),
+        qemu.socket()
+    )))
 }
 
 fn stream_address(source: &Source) -> Option<&Address> {
@@ -326,6 +347,7 @@ fn check_tls(source: &Source, destination: &Destination, options: &Options) -> R
 
 /// Refuses what does not go with it, before anything is touched.
 fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
+    let lanes = options.multifd_channels.unwrap_or(0);
     let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
     let text = match source {
         Source::Stream(_) => {
@@ -336,10 +358,10 @@ fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }
         Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
-        _ if options.multifd_channels.is_some_and(|lanes| lanes > 0) => {
-            "--multifd-channels with --postcopy: QEMUs before 10.1 refuse it, and none takes pages on lanes once the guest runs; leave it out"
+        source if lanes > 0 && !matches!(source, Source::Qmp(_)) => {
+            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU takes pages on lanes once it runs; leave it out"
         }
-        _ if options.compression != Compression::None => {
+        _ if options.compression != Compression::None && lanes == 0 => {
             "--compression is of lanes, and --postcopy has none: leave it out"
         }
         _ if options.zero_copy_send == ZeroCopySend::On => {

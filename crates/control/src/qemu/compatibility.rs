@@ -37,6 +37,9 @@ const CPU_SUFFIX: &str = "-cpu";
 /// What a virtio device is called below its PCI function.
 const VIRTIO_CHILD: &str = "/virtio-backend";
 
+/// The first QEMU that may abort when it is asked for the status of a virtio device.
+const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
+
 impl Qemu {
     /// What is known already, for rules about machine and memory; nothing is asked.
     #[must_use]
@@ -82,6 +85,11 @@ impl Qemu {
         known.drives = self.raw("query-block", None)?.map(|answer| drives::drives(&answer));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
+    }
+
+    /// Whether the guest's processors are run by KVM; they may be emulated where QEMU does not tell.
+    pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
+        Ok(self.raw("query-kvm", None)?.is_some_and(|answer| answer["enabled"] == true))
     }
 
     /// `None` where QEMU refuses to answer.
@@ -144,8 +152,13 @@ impl Qemu {
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
 
-    /// Adds what virtio devices and their drivers agreed upon.
+    /// Adds what virtio devices and their drivers agreed upon, where QEMU can be asked: 11.1.3 aborts, and its guest with it, when it is
+    /// asked for the status of any virtio device that has no vhost; 10.0.13 answers. Those between are not asked either.
     fn virtio(&mut self, devices: &mut [QemuDevice]) -> Result<(), Error> {
+        let version = &self.facts.version.qemu;
+        if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
+            return Ok(());
+        }
         let Some(Value::Array(listed)) = self.raw("x-query-virtio", None)? else { return Ok(()) };
         for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
             let Some(place) = self.virtio_place(path)? else { continue };

@@ -26,6 +26,7 @@ open_enum! {
         POSTCOPY_RECOVER_SETUP = "postcopy-recover-setup",
         POSTCOPY_RECOVER = "postcopy-recover",
         COMPLETED = "completed",
+        FAILING = "failing",
         FAILED = "failed",
         COLO = "colo",
         PRE_SWITCHOVER = "pre-switchover",
@@ -39,6 +40,12 @@ impl MigrationStatus {
     #[must_use]
     pub fn is_final(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
+    }
+
+    /// Whether it failed, or has and is still being ended: QEMU 11.1 says `failing` before it says `failed`.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        [Self::FAILING, Self::FAILED].contains(self)
     }
 
     /// The status in a `MIGRATION` event. QEMU sends these only with the capability
@@ -72,6 +79,22 @@ pub struct MigrationInfo {
     /// Milliseconds it would stand still if it were stopped now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expected_downtime: Option<i64>,
+    /// Bytes still to be sent, of memory and devices. QEMU 11.1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remaining: Option<u64>,
+    /// Nanoseconds that a page took which the guest waited for, on average; the destination's, with the capability
+    /// `postcopy-blocktime`. QEMU 10.1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub postcopy_latency: Option<u64>,
+    /// The same of pages that a virtual CPU waited for, by its number. QEMU 10.1.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub postcopy_vcpu_latency: Vec<u64>,
+    /// The same of pages that QEMU's other threads waited for. QEMU 10.1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub postcopy_non_vcpu_latency: Option<u64>,
+    /// How many pages took how long: the entry i counts those of 2^i up to 2^(i + 1) microseconds. QEMU 10.1.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub postcopy_latency_dist: Vec<u64>,
     /// How much the guest is slowed by auto-converge, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_throttle_percentage: Option<u64>,

@@ -119,6 +119,9 @@ pub struct MigrationParameters {
     /// `normal`, `cpr-reboot` and more. QEMU 8.2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<String>,
+    /// The program that a QEMU in mode `cpr-exec` becomes, and its arguments. QEMU 10.2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpr_exec_command: Option<Vec<String>>,
     /// Whether files are written past the page cache. QEMU 9.1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<bool>,

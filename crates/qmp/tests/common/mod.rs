@@ -39,6 +39,20 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
     } else {
         skipped(&format!("{test} with QEMU 7.2"), "not in target/lab/qemu-7.2; run `cargo xtask setup`");
     }
+    for name in ["qemu-stable", "qemu-newest"] {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/lab").join(name);
+        match std::fs::read_to_string(directory.join("version")) {
+            Ok(version) => {
+                let expected_major = version.split('.').next().and_then(|major| major.parse().ok());
+                let path = directory.join("qemu-system-x86_64");
+                found.push(Binary { path, firmware: Vec::new(), expected_major });
+            }
+            Err(_) => skipped(
+                &format!("{test} with {name}"),
+                "not in target/lab; `cargo xtask setup` brings it or says why not",
+            ),
+        }
+    }
     found
 }
 

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use towline_channel::Address;
+use towline_migration::Compression;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_qmp as qmp;
@@ -11,9 +12,10 @@ use towline_qmp::commands::{
     Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
 };
 
-use super::super::blame;
 use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
+use super::super::validate::takes_lanes_beside_postcopy;
+use super::super::{blame, compression};
 use super::{Fate, QmpDestination};
 use crate::qemu::{self, Qemu, Settings, Wanted};
 
@@ -62,21 +64,32 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Sets QEMU and has it listen. It runs the guest by itself when it is told to within the stream, if `runs`.
-    pub(in super::super) fn start_postcopy(&mut self, preempt: bool, runs: bool) -> Result<Address, Error> {
+    /// Sets QEMU and has it listen. It runs the guest by itself when it is told to within the stream, if `runs`. Of lanes it takes what
+    /// is sent before that.
+    pub(in super::super) fn start_postcopy(
+        &mut self,
+        preempt: bool,
+        runs: bool,
+        lanes: usize,
+        compression: Compression,
+    ) -> Result<Address, Error> {
         self.refuse_what_cannot(preempt)?;
         let known = &self.facts().capabilities;
         let mut wanted = Wanted {
             capabilities: super::off(known).collect(),
             parameters: MigrationParameters {
+                multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
                 tls_creds: Some(String::new()),
-                ..MigrationParameters::default()
+                ..compression::parameters(compression, lanes)
             },
         };
         for name in [Capability::MULTIFD, Capability::MAPPED_RAM] {
             if known.contains_key(&name) {
                 wanted.capabilities.insert(name, false);
             }
+        }
+        if lanes > 0 {
+            wanted.capabilities.insert(Capability::MULTIFD, true);
         }
         wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
         wanted.capabilities.insert(Capability::EVENTS, true);
@@ -98,6 +111,11 @@ impl QmpDestination {
         self.told = true;
         self.qemu.client().execute(&command)?;
         Ok(Address::Unix(path))
+    }
+
+    /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
+    pub(in super::super) fn takes_lanes_beside_postcopy(&self) -> Result<(), Error> {
+        takes_lanes_beside_postcopy(&self.qemu)
     }
 
     fn refuse_what_cannot(&self, preempt: bool) -> Result<(), Error> {

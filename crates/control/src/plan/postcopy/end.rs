@@ -1,6 +1,7 @@
 //! The other end of a copy by postcopy: a QEMU whose monitor we have, or an address of somebody else's.
 
 use towline_channel::Address;
+use towline_migration::Compression;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 
@@ -78,7 +79,7 @@ impl End {
     /// Where it listens, told to if it can be.
     pub(super) fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error> {
         match self {
-            Self::Qmp(qemu) => qemu.start_postcopy(options.preempt, runs),
+            Self::Qmp(qemu) => qemu.start_postcopy(options.preempt, runs, 0, Compression::None),
             Self::Stream(address) => Ok(address.clone()),
         }
     }

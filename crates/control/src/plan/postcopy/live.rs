@@ -55,8 +55,9 @@ pub(in super::super) fn migrate(
     let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run.options);
     run.observer.phase(Phase::Connect);
     // It stays paused until the source has switched, or says that it is done without.
-    let begun = target.start_postcopy(options.preempt, false);
-    let begun = begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.options));
+    let begun = target.start_postcopy(options.preempt, false, run.lanes, run.options.compression);
+    let begun =
+        begun.and_then(|address| source.start_postcopy(&address, options.preempt, run.lanes, run.options));
     let switched = match begun.and_then(|()| switch_over(&mut source, run)) {
         Ok(switched) => switched,
         Err(error) => {
@@ -80,8 +81,13 @@ pub(in super::super) fn migrate(
 }
 
 fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDestination, Error> {
+    source.check_postcopy()?;
     let mut target = QmpDestination::prepare_postcopy(path)?;
-    target.check(&source.guest(true)?, 0, run.observer)?;
+    if run.lanes > 0 {
+        source.takes_lanes_beside_postcopy()?;
+        target.takes_lanes_beside_postcopy()?;
+    }
+    target.check(&source.guest(true)?, run.lanes, run.observer)?;
     Ok(target)
 }
 
@@ -98,8 +104,8 @@ fn switch_over(source: &mut QmpSource, run: &Run<'_>) -> Result<bool, Error> {
             Some(status) if status.is_final() => return Err(source.failed(&migration)),
             Some(status) if *status == MigrationStatus::ACTIVE => {
                 live = source.is_live()?.unwrap_or(live);
-                let passes = migration.ram.as_ref().map_or(0, |ram| ram.dirty_sync_count);
-                if passes > 1 && !cancelled && !run.cancel.is_cancelled() {
+                let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
+                if passed && !cancelled && !run.cancel.is_cancelled() {
                     source.switch()?;
                     return Ok(live);
                 }

@@ -1,14 +1,18 @@
 //! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
 
 use towline_channel::Address;
-use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo};
+use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats};
 
 use super::super::converge;
 use super::super::destination::is_live;
 use super::super::error::Error;
 use super::super::options::Options;
+use super::super::validate::takes_lanes_beside_postcopy;
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
 use crate::qemu::Settings;
+
+/// The first QEMU that looks at the dirty log twice before it sends anything, as far as is known: 10.0 does not, 11.1 does.
+const LOOKS_TWICE_SINCE: (u32, u32) = (10, 1);
 
 impl QmpSource {
     /// Sets QEMU and has it migrate to `address`, pass after pass until it is told to switch.
@@ -16,9 +20,10 @@ impl QmpSource {
         &mut self,
         address: &Address,
         preempt: bool,
+        lanes: usize,
         options: &Options,
     ) -> Result<(), Error> {
-        let mut wanted = self.wanted(0, options);
+        let mut wanted = self.wanted(lanes, options);
         wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
         if preempt {
             wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
@@ -29,6 +34,39 @@ impl QmpSource {
         self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
         self.wait_tidy()?;
         self.begin(&Migrate::to_uri(address.to_string()))
+    }
+
+    /// Refuses a guest that would lose what it writes.
+    ///
+    /// QEMU 11.1 looks at the dirty log twice before it sends the first page of a migration that may become postcopy. What an emulated
+    /// guest (TCG) writes between the two looks, and to the same pages from then on, is not seen any more: stale pages arrive. QEMU
+    /// 10.0 looks once; those between are not known to be right. A guest that is paused writes nothing.
+    pub(in super::super) fn check_postcopy(&mut self) -> Result<(), Error> {
+        let version = &self.qemu.facts().version.qemu;
+        if !self.ran || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
+            return Ok(());
+        }
+        let reason = format!(
+            "--postcopy with a running guest that QEMU {} emulates: QEMU loses track of what such a guest writes while it is sent; leave \
+             --postcopy out, or pause the guest first (`stop`) and give --run",
+            self.version_text()
+        );
+        Err(Error::Blocked { socket: self.qemu.socket().into(), reasons: vec![reason] })
+    }
+
+    /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
+    pub(in super::super) fn takes_lanes_beside_postcopy(&self) -> Result<(), Error> {
+        takes_lanes_beside_postcopy(&self.qemu)
+    }
+
+    /// Whether QEMU has sent all of the guest's memory once. Where it would switch with nothing left to send, which the destination
+    /// refuses (QEMU 11.1), there is something left.
+    pub(in super::super) fn has_passed_once(&self, ram: &RamStats) -> bool {
+        let version = &self.qemu.facts().version.qemu;
+        match (version.major, version.minor) < LOOKS_TWICE_SINCE {
+            true => ram.dirty_sync_count > 1,
+            false => ram.dirty_sync_count > 2 && ram.remaining > 0,
+        }
     }
 
     /// How the migration goes now; `None`: QEMU does not answer just now.

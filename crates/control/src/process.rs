@@ -69,7 +69,7 @@ impl Process {
     ///
     /// # Errors
     /// Those of the connection. Whatever else is missing makes the process [`Process::Unknown`].
-    pub(super) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
+    pub(crate) fn identify(client: &mut Client) -> Result<Self, qmp::Error> {
         let threads = match client.execute(&QueryCpusFast) {
             Ok(cpus) => cpus.iter().filter_map(|cpu| i32::try_from(cpu.thread_id).ok()).collect(),
             Err(error @ (qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => {
