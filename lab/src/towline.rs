@@ -113,6 +113,11 @@ impl Towline {
         Some((kib("RssAnon:")? + kib("RssShmem:")?) * 1024)
     }
 
+    /// The file that its standard output goes to.
+    pub fn stdout_path(&self) -> PathBuf {
+        self.directory.path().join("stdout")
+    }
+
     /// What it wrote to its standard output so far.
     pub fn stdout(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("stdout")).unwrap_or_default()
@@ -128,13 +133,13 @@ impl Towline {
         Ok(self.child.try_wait()?.is_none())
     }
 
-    /// Where it listens for its source, once it does.
+    /// Where it listens for its source, once it does; with `--json` an event says so.
     pub fn listens_at(&mut self, within: Duration) -> Result<String> {
         wait_until("a towline that listens", within, || {
-            let (runs, said) = (self.runs()?, self.stderr());
+            let (runs, said) = (self.runs()?, self.stderr() + &self.stdout());
             ensure!(runs, "{} ended: {said}", self.line);
             let address = said.lines().find_map(|line| line.split_once("listening on "));
-            Ok(address.map(|(_, address)| address.trim().to_owned()))
+            Ok(address.map(|(_, address)| address.trim().trim_end_matches(['"', '}']).to_owned()))
         })
     }
 

@@ -85,6 +85,12 @@ const SOAKS: &[Soak] = &[
         run: || lab_test("live", "kills::no_guest_is_lost_or_runs_twice", &[("TOWLINE_SOAK_KILLS", "200")]),
     },
     Soak {
+        name: "chaos",
+        about: "2,000 copies of every kind with a fault of any kind at any moment (TOWLINE_CHAOS_RUNS, TOWLINE_CHAOS_SEED, TOWLINE_CHAOS_JOBS); \
+            goes on where it was stopped, by the journal target/chaos.journal (TOWLINE_CHAOS_JOURNAL)",
+        run: chaos,
+    },
+    Soak {
         name: "clones",
         about: "eight guests of 512 MiB out of one image at once: times, and towline's memory (TOWLINE_SOAK_CLONES_MIB)",
         run: || {
@@ -322,6 +328,13 @@ fn lab_test(target: &str, name: &str, variables: &[(&str, &str)]) -> Result<()> 
     command.env("TOWLINE_BIN", target_directory()?.join("release/towline"));
     let unset = variables.iter().filter(|(name, _)| std::env::var_os(name).is_none());
     run_command(command.envs(unset.copied()))
+}
+
+/// Faults at random, with a journal by which it goes on.
+fn chaos() -> Result<()> {
+    let journal = target_directory()?.join("chaos.journal");
+    let variables = [("TOWLINE_CHAOS_RUNS", "2000"), ("TOWLINE_CHAOS_JOURNAL", &journal.to_string_lossy())];
+    lab_test("chaos", "no_fault_costs_a_guest_or_runs_two", &variables)
 }
 
 /// Migrations in virtual time: `TOWLINE_SEEDS` says how many, and a cut at every byte of some.

@@ -1,7 +1,7 @@
 //! A running QEMU that sends its guest by postcopy to another one, by itself: started, switched, and recovered.
 
 use towline_channel::Address;
-use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats};
+use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats, RunState};
 
 use super::super::converge;
 use super::super::destination::is_live;
@@ -78,9 +78,12 @@ impl QmpSource {
         Ok(migration)
     }
 
-    /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now.
+    /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now, or the migration itself has
+    /// stopped the guest, which says nothing of what it did before.
     pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
-        Ok(self.patiently(|qemu| qemu.status())?.map(|status| is_live(&status)))
+        let status = self.patiently(|qemu| qemu.status())?;
+        let by_migration = [RunState::FINISH_MIGRATE, RunState::POSTMIGRATE];
+        Ok(status.filter(|status| !by_migration.contains(&status.status)).map(|status| is_live(&status)))
     }
 
     /// Has the guest go to its destination, and its memory follow.

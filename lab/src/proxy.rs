@@ -1,0 +1,331 @@
+//! A TCP proxy in front of a destination: a link that a test slows down, holds, or cuts where it wants.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use rustix::net::sockopt::set_socket_linger;
+
+use crate::qmp::is_timeout;
+
+/// Time between two looks at what a test wants.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const BUFFER_BYTES: usize = 16 << 10;
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+
+/// A direction of the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flow {
+    /// From the source to the destination.
+    ToDestination,
+    /// From the destination to the source.
+    ToSource,
+}
+
+/// What the proxy does where it finds the bytes of a [`Trigger`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Forwards nothing in this direction until [`Proxy::release`].
+    Hold(Flow),
+    /// Resets all connections, and accepts no more.
+    Cut,
+}
+
+/// Bytes of a stream, and what is done at their first occurrence.
+#[derive(Debug, Clone)]
+pub struct Trigger {
+    /// Where they flow.
+    pub flow: Flow,
+    /// The bytes.
+    pub bytes: Vec<u8>,
+    /// Whether the bytes themselves are still forwarded.
+    pub forwards: bool,
+    /// What is done.
+    pub action: Action,
+}
+
+/// See the module's text. Dropping it cuts the link.
+pub struct Proxy {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+#[derive(Default)]
+struct Shared {
+    /// Bytes per second in each direction; 0: as fast as it goes.
+    rate: AtomicU64,
+    held: [AtomicBool; 2],
+    cut: AtomicBool,
+    fired: AtomicBool,
+    forwarded: [AtomicU64; 2],
+    trigger: Mutex<Option<Trigger>>,
+}
+
+/// One direction of one connection.
+struct Way {
+    flow: Flow,
+    /// What was received and is not forwarded yet.
+    pending: VecDeque<u8>,
+    /// How many bytes of that may be forwarded before the trigger's action, if its bytes were found.
+    action: Option<(usize, Action)>,
+    /// The end of what was received, in which the trigger's bytes may begin.
+    tail: Vec<u8>,
+    /// The sender has ended; and that was passed on.
+    ended: bool,
+    closed: bool,
+    /// No more is forwarded before.
+    next: Instant,
+}
+
+impl Proxy {
+    /// Listens on a port of its own, and connects to `destination` for each connection.
+    pub fn start(destination: SocketAddr) -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let address = listener.local_addr()?;
+        listener.set_nonblocking(true)?;
+        let shared = Arc::new(Shared::default());
+        let accepting = Arc::clone(&shared);
+        std::thread::spawn(move || {
+            while !accepting.is_cut() {
+                match listener.accept() {
+                    Ok((source, _)) => {
+                        let shared = Arc::clone(&accepting);
+                        // One that cannot be made, or breaks, is seen by the others as a connection that ends.
+                        std::thread::spawn(move || shared.join(&source, destination));
+                    }
+                    Err(_) => std::thread::sleep(LOOK_INTERVAL),
+                }
+            }
+        });
+        Ok(Self { address, shared })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Limits each connection to `rate` bytes per second in each direction.
+    pub fn limit(&self, rate: u64) {
+        self.shared.rate.store(rate, Ordering::Release);
+    }
+
+    /// Acts where these bytes are found next.
+    pub fn set_trigger(&self, trigger: Trigger) {
+        *self.shared.trigger() = Some(trigger);
+    }
+
+    /// Whether the trigger's bytes were found.
+    pub fn has_fired(&self) -> bool {
+        self.shared.fired.load(Ordering::Acquire)
+    }
+
+    /// Bytes that were forwarded in this direction.
+    pub fn forwarded(&self, flow: Flow) -> u64 {
+        self.shared.forwarded[flow as usize].load(Ordering::Acquire)
+    }
+
+    /// Forwards nothing in this direction until it is released.
+    pub fn hold(&self, flow: Flow) {
+        self.shared.held[flow as usize].store(true, Ordering::Release);
+    }
+
+    /// Forwards in both directions.
+    pub fn release(&self) {
+        self.shared.held.iter().for_each(|held| held.store(false, Ordering::Release));
+    }
+
+    /// Resets all connections, and accepts no more.
+    pub fn cut(&self) {
+        self.shared.cut.store(true, Ordering::Release);
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.cut();
+    }
+}
+
+impl Shared {
+    fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Acquire)
+    }
+
+    fn trigger(&self) -> MutexGuard<'_, Option<Trigger>> {
+        self.trigger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forwards both ways until both have ended, one breaks, or the link is cut.
+    fn join(&self, source: &TcpStream, destination: SocketAddr) -> Result<()> {
+        let destination = &TcpStream::connect_timeout(&destination, CONNECT_WITHIN)?;
+        for stream in [source, destination] {
+            stream.set_nodelay(true)?;
+            stream.set_nonblocking(true)?;
+        }
+        let mut ways = [Way::new(Flow::ToDestination), Way::new(Flow::ToSource)];
+        while !self.is_cut() && !ways.iter().all(|way| way.closed) {
+            let mut moved = false;
+            for way in &mut ways {
+                let (from, to) = match way.flow {
+                    Flow::ToDestination => (source, destination),
+                    Flow::ToSource => (destination, source),
+                };
+                moved |= way.receive(self, from)?;
+                moved |= way.forward(self, to)?;
+            }
+            if !moved {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+        }
+        if self.is_cut() {
+            // As a link that is lost, and not as a peer that closes in order.
+            for stream in [source, destination] {
+                set_socket_linger(stream, Some(Duration::ZERO))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn act(&self, action: Action) {
+        match action {
+            Action::Hold(flow) => self.held[flow as usize].store(true, Ordering::Release),
+            Action::Cut => self.cut.store(true, Ordering::Release),
+        }
+        self.fired.store(true, Ordering::Release);
+    }
+}
+
+impl Way {
+    fn new(flow: Flow) -> Self {
+        let (pending, tail) = (VecDeque::new(), Vec::new());
+        Self { flow, pending, action: None, tail, ended: false, closed: false, next: Instant::now() }
+    }
+
+    /// Takes what there is, unless enough is pending. False if there is nothing.
+    fn receive(&mut self, shared: &Shared, mut from: &TcpStream) -> Result<bool> {
+        if self.ended || !self.pending.is_empty() {
+            return Ok(false);
+        }
+        let mut buffer = [0; BUFFER_BYTES];
+        let received = match from.read(&mut buffer) {
+            Ok(received) => received,
+            Err(error) if is_timeout(error.kind()) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        };
+        self.ended = received == 0;
+        self.pending.extend(&buffer[..received]);
+        self.look_for(shared, &buffer[..received]);
+        Ok(true)
+    }
+
+    /// Looks for the trigger's bytes in what was received last.
+    fn look_for(&mut self, shared: &Shared, received: &[u8]) {
+        let mut trigger = shared.trigger();
+        let Some(wanted) = trigger.as_ref().filter(|trigger| trigger.flow == self.flow) else { return };
+        let before = self.tail.len();
+        self.tail.extend_from_slice(received);
+        let found = self.tail.windows(wanted.bytes.len()).position(|window| window == wanted.bytes);
+        let Some(at) = found else {
+            let kept = self.tail.len().min(wanted.bytes.len() - 1);
+            self.tail.drain(..self.tail.len() - kept);
+            return;
+        };
+        let end = if wanted.forwards { at + wanted.bytes.len() } else { at };
+        self.action = Some((end.saturating_sub(before), wanted.action));
+        *trigger = None;
+    }
+
+    /// Sends what may be sent. False if nothing could be.
+    fn forward(&mut self, shared: &Shared, mut to: &TcpStream) -> Result<bool> {
+        if let Some((0, action)) = self.action {
+            self.action = None;
+            shared.act(action);
+        }
+        if shared.is_cut() || shared.held[self.flow as usize].load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        if self.pending.is_empty() {
+            if self.ended && !self.closed {
+                self.closed = true;
+                to.shutdown(Shutdown::Write)?;
+            }
+            return Ok(false);
+        }
+        if Instant::now() < self.next {
+            return Ok(false);
+        }
+        let bytes = self.pending.make_contiguous();
+        let may = self.action.map_or(bytes.len(), |(left, _)| left);
+        let sent = match to.write(&bytes[..may]) {
+            Ok(sent) => sent,
+            Err(error) if is_timeout(error.kind()) => return Ok(false),
+            Err(error) => return Err(error.into()),
+        };
+        self.pending.drain(..sent);
+        if let Some((left, _)) = &mut self.action {
+            *left -= sent;
+        }
+        shared.forwarded[self.flow as usize].fetch_add(sent as u64, Ordering::AcqRel);
+        let rate = shared.rate.load(Ordering::Acquire);
+        if rate > 0 {
+            self.next = Instant::now() + Duration::from_secs_f64(sent as f64 / rate as f64);
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A proxy, and both ends of a connection through it.
+    fn joined() -> (Proxy, TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let proxy = Proxy::start(listener.local_addr().unwrap()).unwrap();
+        let source = TcpStream::connect(proxy.address()).unwrap();
+        let (destination, _) = listener.accept().unwrap();
+        for stream in [&source, &destination] {
+            stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        }
+        (proxy, source, destination)
+    }
+
+    #[test]
+    fn a_trigger_that_comes_in_two_pieces_cuts_behind_or_before_its_bytes() {
+        for (forwards, expected) in [(true, &b"abcd"[..]), (false, b"ab")] {
+            let (proxy, mut source, mut destination) = joined();
+            let (flow, action) = (Flow::ToDestination, Action::Cut);
+            proxy.set_trigger(Trigger { flow, bytes: b"bcd".to_vec(), forwards, action });
+            source.write_all(b"ab").unwrap();
+            let mut first = [0; 2];
+            destination.read_exact(&mut first).unwrap();
+            source.write_all(b"cde").unwrap();
+            let mut rest = Vec::new();
+            // What was forwarded comes first, and then the reset.
+            let error = destination.read_to_end(&mut rest).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+            assert_eq!([&first[..], &rest].concat(), expected);
+            assert!(proxy.has_fired());
+        }
+    }
+
+    #[test]
+    fn what_is_held_comes_when_it_is_released() {
+        let (proxy, mut source, mut destination) = joined();
+        proxy.hold(Flow::ToDestination);
+        source.write_all(b"late").unwrap();
+        destination.write_all(b"now").unwrap();
+        let mut now = [0; 3];
+        source.read_exact(&mut now).unwrap();
+        assert_eq!(proxy.forwarded(Flow::ToDestination), 0);
+        proxy.release();
+        let mut late = [0; 4];
+        destination.read_exact(&mut late).unwrap();
+        assert_eq!((&now, &late), (b"now", b"late"));
+    }
+}

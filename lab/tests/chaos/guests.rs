@@ -1,0 +1,108 @@
+//! The QEMUs of a run, seen past towline.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use towline_lab::{BootSector, Builder, Qemu, Version};
+
+use crate::case::Case;
+
+/// For anything that must come.
+pub(crate) const WITHIN: Duration = Duration::from_secs(120);
+/// How long a QEMU that lives may be silent.
+const ANSWER_WITHIN: Duration = Duration::from_secs(30);
+/// How long a guest may take until it stays as it is.
+const SETTLE_WITHIN: Duration = Duration::from_secs(30);
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What a QEMU has of the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Held {
+    /// Its process has exited.
+    Gone,
+    /// It runs.
+    Live,
+    /// All of it, to be run by `cont`.
+    Whole,
+    /// A part of it, or nothing.
+    Part,
+    /// In the middle of a migration.
+    Busy,
+}
+
+/// Both ends.
+pub(crate) struct Guests {
+    pub(crate) source: Option<Qemu>,
+    pub(crate) destinations: Vec<Qemu>,
+}
+
+/// The small guest of a case.
+pub(crate) fn builder(case: &Case) -> Builder {
+    let boot_sector =
+        BootSector { fill_mib: 4, words_per_page: 4, sweep_pages: case.sweep_pages, ..BootSector::default() };
+    Qemu::builder(Version::V10_0).memory_mib(16).boot_sector(boot_sector)
+}
+
+/// One that counts.
+pub(crate) fn counting(case: &Case) -> Qemu {
+    let qemu = builder(case).start().unwrap();
+    qemu.wait_counting(WITHIN).unwrap();
+    qemu
+}
+
+impl Guests {
+    fn all(&self) -> impl Iterator<Item = &Qemu> {
+        self.destinations.iter().chain(&self.source)
+    }
+
+    /// How many of them run the guest. The destinations are asked first: from the moment one runs, the source must not.
+    pub(crate) fn live(&self) -> usize {
+        self.all().filter(|qemu| held(qemu) == Held::Live).count()
+    }
+
+    /// Waits until nothing changes by itself any more; the source first.
+    pub(crate) fn settle(&self) -> Result<(Option<Held>, Vec<Held>), String> {
+        let deadline = Instant::now() + SETTLE_WITHIN;
+        loop {
+            let source = self.source.as_ref().map(held);
+            let destinations: Vec<_> = self.destinations.iter().map(held).collect();
+            if source != Some(Held::Busy) && !destinations.contains(&Held::Busy) {
+                return Ok((source, destinations));
+            }
+            if Instant::now() >= deadline {
+                let states: Vec<_> = self.all().map(describe).collect();
+                return Err(format!("it does not settle: {}", states.join("; ")));
+            }
+            std::thread::sleep(LOOK_INTERVAL);
+        }
+    }
+}
+
+/// What a QEMU has of the guest now.
+pub(crate) fn held(qemu: &Qemu) -> Held {
+    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, ANSWER_WITHIN);
+    let (Ok(status), Ok(migration)) = (ask("query-status"), ask("query-migrate")) else {
+        return match qemu.wait_exit(Duration::from_secs(2)) {
+            Ok(_) => Held::Gone,
+            Err(_) => Held::Busy,
+        };
+    };
+    // One that waits for its first connection waits in vain when all towlines have ended.
+    let moves = migration["status"] == "active";
+    match status["status"].as_str() {
+        Some("running" | "suspended") => Held::Live,
+        Some("paused" | "postmigrate") => Held::Whole,
+        Some("inmigrate") if moves => Held::Busy,
+        Some("inmigrate" | "prelaunch") => Held::Part,
+        _ => Held::Busy,
+    }
+}
+
+fn describe(qemu: &Qemu) -> String {
+    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, ANSWER_WITHIN);
+    format!(
+        "{:?}, {:?}",
+        ask("query-status").ok(),
+        ask("query-migrate").ok().map(|info| info["status"].clone())
+    )
+}

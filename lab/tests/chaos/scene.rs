@@ -1,0 +1,290 @@
+//! A run: who takes part, the fault, and the end.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use towline_lab::expect::{Scratch, events, qmp};
+use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
+
+use crate::case::{Case, Fault, Kind, Moment, Victim};
+use crate::guests::{Guests, WITHIN, builder, counting};
+use crate::judge::{self, Seen};
+
+/// Longer than any deadline of towline's own.
+const END_WITHIN: Duration = Duration::from_secs(300);
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+/// Mounts a filesystem of this size where only the command and its children see it, and runs towline there.
+const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
+
+struct Scene {
+    scratch: Scratch,
+    guests: Guests,
+    link: Option<Proxy>,
+    towlines: Vec<Towline>,
+}
+
+/// Plays a case; what became of the guest, or what should not have.
+pub(crate) fn play(case: &Case) -> Result<String, String> {
+    let mut scene = Scene::new(case);
+    let pids: Vec<_> = scene.towlines.iter().map(Towline::pid).collect();
+    let outputs = outputs(&scene.towlines);
+    let over = AtomicBool::new(false);
+    let Scene { guests, link, towlines, .. } = &mut scene;
+    let mut twice = None;
+    let begun = Instant::now();
+    let operator_ran = std::thread::scope(|scope| {
+        let fault = scope.spawn(|| {
+            await_moment(case, &outputs, &over);
+            strike(case, guests, link.as_ref(), &pids)
+        });
+        while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
+            std::thread::sleep(LOOK_INTERVAL);
+            // Two looks: what was seen in the middle of a change is no finding.
+            if twice.is_none() && case.kind != Kind::Clones && guests.live() > 1 && guests.live() > 1 {
+                twice = Some("two guests run".to_owned());
+            }
+        }
+        over.store(true, Ordering::Release);
+        fault.join().unwrap()
+    });
+    drop(link.take());
+    let ends = scene.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
+    let ends = ends.collect::<anyhow::Result<_>>().map_err(|error| format!("it does not end: {error:#}"))?;
+    let seen = scene.seen(case, ends)?;
+    match twice.filter(|_| !operator_ran) {
+        Some(text) => Err(format!("{text}: {seen:?}")),
+        None => judge::judge(case, &seen, operator_ran),
+    }
+}
+
+impl Scene {
+    fn new(case: &Case) -> Self {
+        let scratch = Scratch::new();
+        ["work", "tmp"].iter().for_each(|name| std::fs::create_dir(scratch.path(name)).unwrap());
+        let source = case.kind.has_source().then(|| counting(case));
+        let mut scene = Self {
+            scratch,
+            guests: Guests { source, destinations: Vec::new() },
+            link: None,
+            towlines: Vec::new(),
+        };
+        if !case.kind.has_source() {
+            scene.store(case);
+        }
+        let incoming = match case.kind {
+            Kind::ToStock => Incoming::Uri("tcp:127.0.0.1:0".into()),
+            _ => Incoming::Defer,
+        };
+        for _ in 0..case.kind.destinations() {
+            scene.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
+        }
+        scene.begin(case);
+        scene
+    }
+
+    /// An image of such a guest.
+    fn store(&mut self, case: &Case) {
+        let source = counting(case);
+        let towline = self.towline(&format!("copy {} {}", qmp(&source), self.image()));
+        towline.wait_done(WITHIN).unwrap();
+    }
+
+    fn image(&self) -> String {
+        self.scratch.text("work/guest.img")
+    }
+
+    /// Starts the towlines, and what they need.
+    fn begin(&mut self, case: &Case) {
+        let Case { lanes, rate_mib, .. } = case;
+        let options = format!("--json --multifd-channels {lanes}");
+        let slow = format!("{options} --max-bandwidth {rate_mib}M");
+        let source = self.guests.source.as_ref().map(qmp).unwrap_or_default();
+        let to: Vec<_> = self.guests.destinations.iter().map(qmp).collect();
+        let image = self.image();
+        let line = match case.kind {
+            Kind::Copy => format!("copy {slow} {source} {}", to[0]),
+            Kind::Move => format!("move {slow} {source} {}", to[0]),
+            Kind::Save => format!("copy --resume {slow} {source} {image}"),
+            Kind::Restore { stream: true } => format!("copy --stream {slow} {image} {}", to[0]),
+            Kind::Restore { stream: false } => format!("copy {options} {image} {}", to[0]),
+            Kind::Clones => format!("copy {options} {image} {} {}", to[0], to[1]),
+            Kind::Towlines => {
+                let at = self.listens(&format!("copy {options} tcp:127.0.0.1:0 {}", to[0]));
+                format!("move {slow} {source} tcp:{at}")
+            }
+            Kind::ToStock => {
+                let at = self.join(stock_address(&self.guests.destinations[0]));
+                format!("move {slow} {source} tcp:{at}")
+            }
+            Kind::FromStock => {
+                let at = self.listens(&format!("copy {options} tcp:127.0.0.1:0 {}", to[0]));
+                self.migrate(at, *rate_mib);
+                return;
+            }
+        };
+        let towline = match case.fault {
+            Fault::FullDisk(kib) => self.in_small_filesystem(kib, &line),
+            _ => self.towline(&line),
+        };
+        self.towlines.push(towline);
+    }
+
+    /// Starts a towline that listens; where it is reached over the link.
+    fn listens(&mut self, line: &str) -> SocketAddr {
+        let mut towline = self.towline(line);
+        let address = towline.listens_at(WITHIN).unwrap();
+        self.towlines.push(towline);
+        self.join(address.strip_prefix("tcp:").unwrap().parse().unwrap())
+    }
+
+    fn join(&mut self, address: SocketAddr) -> SocketAddr {
+        let link = Proxy::start(address).unwrap();
+        self.link.insert(link).address()
+    }
+
+    fn migrate(&self, to: SocketAddr, rate_mib: u64) {
+        let qmp = self.guests.source.as_ref().unwrap().qmp();
+        let capabilities = json!([{ "capability": "return-path", "state": true }]);
+        qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
+        qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": rate_mib << 20 })).unwrap();
+        qmp.execute("migrate", json!({ "uri": format!("tcp:{to}") })).unwrap();
+    }
+
+    fn towline(&self, line: &str) -> Towline {
+        self.start(&[], line)
+    }
+
+    /// Starts towline by another command, which gets its command line as its last arguments.
+    fn start(&self, by: &[&str], line: &str) -> Towline {
+        let tmp = format!("TMPDIR={}", self.scratch.text("tmp"));
+        let binary = towline_binary().unwrap().display().to_string();
+        let words = [tmp.as_str()].into_iter().chain(by.iter().copied()).chain([binary.as_str()]);
+        Towline::start(Path::new("/usr/bin/env"), words.chain(line.split(' '))).unwrap()
+    }
+
+    fn in_small_filesystem(&self, kib: u64, line: &str) -> Towline {
+        let (directory, size) = (self.scratch.text("work"), format!("{kib}k"));
+        self.start(&["unshare", "-m", "sh", "-c", IN_A_SMALL_FILESYSTEM, &directory, &size], line)
+    }
+
+    /// What is there when all towlines have ended.
+    fn seen(&self, case: &Case, ends: Vec<Finished>) -> Result<Seen, String> {
+        let (source, destinations) = self.guests.settle()?;
+        let left = |name: &str| {
+            let entries = std::fs::read_dir(self.scratch.path(name)).unwrap();
+            entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
+        };
+        let (work, tmp): (Vec<String>, Vec<String>) = (left("work"), left("tmp"));
+        let image_is_right =
+            (case.kind == Kind::Save && work.iter().any(|name| name == "guest.img")).then(|| {
+                let finished =
+                    self.towline(&format!("inspect --verify {}", self.image())).wait(WITHIN).unwrap();
+                finished.status.success()
+            });
+        Ok(Seen { ends, source, destinations, work, tmp, image_is_right })
+    }
+}
+
+/// Where a stock QEMU listens.
+fn stock_address(qemu: &Qemu) -> SocketAddr {
+    let migration = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
+    let port = migration["socket-address"][0]["port"].as_str().unwrap().parse().unwrap();
+    SocketAddr::from((Ipv4Addr::LOCALHOST, port))
+}
+
+/// Where the towlines write their events.
+fn outputs(towlines: &[Towline]) -> Vec<std::path::PathBuf> {
+    towlines.iter().map(Towline::stdout_path).collect()
+}
+
+/// Waits until it is time; or until all is over.
+fn await_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) {
+    let begun = Instant::now();
+    let is_over = || over.load(Ordering::Acquire);
+    match case.moment {
+        Moment::After(time) => {
+            while begun.elapsed() < time && !is_over() {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+        }
+        Moment::Behind(phase, time) => {
+            let said = |path: &std::path::PathBuf| {
+                let text = std::fs::read_to_string(path).unwrap_or_default();
+                events(&text).iter().any(|event| event["phase"] == phase)
+            };
+            while !is_over() && !outputs.iter().any(said) {
+                std::thread::sleep(LOOK_INTERVAL);
+            }
+            std::thread::sleep(time);
+        }
+    }
+}
+
+/// Does it. True if an operator ran a guest that was complete at its destination, for which towline is not to blame.
+fn strike(case: &Case, guests: &Guests, link: Option<&Proxy>, towlines: &[u32]) -> bool {
+    let pid = |victim: Victim| match victim {
+        Victim::Source => guests.source.as_ref().unwrap().pid(),
+        Victim::Destination(index) => guests.destinations[index].pid(),
+        Victim::Towline(index) => towlines[index],
+    };
+    match case.fault {
+        Fault::Nothing | Fault::FullDisk(_) => {}
+        Fault::Kill(victim) => signal(pid(victim), Signal::KILL),
+        Fault::Suspend(victim, time) => {
+            signal(pid(victim), Signal::STOP);
+            std::thread::sleep(time);
+            signal(pid(victim), Signal::CONT);
+        }
+        Fault::Cut => link.unwrap().cut(),
+        Fault::Delay(time) => {
+            let link = link.unwrap();
+            [Flow::ToDestination, Flow::ToSource].into_iter().for_each(|flow| link.hold(flow));
+            std::thread::sleep(time);
+            link.release();
+        }
+        Fault::Operator(command) => says(guests, command),
+        Fault::StopAndCont(time) => {
+            says(guests, "stop");
+            std::thread::sleep(time);
+            says(guests, "cont");
+            return ran_what_was_complete(guests);
+        }
+        Fault::Signal(towline, name, again) => {
+            let name = if name == "INT" { Signal::INT } else { Signal::TERM };
+            signal(towlines[towline], name);
+            if let Some(time) = again {
+                std::thread::sleep(time);
+                signal(towlines[towline], name);
+            }
+        }
+    }
+    false
+}
+
+/// A process that is a child of this test, which may have exited but whose id is its own until then.
+fn signal(pid: u32, signal: Signal) {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).unwrap();
+    // It may have ended by itself.
+    let _ = kill_process(pid, signal);
+}
+
+/// An operator's command at the source, which may have ended, or refuse it.
+fn says(guests: &Guests, command: &str) {
+    let _ = guests.source.as_ref().unwrap().qmp().execute(command, Value::Null);
+}
+
+fn ran_what_was_complete(guests: &Guests) -> bool {
+    let qmp = guests.source.as_ref().unwrap().qmp();
+    let asked = wait_until("an answer", WITHIN, || {
+        let (Ok(status), Ok(migration)) = (qmp.status(), qmp.execute("query-migrate", Value::Null)) else {
+            return Ok(Some(false));
+        };
+        Ok(Some(status == "running" && migration["status"] == "completed"))
+    });
+    asked.unwrap_or(false)
+}

@@ -1,0 +1,84 @@
+//! The link between two towlines is cut behind the destination's acknowledgement, at each message that follows.
+
+use serde_json::Value;
+use towline_lab::{Action, Flow, Proxy, Qemu, Trigger, Version, require_lab};
+
+use crate::support::{
+    OUTCOME, SETTLED, SHUT, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    listens_at, qmp, small, start, waiting,
+};
+
+/// Where it is cut, and what becomes of the guest.
+struct Cut {
+    trigger: Trigger,
+    /// The exit code of the source's towline, and what it says.
+    here: (i32, &'static str),
+    /// That of the destination's.
+    there: (i32, &'static str),
+    /// What the QEMUs' run states are then.
+    states: (&'static str, &'static str),
+}
+
+fn cut(flow: Flow, bytes: &[u8], forwards: bool) -> Trigger {
+    Trigger { flow, bytes: bytes.to_vec(), forwards, action: Action::Cut }
+}
+
+fn play(cut: Cut) -> (Qemu, Qemu) {
+    let builder = small(Version::V10_0);
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    let mut there = start(&format!("copy tcp:127.0.0.1:0 {}", qmp(&destination)));
+    let proxy = Proxy::start(listens_at(&mut there)).unwrap();
+    proxy.set_trigger(cut.trigger);
+    let here = start(&format!("move {} tcp:{}", qmp(&source), proxy.address()));
+    assert_ended(&end(here), cut.here.0, &[cut.here.1]);
+    assert_ended(&end(there), cut.there.0, &[cut.there.1]);
+    assert!(proxy.has_fired());
+    source.qmp().wait_status(cut.states.0, WITHIN).unwrap();
+    destination.qmp().wait_status(cut.states.1, WITHIN).unwrap();
+    (source, destination)
+}
+
+const HELD_THERE: (i32, &str) =
+    (3, "whole at its destination, paused; whether its source is done with it is not known");
+
+#[test]
+fn before_the_acknowledgement_arrives_the_source_runs_on() {
+    if !require_lab("before_the_acknowledgement_arrives_the_source_runs_on") {
+        return;
+    }
+    let (source, destination) = play(Cut {
+        trigger: cut(Flow::ToSource, SHUT, false),
+        here: (1, "the guest: safe at its source"),
+        there: HELD_THERE,
+        states: ("running", "paused"),
+    });
+    assert_runs_only_in(&source, &destination);
+}
+
+#[test]
+fn behind_the_acknowledgement_neither_runs_without_the_others_word() {
+    if !require_lab("behind_the_acknowledgement_neither_runs_without_the_others_word") {
+        return;
+    }
+    for trigger in [cut(Flow::ToSource, SHUT, true), cut(Flow::ToDestination, OUTCOME, false)] {
+        let (source, destination) =
+            play(Cut { trigger, here: (3, "paused"), there: HELD_THERE, states: ("postmigrate", "paused") });
+        assert_runs_nowhere(&source, &destination);
+        destination.qmp().execute("cont", Value::Null).unwrap();
+        assert_runs_only_in(&destination, &source);
+    }
+}
+
+#[test]
+fn behind_the_outcome_the_destination_runs_and_the_source_asks_to_look() {
+    if !require_lab("behind_the_outcome_the_destination_runs_and_the_source_asks_to_look") {
+        return;
+    }
+    let (source, destination) = play(Cut {
+        trigger: cut(Flow::ToSource, SETTLED, false),
+        here: (3, "the destination's towline was to run it, and did not say that it did: look there"),
+        there: (0, ""),
+        states: ("postmigrate", "running"),
+    });
+    assert_runs_only_in(&destination, &source);
+}

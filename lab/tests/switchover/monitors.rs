@@ -1,0 +1,172 @@
+//! Monitors that are not the guest: a proxy in front of one ends, somebody else's migration, a guest that is not ours to run.
+
+use std::cell::RefCell;
+use std::path::Path;
+use std::process::{Child, Command};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use towline_lab::{Qemu, Qmp, Version, require_lab, skip, wait_until};
+
+use crate::support::{
+    Scratch, Sent, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
+    qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+};
+
+const SOCAT: &str = "/usr/bin/socat";
+/// Slow enough that the copy is under way.
+const SLOW: &str = "--max-bandwidth 1M";
+
+/// A proxy in front of a monitor, in a process of its own: the listener of its socket is not QEMU.
+struct Socat(Child);
+
+impl Socat {
+    fn start(listen: &str, qemu: &Qemu) -> Self {
+        let to = format!("UNIX-CONNECT:{}", qemu.qmp_path().display());
+        let child = Command::new(SOCAT).args([format!("UNIX-LISTEN:{listen}"), to]).spawn().unwrap();
+        wait_until("a proxy that listens", WITHIN, || Ok(Path::new(listen).exists().then_some(()))).unwrap();
+        Self(child)
+    }
+}
+
+impl Drop for Socat {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// A copy that has sent everything, with a proxy in front of its source's monitor.
+fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (Sent, Socat) {
+    let (proxy, socket) = (RefCell::new(None), scratch.text("a.qmp"));
+    let sent = sent_to_a_suspended_destination(&|source, destination| {
+        // That of the try before, and its file.
+        drop(proxy.borrow_mut().take());
+        std::fs::remove_file(&socket).ok();
+        *proxy.borrow_mut() = Some(Socat::start(&socket, source));
+        start(&format!("{command} qmp:{socket} {}", qmp(destination)))
+    });
+    (sent, proxy.into_inner().unwrap())
+}
+
+fn has_socat(name: &str) -> bool {
+    let found = Path::new(SOCAT).exists();
+    if !found {
+        skip(name, "socat is missing; run `cargo xtask setup`");
+    }
+    found && require_lab(name)
+}
+
+/// The source completes by itself, and nobody can ask it: the destination holds the guest, and does not run it.
+#[test]
+fn a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end() {
+    let name = "a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end";
+    if !has_socat(name) {
+        return;
+    }
+    let (sent, proxy) = sent_by_a_proxy("move", &Scratch::new());
+    let Sent { suspended, towline, source, destination } = sent;
+    drop(proxy);
+    drop(suspended);
+    let finished = end(towline);
+    assert_ended(
+        &finished,
+        3,
+        &["whole at its destination, paused; its source did not say whether it is done"],
+    );
+    assert!(!is_live(&source) || !is_live(&destination), "two guests run");
+    // What it says to do.
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    assert_runs_nowhere(&source, &destination);
+    destination.qmp().execute("cont", Value::Null).unwrap();
+    assert_runs_only_in(&destination, &source);
+}
+
+/// The same, and the proxy is there again: the source is asked, and the move completes.
+#[test]
+fn a_proxy_that_ends_and_is_started_again_costs_nothing() {
+    let name = "a_proxy_that_ends_and_is_started_again_costs_nothing";
+    if !has_socat(name) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (sent, proxy) = sent_by_a_proxy("copy", &scratch);
+    let Sent { suspended, towline, source, destination } = sent;
+    let socket = scratch.text("a.qmp");
+    drop(proxy);
+    // The file of a listener that has ended is in the way of the next one.
+    std::fs::remove_file(&socket).ok();
+    drop(suspended);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    let _again = Socat::start(&socket, &source);
+    assert_ended(&end(towline), 0, &[]);
+    assert_runs_only_in(&destination, &source);
+}
+
+#[test]
+fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
+    let name = "a_proxy_that_ends_earlier_leaves_the_guest_at_its_source";
+    if !has_socat(name) {
+        return;
+    }
+    let (scratch, builder) = (Scratch::new(), small(Version::V10_0));
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    let proxy = Socat::start(&scratch.text("a.qmp"), &source);
+    let mut towline = start(&format!("move {SLOW} qmp:{} {}", scratch.text("a.qmp"), qmp(&destination)));
+    reaches(&mut towline, "transfer");
+    source.qmp().wait_migration("active", WITHIN).unwrap();
+    drop(proxy);
+    let finished = end(towline);
+    assert_ended(&finished, 3, &["at its source, if that still lives"]);
+    assert!(!finished.stderr.contains("has ended, and the guest with it"), "{}", finished.stderr);
+    source.qmp().wait_migration("failed", WITHIN).unwrap();
+    assert_runs_only_in(&source, &destination);
+}
+
+/// The destination's monitor is held by another client, so that the copy fails late; meanwhile an operator begins a migration.
+#[test]
+fn a_migration_of_somebody_else_is_not_cancelled() {
+    if !require_lab("a_migration_of_somebody_else_is_not_cancelled") {
+        return;
+    }
+    let (builder, scratch) = (small(Version::V10_0), Scratch::new());
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    let holder = Qmp::connect(&destination.qmp_path(), WITHIN).unwrap();
+    let mut towline = start(&format!("copy {} {}", qmp(&source), qmp(&destination)));
+    // It holds the source's monitor from its first look on, so another client waits there in vain.
+    wait_until("a towline at the source's monitor", WITHIN, || {
+        assert!(towline.runs()?, "it ended: {}", towline.stderr());
+        Ok(Qmp::connect(&source.qmp_path(), std::time::Duration::from_millis(500)).is_err().then_some(()))
+    })
+    .unwrap();
+    let parameters = json!({ "max-bandwidth": 64 << 10 });
+    source.qmp().execute("migrate-set-parameters", parameters).unwrap();
+    let other = format!("exec:cat > {}", scratch.text("theirs"));
+    source.qmp().execute("migrate", json!({ "uri": other })).unwrap();
+    assert_ended(&end(towline), 1, &["another client holds this monitor"]);
+    let migration = source.qmp().execute("query-migrate", Value::Null).unwrap();
+    assert_eq!(migration["status"], "active", "{migration}");
+    drop(holder);
+}
+
+/// The guest is at its destination: at its source it stays as the copy left it, whatever the next one is.
+#[test]
+fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
+    if !require_lab("a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused") {
+        return;
+    }
+    let (scratch, builder) = (Scratch::new(), small(Version::V10_0));
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    assert_ended(&end(start(&format!("copy {} {}", qmp(&source), qmp(&destination)))), 0, &[]);
+    let nowhere = scratch.text("missing/guest.img");
+    assert_ended(&end(start(&format!("copy --resume {} {nowhere}", qmp(&source)))), 1, &["is no directory"]);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    assert_runs_only_in(&destination, &source);
+    // Nor one that is cancelled under way.
+    let image = scratch.text("guest.img");
+    let mut towline = start(&format!("copy --resume {SLOW} {} {image}", qmp(&source)));
+    reaches(&mut towline, "transfer");
+    signal(towline.pid(), Signal::INT);
+    assert_ended(&end(towline), 1, &["cancelled"]);
+    assert_runs_only_in(&destination, &source);
+}

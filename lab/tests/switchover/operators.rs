@@ -1,0 +1,125 @@
+//! What an operator or the guest does to the run state meanwhile is kept.
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use towline_lab::{Qemu, Towline, Version, require_lab};
+
+use crate::support::{
+    WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, reaches, signal, small, start,
+    waiting,
+};
+
+/// Slow enough that somebody can do something meanwhile.
+const SLOW: &str = "--max-bandwidth 1M";
+
+/// A copy, or a move, that goes slowly, between QEMUs started with these arguments.
+fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, Towline) {
+    let builder = small(Version::V10_0).args(arguments.iter().copied());
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    if paused {
+        source.qmp().execute("stop", Value::Null).unwrap();
+    }
+    let mut towline = start(&format!("{command} {SLOW} {} {}", qmp(&source), qmp(&destination)));
+    reaches(&mut towline, "transfer");
+    source.qmp().wait_migration("active", WITHIN).unwrap();
+    (source, destination, towline)
+}
+
+/// The rest goes at full speed.
+fn hurry(source: &Qemu) {
+    source.qmp().execute("migrate-set-parameters", json!({ "max-bandwidth": 1_u64 << 40 })).unwrap();
+}
+
+/// The guest's ACPI sleep register: it sleeps in this state. As the guest itself would write it.
+fn sleep(qemu: &Qemu, value: u32) {
+    qemu.qmp().hmp(&format!("o/h 0x604 {value:#x}")).unwrap();
+}
+
+/// Suspend to RAM (S3), and power off (S5).
+const S3: u32 = 0x2400;
+const S5: u32 = 0x2000;
+
+#[test]
+fn a_guest_paused_during_a_copy_that_is_cancelled_stays_paused() {
+    if !require_lab("a_guest_paused_during_a_copy_that_is_cancelled_stays_paused") {
+        return;
+    }
+    let (source, destination, towline) = under_way("copy", &[], false);
+    source.qmp().execute("stop", Value::Null).unwrap();
+    signal(towline.pid(), Signal::INT);
+    assert_ended(&end(towline), 1, &["cancelled", "the guest: safe at its source"]);
+    assert_eq!(source.qmp().status().unwrap(), "paused");
+    source.qmp().execute("cont", Value::Null).unwrap();
+    assert_runs_only_in(&source, &destination);
+}
+
+#[test]
+fn a_guest_paused_during_a_copy_is_paused_at_its_destination() {
+    if !require_lab("a_guest_paused_during_a_copy_is_paused_at_its_destination") {
+        return;
+    }
+    let (source, destination, towline) = under_way("copy", &[], false);
+    source.qmp().execute("stop", Value::Null).unwrap();
+    hurry(&source);
+    assert_ended(&end(towline), 0, &[]);
+    assert_eq!(destination.qmp().status().unwrap(), "paused");
+    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    assert_eq!(destination.counter().unwrap(), source.counter().unwrap());
+}
+
+#[test]
+fn a_guest_run_during_a_copy_runs_at_its_destination() {
+    if !require_lab("a_guest_run_during_a_copy_runs_at_its_destination") {
+        return;
+    }
+    let (source, destination, towline) = under_way("copy", &[], true);
+    source.qmp().execute("cont", Value::Null).unwrap();
+    hurry(&source);
+    assert_ended(&end(towline), 0, &[]);
+    assert_runs_only_in(&destination, &source);
+}
+
+/// There is nothing to run, and the move is complete all the same.
+#[test]
+fn a_guest_that_powers_off_during_a_move_is_moved_and_not_run() {
+    if !require_lab("a_guest_that_powers_off_during_a_move_is_moved_and_not_run") {
+        return;
+    }
+    let (source, destination, towline) = under_way("move", &["-no-shutdown"], false);
+    sleep(&source, S5);
+    source.qmp().wait_status("shutdown", WITHIN).unwrap();
+    hurry(&source);
+    assert_ended(&end(towline), 0, &[]);
+    assert!(source.wait_exit(WITHIN).unwrap().success());
+    assert!(!is_live(&destination), "{:?}", destination.qmp().status());
+}
+
+#[test]
+fn a_guest_that_sleeps_is_woken_at_its_destination() {
+    if !require_lab("a_guest_that_sleeps_is_woken_at_its_destination") {
+        return;
+    }
+    for asleep_before in [true, false] {
+        let builder = small(Version::V10_0);
+        let (source, destination) = (counting(&builder), waiting(&builder));
+        let fall_asleep = || {
+            sleep(&source, S3);
+            source.qmp().wait_status("suspended", WITHIN).unwrap();
+        };
+        if asleep_before {
+            fall_asleep();
+        }
+        let mut towline = start(&format!("move {SLOW} {} {}", qmp(&source), qmp(&destination)));
+        reaches(&mut towline, "transfer");
+        source.qmp().wait_migration("active", WITHIN).unwrap();
+        if !asleep_before {
+            fall_asleep();
+        }
+        hurry(&source);
+        assert_ended(&end(towline), 0, &[]);
+        assert!(source.wait_exit(WITHIN).unwrap().success());
+        assert_eq!(destination.qmp().status().unwrap(), "suspended");
+        destination.qmp().execute("system_wakeup", Value::Null).unwrap();
+        destination.qmp().wait_status("running", WITHIN).unwrap();
+    }
+}

@@ -1,0 +1,142 @@
+//! QEMUs that do not answer for a while: no answer is no news.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use towline_lab::{BootSector, Builder, Proxy, Qemu, Version, require_lab};
+
+use crate::support::{
+    Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
+    listening, qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+};
+
+/// Longer than an answer is waited for.
+const LONG: Duration = Duration::from_secs(12);
+
+/// A guest that writes all of its memory, so that the last pass has much to send.
+fn large() -> Builder {
+    let boot_sector = BootSector { fill_mib: 40, sweep_pages: 10_000, ..BootSector::default() };
+    Qemu::builder(Version::V10_0).memory_mib(64).boot_sector(boot_sector)
+}
+
+/// QEMU sends its last pass with its main loop locked, and answers nothing until that is done.
+#[test]
+fn a_last_pass_longer_than_an_answer_may_take_completes() {
+    if !require_lab("a_last_pass_longer_than_an_answer_may_take_completes") {
+        return;
+    }
+    let (source, (destination, address)) = (counting(&large()), listening(&large()));
+    let proxy = Proxy::start(address).unwrap();
+    proxy.limit(2 << 20);
+    let towline = start(&format!("copy --downtime-limit 120000 {} tcp:{}", qmp(&source), proxy.address()));
+    let finished = end(towline);
+    assert_ended(&finished, 0, &[]);
+    let migration = source.qmp().execute("query-migrate", Value::Null).unwrap();
+    let downtime = Duration::from_millis(migration["downtime"].as_u64().unwrap());
+    assert!(downtime > LONG, "the last pass took {downtime:?}: this tests nothing");
+    assert_runs_only_in(&destination, &source);
+}
+
+/// Keeps a QEMU from answering for longer than an answer is waited for.
+fn silence(qemu: &Qemu) {
+    let suspended = Suspended::new(qemu);
+    let begun = Instant::now();
+    while begun.elapsed() < LONG {
+        std::thread::sleep(LONG - begun.elapsed());
+    }
+    drop(suspended);
+}
+
+#[test]
+fn a_source_that_is_silent_in_mid_copy_goes_on() {
+    if !require_lab("a_source_that_is_silent_in_mid_copy_goes_on") {
+        return;
+    }
+    let builder = small(Version::V10_0);
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    let mut towline = start(&format!(
+        "copy --max-bandwidth 1M --downtime-limit 5000 {} {}",
+        qmp(&source),
+        qmp(&destination)
+    ));
+    reaches(&mut towline, "transfer");
+    source.qmp().wait_migration("active", WITHIN).unwrap();
+    silence(&source);
+    assert_ended(&end(towline), 0, &[]);
+    assert_runs_only_in(&destination, &source);
+}
+
+/// The destination has everything, and its source does not say whether it is done: the text says who holds the guest.
+#[test]
+fn of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest() {
+    if !require_lab("of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest") {
+        return;
+    }
+    let Sent { suspended, towline, source, destination } =
+        sent_to_a_suspended_destination(&|source, destination| {
+            start(&format!("copy {} {}", qmp(source), qmp(destination)))
+        });
+    let silent = Suspended::new(&source);
+    drop(suspended);
+    let finished = end(towline);
+    drop(silent);
+    assert_ended(
+        &finished,
+        3,
+        &["whole at its destination, paused; its source did not say whether it is done"],
+    );
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    assert_runs_nowhere(&source, &destination);
+    destination.qmp().execute("cont", Value::Null).unwrap();
+    assert_runs_only_in(&destination, &source);
+}
+
+#[test]
+fn a_source_that_is_silent_while_memory_follows_goes_on() {
+    if !require_lab("a_source_that_is_silent_while_memory_follows_goes_on") {
+        return;
+    }
+    let (source, destination) = (counting(&large()), waiting(&large()));
+    let options = "--postcopy --max-bandwidth 24M --downtime-limit 1";
+    let mut towline = start(&format!("move {options} {} {}", qmp(&source), qmp(&destination)));
+    reaches(&mut towline, "transfer");
+    source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 1 << 20 })).unwrap();
+    reaches(&mut towline, "switchover");
+    silence(&source);
+    source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 0 })).unwrap();
+    assert_ended(&end(towline), 0, &[]);
+    assert!(source.wait_exit(WITHIN).unwrap().success());
+    destination.qmp().wait_status("running", WITHIN).unwrap();
+    destination.wait_counting(WITHIN).unwrap();
+}
+
+/// A cancellation meets the end of the first pass: one guest runs, whoever is quicker.
+#[test]
+fn a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest() {
+    if !require_lab("a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest") {
+        return;
+    }
+    let builder = small(Version::V10_0);
+    for step in 0..8 {
+        let (source, destination) = (counting(&builder), waiting(&builder));
+        let mut towline = start(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));
+        reaches(&mut towline, "transfer");
+        std::thread::sleep(Duration::from_millis(8) * step);
+        if towline.runs().unwrap() {
+            signal(towline.pid(), Signal::INT);
+        }
+        let finished = end(towline);
+        match finished.status.code() {
+            Some(0) => {
+                assert!(source.wait_exit(WITHIN).unwrap().success());
+                destination.qmp().wait_status("running", WITHIN).unwrap();
+            }
+            _ => {
+                assert_ended(&finished, 1, &["cancelled", "the guest: safe at its source"]);
+                source.qmp().wait_status("running", WITHIN).unwrap();
+                assert!(!is_live(&destination), "two guests run");
+            }
+        }
+    }
+}
