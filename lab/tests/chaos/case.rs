@@ -1,5 +1,6 @@
 //! What is done in one run, all of which follows from its seed.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -10,6 +11,8 @@ const RUN_MS: u64 = 1500;
 const PAUSE_MS: u64 = 1500;
 /// How far behind a phase a fault comes that is aimed at it, in microseconds.
 const BEHIND_US: u64 = 30_000;
+/// What the source may send: enough that the guest, which writes for ever, is stopped soon.
+const RATES_MIB: Range<u64> = 8..32;
 /// Phases with a switchover between them.
 const PHASES: [&str; 5] = ["transfer", "switchover", "loaded", "release", "cut-over"];
 
@@ -138,7 +141,7 @@ impl Case {
             Kind::ToStock | Kind::FromStock => 0,
             _ => [0, 2][rng.usize(..2)],
         };
-        let (rate_mib, sweep_pages) = (rng.u64(4..32), [32, 512][rng.usize(..2)]);
+        let (rate_mib, sweep_pages) = (rng.u64(RATES_MIB), [32, 512][rng.usize(..2)]);
         Self { kind, fault, moment, lanes, rate_mib, sweep_pages }
     }
 

@@ -16,7 +16,9 @@ use crate::judge::{self, Seen};
 
 /// Longer than any deadline of towline's own.
 const END_WITHIN: Duration = Duration::from_secs(300);
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// How long the guest may be stopped.
+const DOWNTIME_MS: u64 = 1000;
 
 /// Mounts a filesystem of this size where only the command and its children see it, and runs towline there.
 const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
@@ -102,7 +104,7 @@ impl Scene {
     fn begin(&mut self, case: &Case) {
         let Case { lanes, rate_mib, .. } = case;
         let options = format!("--json --multifd-channels {lanes}");
-        let slow = format!("{options} --max-bandwidth {rate_mib}M");
+        let slow = format!("{options} --max-bandwidth {rate_mib}M --downtime-limit {DOWNTIME_MS}");
         let source = self.guests.source.as_ref().map(qmp).unwrap_or_default();
         let to: Vec<_> = self.guests.destinations.iter().map(qmp).collect();
         let image = self.image();
@@ -151,7 +153,8 @@ impl Scene {
         let qmp = self.guests.source.as_ref().unwrap().qmp();
         let capabilities = json!([{ "capability": "return-path", "state": true }]);
         qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).unwrap();
-        qmp.execute("migrate-set-parameters", json!({ "max-bandwidth": rate_mib << 20 })).unwrap();
+        let parameters = json!({ "max-bandwidth": rate_mib << 20, "downtime-limit": DOWNTIME_MS });
+        qmp.execute("migrate-set-parameters", parameters).unwrap();
         qmp.execute("migrate", json!({ "uri": format!("tcp:{to}") })).unwrap();
     }
 
