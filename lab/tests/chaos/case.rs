@@ -91,6 +91,10 @@ pub(crate) enum Fault {
     StopAndCont(Duration),
     /// A signal to a towline, and once more some time after.
     Signal(usize, &'static str, Option<Duration>),
+    /// What the last towline writes goes into a pipe that is full, and that nobody reads.
+    UnreadOutput,
+    /// The same, and its reader closes it: what is written then is `EPIPE`.
+    ClosedOutput,
 }
 
 /// When.
@@ -130,7 +134,9 @@ impl Case {
         ];
         let kind = kinds[rng.usize(..kinds.len())];
         let fault = fault(&mut rng, kind);
-        let moment = match rng.bool() {
+        // One whose output goes to nobody does not say where it is.
+        let is_hidden = matches!(fault, Fault::UnreadOutput | Fault::ClosedOutput);
+        let moment = match rng.bool() || is_hidden {
             true => Moment::After(Duration::from_millis(rng.u64(..RUN_MS))),
             false => {
                 let behind = if rng.bool() { rng.u64(..BEHIND_US) } else { 0 };
@@ -150,6 +156,11 @@ impl Case {
         self.fault == Fault::Kill(victim)
     }
 
+    /// Whether what a towline says goes to nobody.
+    pub(crate) fn hides_output(&self) -> bool {
+        matches!(self.fault, Fault::UnreadOutput | Fault::ClosedOutput)
+    }
+
     /// Whether an operator may have paused the guest.
     pub(crate) fn may_be_paused(&self) -> bool {
         matches!(self.fault, Fault::Operator("stop") | Fault::StopAndCont(_))
@@ -167,8 +178,10 @@ fn fault(rng: &mut Rng, kind: Kind) -> Fault {
     let towline = rng.usize(..kind.towlines());
     let name = ["INT", "TERM"][rng.usize(..2)];
     let command = ["stop", "migrate_cancel"][rng.usize(..2)];
-    match rng.u8(..20) {
+    match rng.u8(..22) {
         0 => Fault::Nothing,
+        20 => Fault::UnreadOutput,
+        21 => Fault::ClosedOutput,
         1..5 => Fault::Kill(victim),
         5..9 => Fault::Suspend(victim, pause),
         9..11 if kind.has_link() => Fault::Cut,

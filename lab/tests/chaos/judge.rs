@@ -152,6 +152,9 @@ fn safe(case: &Case, seen: &Seen, has_source: bool, stderr: &str) -> Option<&'st
 }
 
 fn look(case: &Case, seen: &Seen, stderr: &str) -> Option<&'static str> {
+    if case.hides_output() {
+        return None;
+    }
     let Some((_, guest)) = stderr.split_once("the guest: ") else {
         return Some("exit 3, and no word of the guest");
     };

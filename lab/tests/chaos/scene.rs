@@ -1,7 +1,12 @@
 //! A run: who takes part, the fault, and the end.
 
+use std::fs::{File, OpenOptions};
+use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -23,11 +28,16 @@ const DOWNTIME_MS: u64 = 1000;
 /// Mounts a filesystem of this size where only the command and its children see it, and runs towline there.
 const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
 
+/// Runs towline's command line with its output into a pipe.
+const INTO_A_PIPE: &str = r#"exec "$@" > "$0" 2>&1"#;
+
 struct Scene {
     scratch: Scratch,
     guests: Guests,
     link: Option<Proxy>,
     towlines: Vec<Towline>,
+    /// The other end of a towline's output.
+    reader: Mutex<Option<File>>,
 }
 
 /// Plays a case; what became of the guest, or what should not have.
@@ -36,12 +46,15 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
     let pids: Vec<_> = scene.towlines.iter().map(Towline::pid).collect();
     let outputs = outputs(&scene.towlines);
     let over = AtomicBool::new(false);
-    let Scene { guests, link, towlines, .. } = &mut scene;
+    let Scene { guests, link, towlines, reader, .. } = &mut scene;
     let mut twice = None;
     let begun = Instant::now();
     let operator_ran = std::thread::scope(|scope| {
         let fault = scope.spawn(|| {
             await_moment(case, &outputs, &over);
+            if case.fault == Fault::ClosedOutput {
+                reader.lock().unwrap().take();
+            }
             strike(case, guests, link.as_ref(), &pids)
         });
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
@@ -74,6 +87,7 @@ impl Scene {
             guests: Guests { source, destinations: Vec::new() },
             link: None,
             towlines: Vec::new(),
+            reader: Mutex::default(),
         };
         if !case.kind.has_source() {
             scene.store(case);
@@ -131,6 +145,7 @@ impl Scene {
         };
         let towline = match case.fault {
             Fault::FullDisk(kib) => self.in_small_filesystem(kib, &line),
+            Fault::UnreadOutput | Fault::ClosedOutput => self.into_a_pipe(&line),
             _ => self.towline(&line),
         };
         self.towlines.push(towline);
@@ -173,6 +188,29 @@ impl Scene {
     fn in_small_filesystem(&self, kib: u64, line: &str) -> Towline {
         let (directory, size) = (self.scratch.text("work"), format!("{kib}k"));
         self.start(&["unshare", "-m", "sh", "-c", IN_A_SMALL_FILESYSTEM, &directory, &size], line)
+    }
+
+    /// Starts it with its output into a pipe that is full.
+    fn into_a_pipe(&self, line: &str) -> Towline {
+        let path = self.scratch.path("tmp/output");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        // Both ways, so that there is a reader before there is a writer.
+        let mut pipe =
+            OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
+        while pipe.write(&[b'x'; 4096]).is_ok() {}
+        let reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
+        let mut towline = self.start(&["sh", "-c", INTO_A_PIPE, &path.display().to_string()], line);
+        // Its shell has opened it when it has made way for towline.
+        let (file, binary) = (format!("/proc/{}/cmdline", towline.pid()), towline_binary().unwrap());
+        wait_until("a towline", WITHIN, || {
+            let line = std::fs::read(&file).unwrap_or_default();
+            let is_there = line.starts_with(binary.as_os_str().as_encoded_bytes());
+            Ok((is_there || !towline.runs()?).then_some(()))
+        })
+        .unwrap();
+        std::fs::remove_file(&path).unwrap();
+        *self.reader.lock().unwrap() = Some(reader);
+        towline
     }
 
     /// What is there when all towlines have ended.
@@ -236,7 +274,7 @@ fn strike(case: &Case, guests: &Guests, link: Option<&Proxy>, towlines: &[u32]) 
         Victim::Towline(index) => towlines[index],
     };
     match case.fault {
-        Fault::Nothing | Fault::FullDisk(_) => {}
+        Fault::Nothing | Fault::FullDisk(_) | Fault::UnreadOutput | Fault::ClosedOutput => {}
         Fault::Kill(victim) => signal(pid(victim), Signal::KILL),
         Fault::Suspend(victim, time) => {
             signal(pid(victim), Signal::STOP);
