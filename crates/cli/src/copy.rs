@@ -58,7 +58,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         true => {
             "a guest that does not run yet stays where it is, one that runs gets the rest of its memory first"
         }
-        false => "the source keeps its guest",
+        false => "the source keeps its guest, unless that is being handed over already",
     };
     let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
     if destinations.len() > 1 && args.transfer.watch.is_wanted() {

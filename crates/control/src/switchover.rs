@@ -671,6 +671,7 @@ impl Switchover {
         let held = match (input, self.request.source, self.request.after) {
             (Input::NotDone, SourceKind::Qemu, SourceAfter::Quit) => Held::SourceNotEnded,
             (Input::NotDone, SourceKind::Qemu, SourceAfter::Resume) => Held::SourceNotResumed,
+            (Input::Source(SourceView::Exited), _, SourceAfter::Resume) => Held::StoredOnly,
             (Input::NotDone, SourceKind::Qemu, SourceAfter::Stay) => {
                 return Directive::End(Outcome::Done(placed));
             }
@@ -748,6 +749,7 @@ impl Switchover {
     fn restoring(&mut self, input: Input) -> Directive {
         match input {
             Input::NotDone => Directive::End(Outcome::Look(Held::SourceUnknown)),
+            Input::Source(SourceView::Exited) => Directive::End(Outcome::Look(Held::SourceExitedSince)),
             _ => Directive::End(Outcome::Safe),
         }
     }

@@ -24,7 +24,7 @@ use super::progress::Phase;
 use super::report::{DestinationState, SourceState};
 use super::source::QmpSource;
 use super::switch::{Switch, link};
-use super::target::Target;
+use super::target::{Target, Undo};
 use crate::switchover::{
     DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest, SourceView,
     Started,
@@ -199,7 +199,7 @@ impl Conclude<'_> {
             }
             Link::Open => thread::sleep(POLL_INTERVAL.min(self.waited() / 4)),
             Link::Reset => {
-                self.ends.error = Some(towline_migration::Error::SourceGone { peer }.into());
+                self.ends.error = Some(Error::SourceReset { peer });
             }
             Link::Closed => {}
         }
@@ -332,8 +332,9 @@ impl Conclude<'_> {
                 Input::Done
             }
             Err(error) => {
+                let exited = source.has_ended();
                 self.ends.error.get_or_insert(error);
-                Input::NotDone
+                if exited { Input::Source(SourceView::Exited) } else { Input::NotDone }
             }
         }
     }
@@ -395,7 +396,9 @@ impl Conclude<'_> {
 
     fn failure(mut self, guest: GuestState) -> Failure {
         let error = self.ends.error.take().unwrap_or(Error::Cancelled);
-        let (error, notes) = self.ends.target.undo(error, self.ends.run, self.is_cut_over);
+        let holds = matches!(guest, GuestState::LookAt(_));
+        let (error, notes) =
+            self.ends.target.undo(error, self.ends.run, Undo { is_cut_over: self.is_cut_over, holds });
         self.notes.extend(notes);
         if let (Origin::Qemu(source), GuestState::LookAt(_)) = (&mut self.ends.origin, &guest) {
             source.forget();

@@ -319,7 +319,7 @@ impl QmpDestination {
     }
 
     /// After a failure: nothing runs here. Says what is left.
-    pub(super) fn undo(&mut self) -> Vec<String> {
+    pub(super) fn undo(&mut self, holds: bool) -> Vec<String> {
         let status = self.qemu.status();
         match self.settings.take() {
             Some(settings) if !self.told && status.is_ok() => {
@@ -330,6 +330,8 @@ impl QmpDestination {
             None => {}
         }
         match status {
+            // A guest that is whole here may be nowhere else.
+            Ok(status) if holds && status.status != RunState::INMIGRATE => Vec::new(),
             Ok(status) if self.told && !status.running => {
                 vec![format!(
                     "QEMU on {} may hold a part of the guest: end it and start it again before the next copy",

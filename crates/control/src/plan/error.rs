@@ -87,6 +87,10 @@ pub enum Error {
         "{peer} was acknowledged and did not close its connection within {waited:?}, so that it is not known whether it is done with the guest"
     )]
     SourceNotDone { peer: String, waited: Duration },
+    #[error(
+        "{peer} reset its connection after it was acknowledged: whether it had read that, and is done with the guest, is not known"
+    )]
+    SourceReset { peer: String },
     #[error("the towline at the other end did not report within {waited:?}")]
     PeerSilent { waited: Duration },
     #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]

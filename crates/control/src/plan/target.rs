@@ -44,6 +44,15 @@ pub(super) enum Target {
     Null(Survey),
 }
 
+/// What is known of a guest that is not at its destination in order.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Undo {
+    /// It was to run there.
+    pub(super) is_cut_over: bool,
+    /// The destination may be the only one that holds it.
+    pub(super) holds: bool,
+}
+
 impl Target {
     /// Checks what can be checked. The destination is not told anything.
     pub(super) fn prepare(
@@ -228,13 +237,12 @@ impl Target {
         }
     }
 
-    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left. `is_cut_over`: the guest was to run
-    /// here.
-    pub(super) fn undo(&mut self, error: Error, run: &Run<'_>, is_cut_over: bool) -> (Error, Vec<String>) {
+    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
+    pub(super) fn undo(&mut self, error: Error, run: &Run<'_>, undo: Undo) -> (Error, Vec<String>) {
         match self {
             Self::Qemu { destination, .. } => {
-                let error = if is_cut_over { error } else { destination.explain(error) };
-                (error, destination.undo())
+                let error = if undo.is_cut_over { error } else { destination.explain(error) };
+                (error, destination.undo(undo.holds))
             }
             Self::Stream { address, .. } if blame::peer_is(&error, &address.to_string()) => {
                 (blame::lanes_lost(error, run.lanes, run.options.compression), Vec::new())

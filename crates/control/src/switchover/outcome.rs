@@ -53,12 +53,16 @@ pub(crate) enum Held {
     BothExited,
     /// The source's QEMU has exited, and no other has the whole guest.
     SourceExited,
+    /// The source's QEMU exited after it had its guest back: what the destination holds is older.
+    SourceExitedSince,
     /// The source does not answer, or could not be put in order.
     SourceUnknown,
     /// At its destination; the source could not be ended.
     SourceNotEnded,
     /// Stored; the source's guest is still paused.
     SourceNotResumed,
+    /// Stored; the source's QEMU exited before its guest ran on.
+    StoredOnly,
     /// The other towline waits for an outcome that could not be sent.
     PeerWaits,
     /// The other towline was sent the outcome, and did not say what it did.
@@ -128,6 +132,9 @@ impl Held {
             Self::SourceExited => {
                 "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
             }
+            Self::SourceExitedSince => {
+                "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older"
+            }
             Self::SourceUnknown => {
                 "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)"
             }
@@ -135,6 +142,7 @@ impl Held {
                 "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there"
             }
             Self::SourceNotResumed => "stored; at its source it is still paused: run it on (`cont`)",
+            Self::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
             Self::PeerWaits => {
                 "paused at both ends: the connection to the destination's towline was lost before the outcome could be sent"
             }

@@ -114,7 +114,7 @@ impl End {
     /// Before the guest runs: puts things back. Returns the reason, the destination's own if that is better, and notes.
     pub(super) fn undo(&mut self, error: Error) -> (Error, Vec<String>) {
         match self {
-            Self::Qmp(qemu) => (qemu.explain(error), qemu.undo()),
+            Self::Qmp(qemu) => (qemu.explain(error), qemu.undo(false)),
             Self::Stream(_) => (error, Vec::new()),
         }
     }
@@ -122,7 +122,7 @@ impl End {
     /// The guest did not come to run here. Returns notes.
     pub(super) fn give_back(&mut self) -> Vec<String> {
         match self {
-            Self::Qmp(qemu) => qemu.undo(),
+            Self::Qmp(qemu) => qemu.undo(false),
             Self::Stream(_) => Vec::new(),
         }
     }
@@ -139,7 +139,7 @@ impl End {
         qemu.leave();
         match had_loaded {
             true => look_at(error, RAN),
-            false => Failure { error: Box::new(error), guest: GuestState::Safe, notes: qemu.undo() },
+            false => Failure { error: Box::new(error), guest: GuestState::Safe, notes: qemu.undo(false) },
         }
     }
 

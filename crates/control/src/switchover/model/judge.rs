@@ -36,6 +36,9 @@ fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) ->
         Outcome::Safe => world.destination != Destination::Running || world.operator_ran,
         Outcome::Look(Held::BothExited) => world.source == Source::Exited && gone,
         Outcome::Look(Held::SourceExited) => world.source == Source::Exited,
+        Outcome::Look(Held::StoredOnly) => {
+            world.source == Source::Exited && world.destination == Destination::Stored
+        }
         Outcome::Look(Held::DestinationOnly) => world.source == Source::Exited,
         Outcome::Look(Held::DestinationHolds | Held::Undecided) => {
             matches!(world.destination, Destination::Loaded) || gone

@@ -483,10 +483,10 @@ impl World {
             Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
                 if self.source == Source::Exited =>
             {
-                if directive == Directive::QuitSource {
-                    Input::Done
-                } else {
-                    Input::NotDone
+                match (directive, reply) {
+                    (Directive::QuitSource, _) => Input::Done,
+                    (_, Reply::True) => Input::Source(SourceView::Exited),
+                    _ => Input::NotDone,
                 }
             }
             Directive::ResumeSource if reply == Reply::True => {
