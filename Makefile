@@ -4,8 +4,9 @@
 demo: linker
 	@cargo run --quiet --package xtask -- demo
 
+# A caller that ignores SIGHUP, as nohup does, would have every towline under test ignore it too.
 test: linker
-	@cargo run --quiet --package xtask -- test
+	@env --default-signal=HUP cargo run --quiet --package xtask -- test
 
 # Rust needs a C linker before anything of ours can run; everything else is `cargo xtask setup`'s work.
 .PHONY: linker

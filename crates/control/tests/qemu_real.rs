@@ -238,6 +238,21 @@ fn settings_that_cannot_be_put_back_are_named() {
     }
 }
 
+/// What virtio devices offer, of a QEMU that can be asked: one after 10.0 may abort.
+fn check_virtio(facts: &towline_compat::facts::Qemu) {
+    let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
+    let version = facts.version.as_str();
+    if !["7.", "8.", "9.", "10.0"].iter().any(|known| version.starts_with(known)) {
+        assert!(inner.virtio.is_none(), "{version}: {:?}", inner.virtio);
+        return;
+    }
+    let virtio = inner.virtio.as_ref().unwrap();
+    assert!(virtio.offered.contains("VIRTIO_NET_F_MAC") && virtio.negotiated.is_empty(), "{virtio:?}");
+    // The user backend has no vnet header, so there are no offloads.
+    assert!(!virtio.offered.contains("VIRTIO_NET_F_CSUM"), "{virtio:?}");
+    assert!(facts.device_at("pci/07.0/virtio").unwrap().virtio.is_some());
+}
+
 /// What the compatibility rules look at is what the command line says.
 #[test]
 fn compatibility_of_a_guest() {
@@ -274,11 +289,7 @@ fn compatibility_of_a_guest() {
         assert_eq!((nic.kind.as_str(), nic.id.as_str()), ("virtio-net-pci", "net0"));
         let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
         assert_eq!(inner.properties.get("rx_queue_size").map(String::as_str), Some("512"));
-        let virtio = inner.virtio.as_ref().unwrap();
-        assert!(virtio.offered.contains("VIRTIO_NET_F_MAC") && virtio.negotiated.is_empty(), "{virtio:?}");
-        // The user backend has no vnet header, so there are no offloads.
-        assert!(!virtio.offered.contains("VIRTIO_NET_F_CSUM"), "{virtio:?}");
-        assert!(facts.device_at("pci/07.0/virtio").unwrap().virtio.is_some());
+        check_virtio(&facts);
         assert_eq!(
             facts.netdevs.as_ref().unwrap().iter().map(|netdev| netdev.kind.as_str()).collect::<Vec<_>>(),
             ["user"]

@@ -1,6 +1,8 @@
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 
+use std::time::{Duration, Instant};
+
 use rustix::process::{PidfdFlags, geteuid, pidfd_open};
 use serde_json::json;
 use tempfile::TempDir;
@@ -26,7 +28,16 @@ impl Place {
     }
 
     fn open(&self, process: &Arc<Process>) -> Result<(Journal, Option<i32>), Error> {
-        Journal::open(&self.directory(), &self.socket, process)
+        // A child that another test has just forked shares the lock until it executes its program.
+        let until = Instant::now() + Duration::from_secs(2);
+        loop {
+            match Journal::open(&self.directory(), &self.socket, process) {
+                Err(Error::InUse { .. }) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => return opened,
+            }
+        }
     }
 
     fn names(&self) -> Vec<String> {
