@@ -31,6 +31,8 @@ pub use ram_block::{RamBlock, RamBlockError};
 pub use repair::Repaired;
 pub use settings::{ApplyError, RestoreError, Settings, Wanted};
 
+/// How long an answer is waited for that may not come for a while.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
 /// What QEMU appends to a machine type's name to name its QOM type.
 const MACHINE_SUFFIX: &str = "-machine";
 
@@ -283,6 +285,26 @@ impl Qemu {
     /// [`Error::Qmp`].
     pub fn status(&mut self) -> Result<Status, Error> {
         Ok(self.client.execute(&QueryStatus)?)
+    }
+
+    /// Asks something that is not answered while QEMU completes or loads a migration, or its machine waits for a page; `None`: no
+    /// answer yet.
+    ///
+    /// # Errors
+    /// Those of `ask` but a timeout.
+    pub fn patiently<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        let deadline = self.client.deadline();
+        self.client.set_deadline(SILENCE_MAX);
+        let answer = ask(self);
+        self.client.set_deadline(deadline);
+        match answer {
+            Ok(answer) => Ok(Some(answer)),
+            Err(Error::Qmp(qmp::Error::Timeout { .. })) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// How the migration goes now.

@@ -224,7 +224,7 @@ impl QmpDestination {
 
     /// What it does with the guest. An answer that does not come says nothing; a process that has exited does.
     pub(super) fn view(&mut self) -> DestinationView {
-        match self.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+        match self.qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(None) => DestinationView::Unknown,
             Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
                 DestinationView::Failed
@@ -267,7 +267,7 @@ impl QmpDestination {
         };
         let deadline = Instant::now() + LOADED_TIMEOUT;
         loop {
-            match self.patiently(|qemu| qemu.status()) {
+            match self.qemu.patiently(|qemu| qemu.status()) {
                 Ok(Some(status)) if is_live(&status) => return Ok(Started::Live),
                 // What was not answered may be carried out yet.
                 Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),
@@ -279,7 +279,7 @@ impl QmpDestination {
                     let error = error.unwrap_or(Error::NotCompleted { socket, status, waited });
                     return Err(RunFailed { started: Started::Unknown, error: Box::new(error) });
                 }
-                Err(error) => return Err(self.not_run(error)),
+                Err(error) => return Err(self.not_run(error.into())),
             }
         }
     }

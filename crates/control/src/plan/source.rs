@@ -30,8 +30,6 @@ use crate::switchover::{GuestRun, SourceView};
 
 /// A rate that no host reaches: QEMU's way to say "as fast as it goes".
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// How long an answer is waited for before it is looked at everything else again.
-const SILENCE_MAX: Duration = Duration::from_millis(500);
 /// How long lanes may come after the main channel.
 pub(super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often QEMU is asked how far it is.
@@ -254,7 +252,7 @@ impl QmpSource {
     }
 
     fn has_not_failed(&mut self) -> Result<(), Error> {
-        let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(()) };
+        let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
             let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -360,7 +358,9 @@ impl QmpSource {
         if self.asked.elapsed() >= ASK_INTERVAL {
             self.asked = Instant::now();
             // A QEMU that completes answers nothing for as long as that takes.
-            let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(self.progress) };
+            let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else {
+                return Ok(self.progress);
+            };
             if migration.status == Some(MigrationStatus::FAILED) {
                 let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -374,7 +374,7 @@ impl QmpSource {
     /// What becomes of its migration. An answer that does not come says nothing; a process that has exited does. `live`: a
     /// background snapshot, whose guest runs on.
     pub(super) fn view(&mut self, live: bool) -> SourceView {
-        match self.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+        match self.qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(Some((migration, status))) => {
                 let view = self.seen(&migration, &status, live);
                 self.seen = Some(migration);
@@ -414,22 +414,6 @@ impl QmpSource {
         SourceView::Unknown
     }
 
-    /// Asks something that may not be answered for as long as QEMU completes a migration; `None`: not yet.
-    fn patiently<T>(
-        &mut self,
-        ask: impl FnOnce(&mut Qemu) -> Result<T, qemu::Error>,
-    ) -> Result<Option<T>, Error> {
-        let deadline = self.qemu.client().deadline();
-        self.qemu.client().set_deadline(SILENCE_MAX);
-        let answer = ask(&mut self.qemu);
-        self.qemu.client().set_deadline(deadline);
-        match answer.map_err(Error::from) {
-            Ok(answer) => Ok(Some(answer)),
-            Err(error) if blame::is_silent(&error) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Why it is not known what became of its migration.
     pub(super) fn not_completed(&self, waited: Duration) -> Error {
         let status = self.seen.as_ref().and_then(|seen| seen.status.as_ref());
@@ -440,7 +424,7 @@ impl QmpSource {
     /// Cancels the migration, if it is that of this command.
     pub(super) fn cancel_own(&mut self) -> Result<(), Error> {
         if self.started {
-            self.patiently(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
+            self.qemu.patiently(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
         }
         Ok(())
     }

@@ -12,15 +12,13 @@ use towline_qmp::commands::{
     Capability, MigrateIncoming, MigratePause, MigrateRecover, MigrationParameters, MigrationStatus, RunState,
 };
 
+use super::super::compression;
 use super::super::error::Error;
 use super::super::private_dir::PrivateDir;
 use super::super::validate::takes_lanes_beside_postcopy;
-use super::super::{blame, compression};
 use super::{Fate, QmpDestination};
 use crate::qemu::{self, Qemu, Settings, Wanted};
 
-/// How long an answer of a QEMU is waited for whose machine may stand still for want of a page.
-const SILENCE_MAX: Duration = Duration::from_millis(500);
 /// How long a destination that has everything may take to say so.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -135,7 +133,7 @@ impl QmpDestination {
 
     /// Whether the guest runs; `None` where QEMU does not answer just now, as when its machine waits for a page.
     pub(in super::super) fn runs_now(&mut self) -> Result<Option<bool>, Error> {
-        Ok(self.patiently(|qemu| qemu.status())?.map(|status| status.running))
+        Ok(self.qemu.patiently(|qemu| qemu.status())?.map(|status| status.running))
     }
 
     /// The connection was lost: what is to be done about it. Where it can, QEMU is told to listen again.
@@ -159,7 +157,7 @@ impl QmpDestination {
             Err(qmp::Error::Timeout { .. }) => return Ok(Fate::NotYet),
             Err(error) => return Err(error.into()),
         }
-        let Some(migration) = self.patiently(|qemu| qemu.migration())? else { return Ok(Fate::NotYet) };
+        let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else { return Ok(Fate::NotYet) };
         Ok(match migration.status {
             Some(status) if status == MigrationStatus::COMPLETED => Fate::Complete,
             Some(status) if status == MigrationStatus::FAILED => {
@@ -199,15 +197,15 @@ impl QmpDestination {
 
     /// Runs the guest if all of its devices are there, whatever of its memory is still to come. Returns whether it runs.
     pub(in super::super) fn start_loaded(&mut self) -> Result<bool, Error> {
-        let Some(status) = self.patiently(|qemu| qemu.status())? else { return Ok(false) };
+        let Some(status) = self.qemu.patiently(|qemu| qemu.status())? else { return Ok(false) };
         if super::is_live(&status) {
             return Ok(true);
         }
         if status.status != RunState::PAUSED {
             return Ok(false);
         }
-        self.patiently(|qemu| qemu.cont())?;
-        Ok(self.patiently(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
+        self.qemu.patiently(|qemu| qemu.cont())?;
+        Ok(self.qemu.patiently(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
     }
 
     /// Runs the guest if that is still to be done.
@@ -229,22 +227,6 @@ impl QmpDestination {
     pub(in super::super) fn leave(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.keep();
-        }
-    }
-
-    /// Asks something that may not be answered for a while.
-    pub(super) fn patiently<T>(
-        &mut self,
-        ask: impl FnOnce(&mut Qemu) -> Result<T, qemu::Error>,
-    ) -> Result<Option<T>, Error> {
-        let deadline = self.qemu.client().deadline();
-        self.qemu.client().set_deadline(SILENCE_MAX);
-        let answer = ask(&mut self.qemu);
-        self.qemu.client().set_deadline(deadline);
-        match answer.map_err(Error::from) {
-            Ok(answer) => Ok(Some(answer)),
-            Err(error) if blame::is_silent(&error) => Ok(None),
-            Err(error) => Err(error),
         }
     }
 }

@@ -71,7 +71,7 @@ impl QmpSource {
 
     /// How the migration goes now; `None`: QEMU does not answer just now.
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
-        let migration = self.patiently(|qemu| qemu.migration())?;
+        let migration = self.qemu.patiently(|qemu| qemu.migration())?;
         if let Some(migration) = &migration {
             self.progress = converge::progress(migration);
         }
@@ -81,7 +81,7 @@ impl QmpSource {
     /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now, or the migration itself has
     /// stopped the guest, which says nothing of what it did before.
     pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
-        let status = self.patiently(|qemu| qemu.status())?;
+        let status = self.qemu.patiently(|qemu| qemu.status())?;
         let by_migration = [RunState::FINISH_MIGRATE, RunState::POSTMIGRATE];
         Ok(status.filter(|status| !by_migration.contains(&status.status)).map(|status| is_live(&status)))
     }
