@@ -56,7 +56,7 @@ pub struct Filter {
 pub struct Parameters {
     /// Beside none.
     pub filters: Vec<Filter>,
-    /// Runs, of [`TURNS_PER_RUN`] turns each.
+    /// Runs of several turns each.
     pub runs: usize,
     /// Ends it early.
     pub cancel: Cancel,

@@ -53,7 +53,7 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
         let fault = scope.spawn(|| {
             await_moment(case, &outputs, &over);
             if case.fault == Fault::ClosedOutput {
-                reader.lock().unwrap().take();
+                reader.get_mut().unwrap().take();
             }
             strike(case, guests, link.as_ref(), &pids)
         });
@@ -145,7 +145,7 @@ impl Scene {
         };
         let towline = match case.fault {
             Fault::FullDisk(kib) => self.in_small_filesystem(kib, &line),
-            Fault::UnreadOutput | Fault::ClosedOutput => self.into_a_pipe(&line),
+            Fault::UnreadOutput | Fault::ClosedOutput => self.start_on_a_pipe(&line),
             _ => self.towline(&line),
         };
         self.towlines.push(towline);
@@ -191,7 +191,7 @@ impl Scene {
     }
 
     /// Starts it with its output into a pipe that is full.
-    fn into_a_pipe(&self, line: &str) -> Towline {
+    fn start_on_a_pipe(&self, line: &str) -> Towline {
         let path = self.scratch.path("tmp/output");
         assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
         // Both ways, so that there is a reader before there is a writer.

@@ -1,9 +1,11 @@
 //! Everything that takes part, and every step that each can take.
 
+mod carry;
+
 use super::super::fault::Switch;
 use super::super::{
-    DestinationKind, DestinationView, Directive, GuestRun, Input, Link, Outcome, PeerMessage, Placed,
-    Request, RunRequest, SourceAfter, SourceKind, SourceView, Started, Switchover,
+    DestinationKind, Directive, GuestRun, Input, Link, Outcome, PeerMessage, Placed, Request, RunRequest,
+    SourceAfter, SourceKind, Switchover,
 };
 
 /// The source's QEMU.
@@ -451,136 +453,6 @@ impl World {
         let input = self.carried_out(index, directive, reply);
         let next = self.handle(index, input);
         self.set(index, next);
-    }
-
-    fn carried_out(&mut self, index: usize, directive: Directive, reply: Reply) -> Input {
-        if reply == Reply::TimedOut {
-            return self.timed_out(directive);
-        }
-        let done = if reply == Reply::True { Input::Done } else { Input::NotDone };
-        match directive {
-            Directive::LookAtSource => Input::Source(self.source_view()),
-            Directive::LookAtLink => Input::SourceLink(self.link()),
-            Directive::LookAtDestination => Input::Destination(self.destination_view()),
-            Directive::AwaitPeer => self.peer(index),
-            Directive::RunDestination => self.run(reply),
-            Directive::Hold => {
-                self.wires[index].shut = self.wires[index].open;
-                if self.wires[index].open { Input::Done } else { Input::NotDone }
-            }
-            Directive::Send(message) => self.send(index, message),
-            Directive::CancelSource => {
-                if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
-                    self.source = Source::HasGuest;
-                }
-                Input::Done
-            }
-            Directive::SettleDestination
-                if self.destination == Destination::Exited && reply == Reply::True =>
-            {
-                Input::Destination(DestinationView::Exited)
-            }
-            Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
-                if self.source == Source::Exited =>
-            {
-                match (directive, reply) {
-                    (Directive::QuitSource, _) => Input::Done,
-                    (_, Reply::True) => Input::Source(SourceView::Exited),
-                    _ => Input::NotDone,
-                }
-            }
-            Directive::ResumeSource if reply == Reply::True => {
-                if self.source == Source::Completed {
-                    self.source = Source::RunAgain;
-                }
-                Input::Done
-            }
-            Directive::QuitSource if reply == Reply::True => {
-                self.source = Source::Exited;
-                Input::Done
-            }
-            _ => done,
-        }
-    }
-
-    /// Nothing came within the deadline. A monitor that is silent is one that was asked before.
-    fn timed_out(&mut self, directive: Directive) -> Input {
-        let waits = match directive {
-            Directive::LookAtSource => matches!(self.source, Source::Migrating | Source::Waiting),
-            Directive::LookAtDestination => self.destination == Destination::Loading,
-            _ => false,
-        };
-        if !waits {
-            self.spend();
-        }
-        if directive == Directive::LookAtDestination {
-            self.destination_silent = true;
-        }
-        match directive {
-            // What a monitor that is closed shows before the deadline.
-            Directive::LookAtSource if !waits => Input::Source(SourceView::Unknown),
-            _ => Input::TimedOut,
-        }
-    }
-
-    fn source_view(&self) -> SourceView {
-        match self.source {
-            Source::Migrating | Source::Waiting => SourceView::Migrating,
-            Source::Completed => SourceView::Completed,
-            Source::RunAgain => SourceView::CompletedAndRun,
-            Source::HasGuest => SourceView::HasGuest,
-            Source::Exited => SourceView::Exited,
-            Source::Stored => SourceView::Unknown,
-        }
-    }
-
-    fn destination_view(&self) -> DestinationView {
-        match self.destination {
-            Destination::Loading => DestinationView::Loading,
-            Destination::Loaded | Destination::Stored => DestinationView::Loaded,
-            Destination::Running => DestinationView::Running,
-            Destination::Failed => DestinationView::Failed,
-            Destination::Exited => DestinationView::Exited,
-        }
-    }
-
-    fn peer(&mut self, index: usize) -> Input {
-        let towline = *self.towline(index);
-        let message = match towline.request.source {
-            SourceKind::Towline => self.wires[index].down.take(),
-            _ => self.wires[index + 1].up.take(),
-        };
-        message.map_or(Input::PeerLost, Input::Peer)
-    }
-
-    fn send(&mut self, index: usize, message: PeerMessage) -> Input {
-        let (wire, is_down) = match message {
-            PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
-            PeerMessage::Settled(_) | PeerMessage::NotRun => (index, false),
-        };
-        let wire = &mut self.wires[wire];
-        if !wire.open {
-            return Input::NotDone;
-        }
-        let slot = if is_down { &mut wire.down } else { &mut wire.up };
-        *slot = Some(message);
-        Input::Done
-    }
-
-    fn run(&mut self, reply: Reply) -> Input {
-        let started = match (self.destination, reply) {
-            (Destination::Exited, Reply::True) => Started::Exited,
-            (Destination::Exited, _) => Started::Unknown,
-            (_, Reply::Refused) => Started::Refused,
-            (_, Reply::Silent) => Started::Unknown,
-            (Destination::Loaded | Destination::Running, reply) => {
-                self.destination = Destination::Running;
-                self.was_run = true;
-                if reply == Reply::Unanswered { Started::Unknown } else { Started::Live }
-            }
-            _ => Started::Refused,
-        };
-        Input::Started(started)
     }
 
     /// Whether nothing is left to do for anybody.
