@@ -39,7 +39,7 @@ const TABLE: &[(&str, May)] = &[
     ("towline-cli", May::UseAllBut(&[])),
     ("towline-lab", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("towline-bench", May::UseAllBut(&["towline-cli", "xtask"])),
-    ("towline-fuzz", May::UseAllBut(&["towline-cli", "towline-lab", "towline-bench", "xtask"])),
+    ("towline-fuzz", May::UseAllBut(&["towline-cli", "towline-bench", "xtask"])),
     ("xtask", May::Use(&["towline-lab"])),
 ];
 /// The crate that knows bytes and no system calls, and what its root must say of it.
