@@ -105,7 +105,8 @@ fn switch_over(source: &mut QmpSource, run: &Run<'_>) -> Result<bool, Error> {
             Some(status) if *status == MigrationStatus::ACTIVE => {
                 live = source.is_live()?.unwrap_or(live);
                 let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
-                if passed && !cancelled && !run.cancel.is_cancelled() {
+                // A guest that is paused writes nothing: its first pass is its last, and there is nothing to switch for.
+                if live && passed && !cancelled && !run.cancel.is_cancelled() {
                     source.switch()?;
                     return Ok(live);
                 }
