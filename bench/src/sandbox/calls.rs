@@ -206,7 +206,7 @@ impl Contender {
         Ok(Self { turns, samples })
     }
 
-    /// What one of so many calls takes.
+    /// The cost of one call, of a number of calls.
     fn turn(&self, calls: u32) -> Result<Sample> {
         // If it is gone, it has said why.
         let _ = self.turns.send(calls);

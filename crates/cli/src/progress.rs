@@ -143,7 +143,7 @@ impl Reporter {
     }
 }
 
-/// Bars on standard error, if somebody may look at them.
+/// Bars on standard error, if that is a terminal.
 fn bars(output: &Output) -> Option<&'static MultiProgress> {
     let draws = !output.json && !output.quiet && std::io::stderr().is_terminal();
     draws.then(console::bars)

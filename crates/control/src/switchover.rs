@@ -1,10 +1,10 @@
 //! The switchover: which end may run the guest, from the last byte of its stream to the end of the command.
 //!
 //! ```text
-//!   Transfer ─► Committed ─► Acknowledged ─► Completed ─► Starting ─► Releasing ─► Ended
-//!      │       (a destination   (the source    (only the    (`cont`    (the source is
-//!      │        that runs by     may finish)    destination  sent)      resumed, ended,
-//!      │        itself)                         may run)                put in order)
+//!   Transfer ─► Committed ─► Acknowledged ─► Starting ─► Settling ─► Releasing ─► Ended
+//!      │       (a destination   (the source    (it is done:   (the guest  (the source is
+//!      │        that runs by     may finish)    `cont`, or     is there)   resumed, ended,
+//!      │        itself)                         the outcome)               put in order)
 //!      └────────────┴───────────────┴─► Undoing ─► Ended       the source has its guest back
 //! ```
 //! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock: inputs are what a
@@ -50,8 +50,6 @@ enum Stage {
     },
     /// The source's QEMU has exited; the destination, which was sent everything, is waited for.
     TakingOver,
-    /// The source cannot run the guest any more; that is written down.
-    Completed,
     /// The other towline was told the outcome.
     Reporting,
     /// The guest is being run at the destination.
@@ -148,7 +146,6 @@ impl Switchover {
             Stage::Acknowledged | Stage::Held => self.acknowledged(input),
             Stage::Undoing { cancelled } => self.undoing(input, cancelled),
             Stage::TakingOver => self.taking_over(input),
-            Stage::Completed => self.completed(input),
             Stage::Reporting => self.reporting(input),
             Stage::Starting => self.starting(input),
             Stage::Settling(placed) => self.settling(input, placed),
@@ -325,10 +322,15 @@ impl Switchover {
         match self.request.destination {
             DestinationKind::Stored => self.settle(Placed::Stored),
             DestinationKind::Stream | DestinationKind::Relayed => self.settle(Placed::Loaded),
-            DestinationKind::Qemu | DestinationKind::Towline => {
-                self.stage = Stage::Completed;
-                Directive::RecordCompleted
+            DestinationKind::Towline => {
+                self.stage = Stage::Reporting;
+                Directive::Send(PeerMessage::Completed(self.request.run))
             }
+            DestinationKind::Qemu if self.runs() => {
+                self.stage = Stage::Starting;
+                Directive::RunDestination
+            }
+            DestinationKind::Qemu => self.settle(Placed::Paused),
         }
     }
 
@@ -337,22 +339,6 @@ impl Switchover {
             RunRequest::AsItWas => self.guest.is_live(),
             RunRequest::Run => true,
             RunRequest::Pause => false,
-        }
-    }
-
-    fn completed(&mut self, input: Input) -> Directive {
-        match (self.request.destination, input) {
-            // Without a record the other end cannot be asked later: it is left to wait.
-            (_, Input::NotDone) => self.undecided(),
-            (DestinationKind::Towline, _) => {
-                self.stage = Stage::Reporting;
-                Directive::Send(PeerMessage::Completed(self.request.run))
-            }
-            _ if self.runs() => {
-                self.stage = Stage::Starting;
-                Directive::RunDestination
-            }
-            _ => self.settle(Placed::Paused),
         }
     }
 

@@ -378,7 +378,7 @@ fn listed(policy: &Policy) -> Made<Rules> {
     for call in [Sysno::kill, Sysno::tgkill] {
         rules.insert(call.id().into(), any(0, &[own])?);
     }
-    // 0 is who asks.
+    // 0 is the calling process.
     for call in [Sysno::prlimit64, Sysno::sched_setaffinity, Sysno::sched_setscheduler] {
         rules.insert(call.id().into(), any(0, &[0, own])?);
     }

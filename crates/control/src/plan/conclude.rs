@@ -161,9 +161,9 @@ impl Conclude<'_> {
             Directive::RestoreSource => self.restore(false),
             Directive::ResumeSource => self.restore(true),
             Directive::QuitSource => self.quit(),
-            // The engine has done so; the other half of the path is closed with it.
-            Directive::Hold | Directive::RecordCompleted => Input::Done,
-            Directive::Proceed
+            // What the engine is directed; it has acknowledged a source that is to be held.
+            Directive::Hold
+            | Directive::Proceed
             | Directive::Refuse
             | Directive::Abort
             | Directive::TooLate
@@ -217,28 +217,27 @@ impl Conclude<'_> {
         Input::Destination(view)
     }
 
+    /// Waits for the other towline: the machine is not asked before something has happened.
     fn await_peer(&mut self) -> Input {
-        let found = match (&mut self.peer_above, &mut self.peer_below) {
-            (Some(above), _) if self.ends.switch.state().awaits_outcome() => {
-                above.outcome().map(peer_outcome)
-            }
-            (_, Some(below)) => below.settled().map(peer_settled),
-            _ => Received::Nothing,
-        };
-        match found {
-            Received::Frame(message) => Input::Peer(message),
-            Received::Nothing if self.waited() >= PEER_TIMEOUT => {
-                self.ends.error.get_or_insert(Error::PeerSilent { waited: PEER_TIMEOUT });
-                Input::TimedOut
-            }
-            // Nothing has happened: the machine is not asked before something has.
-            Received::Nothing => {
-                self.answer_cancel();
-                self.await_peer()
-            }
-            Received::Lost(error) => {
-                self.ends.error.get_or_insert(error);
-                Input::PeerLost
+        loop {
+            let found = match (&mut self.peer_above, &mut self.peer_below) {
+                (Some(above), _) if self.ends.switch.state().awaits_outcome() => {
+                    above.outcome().map(peer_outcome)
+                }
+                (_, Some(below)) => below.settled().map(peer_settled),
+                _ => return Input::PeerLost,
+            };
+            match found {
+                Received::Frame(message) => return Input::Peer(message),
+                Received::Nothing if self.waited() >= PEER_TIMEOUT => {
+                    self.ends.error.get_or_insert(Error::PeerSilent { waited: PEER_TIMEOUT });
+                    return Input::TimedOut;
+                }
+                Received::Nothing => self.answer_cancel(),
+                Received::Lost(error) => {
+                    self.ends.error.get_or_insert(error);
+                    return Input::PeerLost;
+                }
             }
         }
     }

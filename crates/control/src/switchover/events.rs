@@ -193,7 +193,7 @@ pub(crate) enum Input {
     Peer(PeerMessage),
     /// The connection to the other towline is lost.
     PeerLost,
-    /// A directive was carried out: what was recorded is durable, what was sent is on its way, the source is in order.
+    /// A directive was carried out: what was sent is on its way, the source is in order.
     Done,
     /// A directive could not be carried out.
     NotDone,
@@ -226,8 +226,6 @@ pub(crate) enum Directive {
     LookAtDestination,
     /// Wait for the other towline.
     AwaitPeer,
-    /// Write down durably that the guest is the destination's, before anything acts on it.
-    RecordCompleted,
     /// Run the guest at the destination, and see whether it does.
     RunDestination,
     /// Send this to the other towline.

@@ -88,10 +88,6 @@ pub(in super::super) struct World {
     pub(in super::super) operator_ran: bool,
     /// An operator cancelled at the source, or a towline was killed, when a destination that runs by itself was given everything.
     pub(in super::super) window: bool,
-    /// The monitor of the destination did not answer once.
-    pub(in super::super) destination_silent: bool,
-    /// Once `cont` was sent.
-    pub(in super::super) was_run: bool,
 }
 
 /// What somebody does.
@@ -159,8 +155,6 @@ impl World {
             mishaps,
             operator_ran: false,
             window: false,
-            destination_silent: false,
-            was_run: false,
         }
     }
 
@@ -259,8 +253,7 @@ impl World {
                 (mishap, Reply::Silent),
                 (mishap, Reply::Unanswered),
             ]),
-            Directive::RecordCompleted
-            | Directive::SettleDestination
+            Directive::SettleDestination
             | Directive::RestoreSource
             | Directive::ResumeSource
             | Directive::QuitSource

@@ -64,9 +64,6 @@ impl World {
         if !waits {
             self.spend();
         }
-        if directive == Directive::LookAtDestination {
-            self.destination_silent = true;
-        }
         match directive {
             // What a monitor that is closed shows before the deadline.
             Directive::LookAtSource if !waits => Input::Source(SourceView::Unknown),
@@ -126,7 +123,6 @@ impl World {
             (_, Reply::Silent) => Started::Unknown,
             (Destination::Loaded | Destination::Running, reply) => {
                 self.destination = Destination::Running;
-                self.was_run = true;
                 if reply == Reply::Unanswered { Started::Unknown } else { Started::Live }
             }
             _ => Started::Refused,
