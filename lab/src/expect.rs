@@ -3,10 +3,11 @@
 //! These fail the test that calls them, by panicking with all that towline said.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tempfile::TempDir;
 
 use crate::{Finished, Qemu, Towline, wait_until};
@@ -95,4 +96,29 @@ pub fn tells(towline: &mut Towline, what: &str, within: Duration, wanted: impl F
         Ok(found)
     })
     .unwrap()
+}
+
+/// The migration settings of a QEMU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Settings {
+    /// As `query-migrate-capabilities` returns them.
+    pub capabilities: BTreeMap<String, bool>,
+    /// As `query-migrate-parameters` returns them.
+    pub parameters: Map<String, Value>,
+}
+
+/// Queries the migration settings of a QEMU.
+///
+/// # Panics
+/// QEMU does not answer.
+#[must_use]
+pub fn settings(qemu: &Qemu) -> Settings {
+    let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
+    let parameters = qemu.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
+    let one =
+        |state: &Value| (state["capability"].as_str().unwrap().to_owned(), state["state"].as_bool().unwrap());
+    Settings {
+        capabilities: capabilities.as_array().unwrap().iter().map(one).collect(),
+        parameters: parameters.as_object().unwrap().clone(),
+    }
 }

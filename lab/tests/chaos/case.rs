@@ -95,6 +95,12 @@ pub(crate) enum Fault {
     UnreadOutput,
     /// The same, and its reader closes it: what is written then is `EPIPE`.
     ClosedOutput,
+    /// The last towline runs where nothing is mounted at `/proc`.
+    HiddenProc,
+    /// The proxy between towline and this QEMU's monitor ends.
+    CutMonitor(Victim),
+    /// It carries nothing for some time.
+    HoldMonitor(Victim, Duration),
 }
 
 /// When.
@@ -116,6 +122,8 @@ pub(crate) struct Case {
     /// Bytes per second that the source may send, in MiB.
     pub(crate) rate_mib: u64,
     pub(crate) sweep_pages: u32,
+    /// Whether there is a proxy in front of each monitor.
+    pub(crate) has_proxies: bool,
 }
 
 impl Case {
@@ -148,7 +156,9 @@ impl Case {
             _ => [0, 2][rng.usize(..2)],
         };
         let (rate_mib, sweep_pages) = (rng.u64(RATES_MIB), [32, 512][rng.usize(..2)]);
-        Self { kind, fault, moment, lanes, rate_mib, sweep_pages }
+        let at_monitor = matches!(fault, Fault::CutMonitor(_) | Fault::HoldMonitor(..));
+        let has_proxies = at_monitor || rng.u8(..8) == 0;
+        Self { kind, fault, moment, lanes, rate_mib, sweep_pages, has_proxies }
     }
 
     /// Whether a process of this kind is killed.
@@ -169,17 +179,21 @@ impl Case {
 
 fn fault(rng: &mut Rng, kind: Kind) -> Fault {
     let mut victims: Vec<_> = (0..kind.destinations()).map(Victim::Destination).collect();
-    victims.extend((0..kind.towlines()).map(Victim::Towline));
     if kind.has_source() {
         victims.push(Victim::Source);
     }
+    let guest = victims[rng.usize(..victims.len())];
+    victims.extend((0..kind.towlines()).map(Victim::Towline));
     let victim = victims[rng.usize(..victims.len())];
     let pause = Duration::from_millis(rng.u64(1..PAUSE_MS));
     let towline = rng.usize(..kind.towlines());
     let name = ["INT", "TERM"][rng.usize(..2)];
     let command = ["stop", "migrate_cancel"][rng.usize(..2)];
-    match rng.u8(..22) {
+    match rng.u8(..26) {
         0 => Fault::Nothing,
+        22 => Fault::HiddenProc,
+        23 | 24 => Fault::CutMonitor(guest),
+        25 => Fault::HoldMonitor(guest, pause),
         20 => Fault::UnreadOutput,
         21 => Fault::ClosedOutput,
         1..5 => Fault::Kill(victim),

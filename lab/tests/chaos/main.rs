@@ -11,6 +11,7 @@
 mod case;
 mod guests;
 mod judge;
+mod monitor;
 mod scene;
 
 use std::collections::BTreeSet;

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use towline_lab::expect::{Scratch, events, qmp};
+use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
 use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
-use crate::guests::{Guests, WITHIN, builder, counting};
+use crate::guests::{Guests, Held, WITHIN, builder, counting};
 use crate::judge::{self, Seen};
+use crate::monitor::MonitorProxy;
 
 /// Longer than any deadline of towline's own.
 const END_WITHIN: Duration = Duration::from_secs(300);
@@ -28,12 +29,19 @@ const DOWNTIME_MS: u64 = 1000;
 /// Mounts a filesystem of this size where only the command and its children see it, and runs towline there.
 const IN_A_SMALL_FILESYSTEM: &str = r#"mount -t tmpfs -o size=$1 none "$0" && shift && exec "$@""#;
 
+/// Mounts an empty filesystem at `/proc`, where only the command and its children see it, and runs towline there.
+const WITHOUT_PROC: &str = r#"mount -t tmpfs none /proc && exec "$@""#;
+
 /// Runs towline's command line with its output into a pipe.
 const INTO_A_PIPE: &str = r#"exec "$@" > "$0" 2>&1"#;
 
 struct Scene {
     scratch: Scratch,
     guests: Guests,
+    /// The settings of the source before any towline began.
+    settings: Option<Settings>,
+    /// In front of the source's monitor, then of each destination's.
+    monitors: Vec<(Victim, MonitorProxy)>,
     link: Option<Proxy>,
     towlines: Vec<Towline>,
     /// The other end of a towline's output.
@@ -46,7 +54,7 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
     let pids: Vec<_> = scene.towlines.iter().map(Towline::pid).collect();
     let outputs = outputs(&scene.towlines);
     let over = AtomicBool::new(false);
-    let Scene { guests, link, towlines, reader, .. } = &mut scene;
+    let Scene { guests, link, towlines, reader, monitors, .. } = &mut scene;
     let mut twice = None;
     let begun = Instant::now();
     let operator_ran = std::thread::scope(|scope| {
@@ -55,7 +63,8 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
             if case.fault == Fault::ClosedOutput {
                 reader.get_mut().unwrap().take();
             }
-            strike(case, guests, link.as_ref(), &pids)
+            let stage = Stage { guests, link: link.as_ref(), monitors, towlines: &pids };
+            stage.strike(case.fault)
         });
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
             std::thread::sleep(LOOK_INTERVAL);
@@ -71,6 +80,7 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
     let ends = scene.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
     let ends = ends.collect::<anyhow::Result<_>>().map_err(|error| format!("it does not end: {error:#}"))?;
     let seen = scene.seen(case, ends)?;
+    scene.repair(case, &seen)?;
     match twice.filter(|_| !operator_ran && !judge::is_in_the_window(case, &seen)) {
         Some(text) => Err(format!("{text}: {seen:?}")),
         None => judge::judge(case, &seen, operator_ran),
@@ -85,6 +95,8 @@ impl Scene {
         let mut scene = Self {
             scratch,
             guests: Guests { source, destinations: Vec::new() },
+            settings: None,
+            monitors: Vec::new(),
             link: None,
             towlines: Vec::new(),
             reader: Mutex::default(),
@@ -99,8 +111,30 @@ impl Scene {
         for _ in 0..case.kind.destinations() {
             scene.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
         }
+        // Some of these are set before a stock QEMU migrates, by us.
+        let is_driven = case.kind != Kind::FromStock;
+        scene.settings = scene.guests.source.as_ref().filter(|_| is_driven).map(settings);
+        if case.has_proxies {
+            scene.put_proxies();
+        }
         scene.begin(case);
         scene
+    }
+
+    fn put_proxies(&mut self) {
+        let destinations = self.guests.destinations.iter().enumerate();
+        let destinations = destinations.map(|(at, qemu)| (Victim::Destination(at), qemu));
+        let source = self.guests.source.as_ref().map(|qemu| (Victim::Source, qemu));
+        for (index, (victim, qemu)) in source.into_iter().chain(destinations).enumerate() {
+            let path = self.scratch.path(&format!("{index}.qmp"));
+            self.monitors.push((victim, MonitorProxy::start(qemu, path)));
+        }
+    }
+
+    /// The endpoint by which a towline reaches a QEMU.
+    fn endpoint(&self, victim: Victim, qemu: &Qemu) -> String {
+        let proxy = self.monitors.iter().find(|(of, _)| *of == victim);
+        proxy.map_or_else(|| qmp(qemu), |(_, proxy)| proxy.endpoint())
     }
 
     /// An image of such a guest.
@@ -119,8 +153,10 @@ impl Scene {
         let Case { lanes, rate_mib, .. } = case;
         let options = format!("--json --multifd-channels {lanes}");
         let slow = format!("{options} --max-bandwidth {rate_mib}M --downtime-limit {DOWNTIME_MS}");
-        let source = self.guests.source.as_ref().map(qmp).unwrap_or_default();
-        let to: Vec<_> = self.guests.destinations.iter().map(qmp).collect();
+        let source = self.guests.source.as_ref();
+        let source = source.map(|qemu| self.endpoint(Victim::Source, qemu)).unwrap_or_default();
+        let to = self.guests.destinations.iter().enumerate();
+        let to: Vec<_> = to.map(|(at, qemu)| self.endpoint(Victim::Destination(at), qemu)).collect();
         let image = self.image();
         let line = match case.kind {
             Kind::Copy => format!("copy {slow} {source} {}", to[0]),
@@ -146,6 +182,7 @@ impl Scene {
         let towline = match case.fault {
             Fault::FullDisk(kib) => self.in_small_filesystem(kib, &line),
             Fault::UnreadOutput | Fault::ClosedOutput => self.start_on_a_pipe(&line),
+            Fault::HiddenProc => self.start(&["unshare", "-m", "sh", "-c", WITHOUT_PROC, "sh"], &line),
             _ => self.towline(&line),
         };
         self.towlines.push(towline);
@@ -229,6 +266,34 @@ impl Scene {
             });
         Ok(Seen { ends, source, destinations, work, tmp, image_is_right })
     }
+
+    /// Settings that a towline has changed are put back when it ends with 0 or 1, and else by `repair`.
+    fn repair(&self, case: &Case, seen: &Seen) -> Result<(), String> {
+        let Some(before) = self.settings.as_ref().filter(|_| seen.source != Some(Held::Gone)) else {
+            return Ok(());
+        };
+        let source = self.guests.source.as_ref().unwrap();
+        let is_cut = matches!(case.fault, Fault::CutMonitor(_));
+        if is_cut || seen.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
+            let finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
+            if !finished.status.success() {
+                return Err(format!("repair: {}", finished.stderr));
+            }
+        }
+        let (before, after) = (shown(before), shown(&settings(source)));
+        let changed: Vec<_> = after.iter().filter(|setting| !before.contains(setting)).collect();
+        if changed.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("the source is left with {changed:?}: {seen:?}"))
+        }
+    }
+}
+
+/// A line for each setting.
+fn shown(settings: &Settings) -> Vec<String> {
+    let capabilities = settings.capabilities.iter().map(|(name, state)| format!("{name} {state}"));
+    capabilities.chain(settings.parameters.iter().map(|(name, value)| format!("{name} {value}"))).collect()
 }
 
 /// Where a stock QEMU listens.
@@ -266,45 +331,76 @@ fn await_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) 
     }
 }
 
-/// Does it. True if an operator ran a guest that was complete at its destination, for which towline is not to blame.
-fn strike(case: &Case, guests: &Guests, link: Option<&Proxy>, towlines: &[u32]) -> bool {
-    let pid = |victim: Victim| match victim {
-        Victim::Source => guests.source.as_ref().unwrap().pid(),
-        Victim::Destination(index) => guests.destinations[index].pid(),
-        Victim::Towline(index) => towlines[index],
-    };
-    match case.fault {
-        Fault::Nothing | Fault::FullDisk(_) | Fault::UnreadOutput | Fault::ClosedOutput => {}
-        Fault::Kill(victim) => signal(pid(victim), Signal::KILL),
-        Fault::Suspend(victim, time) => {
-            signal(pid(victim), Signal::STOP);
-            std::thread::sleep(time);
-            signal(pid(victim), Signal::CONT);
-        }
-        Fault::Cut => link.unwrap().cut(),
-        Fault::Delay(time) => {
-            let link = link.unwrap();
-            [Flow::ToDestination, Flow::ToSource].into_iter().for_each(|flow| link.hold(flow));
-            std::thread::sleep(time);
-            link.release();
-        }
-        Fault::Operator(command) => says(guests, command),
-        Fault::StopAndCont(time) => {
-            says(guests, "stop");
-            std::thread::sleep(time);
-            says(guests, "cont");
-            return ran_what_was_complete(guests);
-        }
-        Fault::Signal(towline, name, again) => {
-            let name = if name == "INT" { Signal::INT } else { Signal::TERM };
-            signal(towlines[towline], name);
-            if let Some(time) = again {
+/// What a fault acts on.
+struct Stage<'a> {
+    guests: &'a Guests,
+    link: Option<&'a Proxy>,
+    monitors: &'a [(Victim, MonitorProxy)],
+    /// Their process ids.
+    towlines: &'a [u32],
+}
+
+impl Stage<'_> {
+    /// Does it. True if an operator ran a guest that was complete at its destination, for which towline is not to blame.
+    fn strike(&self, fault: Fault) -> bool {
+        match fault {
+            Fault::Nothing
+            | Fault::FullDisk(_)
+            | Fault::UnreadOutput
+            | Fault::ClosedOutput
+            | Fault::HiddenProc => {}
+            Fault::Kill(victim) => signal(self.pid(victim), Signal::KILL),
+            Fault::Suspend(victim, time) => {
+                signal(self.pid(victim), Signal::STOP);
                 std::thread::sleep(time);
-                signal(towlines[towline], name);
+                signal(self.pid(victim), Signal::CONT);
+            }
+            Fault::Cut => self.link.unwrap().cut(),
+            Fault::Delay(time) => self.delay(time),
+            Fault::CutMonitor(of) => self.monitor(of).cut(),
+            Fault::HoldMonitor(of, time) => {
+                self.monitor(of).hold();
+                std::thread::sleep(time);
+                self.monitor(of).release();
+            }
+            Fault::Operator(command) => says(self.guests, command),
+            Fault::StopAndCont(time) => {
+                says(self.guests, "stop");
+                std::thread::sleep(time);
+                says(self.guests, "cont");
+                return ran_what_was_complete(self.guests);
+            }
+            Fault::Signal(towline, name, again) => {
+                let name = if name == "INT" { Signal::INT } else { Signal::TERM };
+                signal(self.towlines[towline], name);
+                if let Some(time) = again {
+                    std::thread::sleep(time);
+                    signal(self.towlines[towline], name);
+                }
             }
         }
+        false
     }
-    false
+
+    fn pid(&self, victim: Victim) -> u32 {
+        match victim {
+            Victim::Source => self.guests.source.as_ref().unwrap().pid(),
+            Victim::Destination(index) => self.guests.destinations[index].pid(),
+            Victim::Towline(index) => self.towlines[index],
+        }
+    }
+
+    fn monitor(&self, victim: Victim) -> &MonitorProxy {
+        let proxy = self.monitors.iter().find(|(of, _)| *of == victim);
+        &proxy.unwrap().1
+    }
+
+    fn delay(&self, time: Duration) {
+        let link = self.link.unwrap();
+        [Flow::ToDestination, Flow::ToSource].into_iter().for_each(|flow| link.hold(flow));
+        std::thread::sleep(time);
+        link.release();
+    }
 }
 
 /// A process that is a child of this test, which may have exited but whose id is its own until then.

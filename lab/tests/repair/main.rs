@@ -5,10 +5,10 @@ mod directories;
 mod support;
 
 use serde_json::{Value, json};
-use towline_lab::expect::{assert_ended, qmp};
+use towline_lab::expect::{Settings, assert_ended, qmp, settings};
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
-use support::{Place, Settings, WITHIN, killed_copy, settings};
+use support::{Place, WITHIN, killed_copy};
 
 /// A guest that counts, and is large enough to be under way for seconds.
 fn guest(version: Version) -> Builder {

@@ -1,11 +1,10 @@
 //! What these tests share.
 
-use std::collections::BTreeMap;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use tempfile::TempDir;
 use towline_lab::expect::qmp;
 use towline_lab::{Finished, Qemu, Towline, towline_binary, wait_until};
@@ -86,24 +85,6 @@ pub(crate) fn killed_copy(place: &Place, source: &Qemu) -> u32 {
     let pid = towline.pid();
     towline.kill().unwrap();
     pid
-}
-
-/// How a QEMU is set for migrations.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Settings {
-    pub(crate) capabilities: BTreeMap<String, bool>,
-    pub(crate) parameters: Map<String, Value>,
-}
-
-pub(crate) fn settings(qemu: &Qemu) -> Settings {
-    let capabilities = qemu.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
-    let parameters = qemu.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
-    let one =
-        |state: &Value| (state["capability"].as_str().unwrap().to_owned(), state["state"].as_bool().unwrap());
-    Settings {
-        capabilities: capabilities.as_array().unwrap().iter().map(one).collect(),
-        parameters: parameters.as_object().unwrap().clone(),
-    }
 }
 
 /// The user of this test.
