@@ -342,20 +342,25 @@ pub(crate) struct InspectArgs {
     pub(crate) output: Output,
 }
 
-/// Undo what a killed `copy` or `move` left changed in a QEMU
+/// Undo what a killed `copy` or `move` left changed in a QEMU, or beside an image
 ///
 /// While it works on a QEMU, towline keeps a journal of the migration settings it changes, the devices it unplugs and its temporary files.
-/// If towline is killed, the next `copy` or `move` with this QEMU undoes them first; this command does only that. Exit codes: 0 done, or
+/// If towline is killed, the next `copy` or `move` with this QEMU undoes them first; this command does only that.
+///
+/// With an image's path: removes the partial files (`.NAME.partial`) that killed writers of this image left, but none that a process
+/// writes. With a directory: lists the partial files in it and removes none. Exit codes: 0 done, or
 /// nothing to do; 1 failed, or another towline works on this QEMU; 2 usage.
 #[derive(Debug, clap::Args)]
 #[command(after_long_help = "\
 Examples:
   towline repair qmp:/run/vm/a.qmp
+  towline repair /images
+  towline repair /images/guest.img
 ")]
 pub(crate) struct RepairArgs {
-    /// The QEMU: qmp:PATH
-    #[arg(value_name = "QEMU")]
-    pub(crate) qemu: Endpoint,
+    /// The QEMU (qmp:PATH), image or directory
+    #[arg(value_name = "QEMU|IMAGE|DIRECTORY")]
+    pub(crate) target: Endpoint,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -1,23 +1,28 @@
-//! `towline repair`: puts back what a towline that was killed has left changed in a QEMU.
+//! `towline repair`: puts back what a towline that was killed has left changed in a QEMU, and removes what it left of an image.
+
+use std::path::Path;
 
 use serde_json::json;
 use towline_control::plan::Source;
 use towline_control::qemu::{Qemu, Repaired};
+use towline_image::leftover::{self, Partial};
 use towline_qmp::Options;
 
 use crate::Exit;
 use crate::args::RepairArgs;
 use crate::progress::Reporter;
+use crate::units::size;
 
 /// Runs `repair`.
 pub(crate) fn run(args: &RepairArgs) -> Exit {
     let reporter = Reporter::new(&args.output);
-    let path = match args.qemu.source() {
+    let path = match args.target.source() {
         Ok(Source::Qmp(path)) => path,
+        Ok(Source::Image(path)) => return partials(&reporter, &path),
         Ok(_) => {
             return usage(&format!(
-                "{}: only a QEMU can be repaired, by its QMP socket: qmp:PATH",
-                args.qemu
+                "{}: only a QEMU (qmp:PATH), an image and a directory of images can be repaired",
+                args.target
             ));
         }
         Err(text) => return usage(&text),
@@ -58,6 +63,42 @@ fn tell(reporter: &Reporter, repaired: &Repaired) -> Exit {
         reporter.line(&format!("  not repaired  {text}"));
     }
     exit
+}
+
+/// Removes the partial files of an image, or lists those in a directory.
+fn partials(reporter: &Reporter, path: &Path) -> Exit {
+    let is_directory = path.is_dir();
+    let found = if is_directory { leftover::list(path) } else { leftover::remove(path) };
+    let shown = path.display().to_string();
+    let found = match found {
+        Ok(found) => found,
+        Err(error) => {
+            let fields = json!({ "path": shown, "error": error.to_string(), "exit": Exit::Safe.code() });
+            reporter.event("failed", fields);
+            eprintln!("towline: {error}");
+            return Exit::Safe;
+        }
+    };
+    let files: Vec<_> = found
+        .iter()
+        .map(|Partial { path, allocated, writer }| {
+            let removed = !is_directory && writer.is_none();
+            json!({ "path": path, "allocated": allocated, "writer": writer, "removed": removed })
+        })
+        .collect();
+    reporter.event("repaired", json!({ "path": shown, "partials": files, "exit": 0 }));
+    if found.is_empty() {
+        reporter.line(&format!("{shown}: no partial files"));
+    }
+    for Partial { path, allocated, writer } in &found {
+        let what = match writer {
+            Some(writer) => format!("stays: {writer} writes it"),
+            None if is_directory => "left by a writer that is gone; `towline repair IMAGE` removes it".into(),
+            None => "removed".into(),
+        };
+        reporter.line(&format!("{}  {} allocated  {what}", path.display(), size(*allocated)));
+    }
+    Exit::Done
 }
 
 fn usage(text: &str) -> Exit {

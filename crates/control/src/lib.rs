@@ -19,6 +19,7 @@ pub mod device;
 pub mod journal;
 pub mod monitor;
 pub mod plan;
+mod private_dirs;
 mod process;
 pub mod qemu;
 pub mod statistics;

@@ -15,6 +15,7 @@
 //! - [`index`]: what stands for an image in an object store, where its memory is chunks named by their hashes.
 //! - `store` (a feature): images in object stores.
 //! - [`atomic_file`]: files that appear under their final name complete or not at all.
+//! - [`leftover`]: what writers that were killed left of such files.
 //!
 //! What it is not: it knows no QMP and starts no threads but to hash and to reach stores. Limits: Linux.
 
@@ -37,6 +38,7 @@ mod increment;
 pub mod index;
 mod journal;
 mod layer;
+pub mod leftover;
 pub mod manifest;
 mod reader;
 mod seal;

@@ -270,12 +270,31 @@ impl Image {
     fn runs(&self, page: PageRef, length: u64) -> Vec<Run> {
         let (mut runs, mut at) = (Vec::new(), 0);
         while at < length {
-            let extent = self.extent(PageRef { offset: page.offset + at, ..page });
+            let extent = self.extent_within(PageRef { offset: page.offset + at, ..page }, length - at);
             let end = (at + extent.pages * PAGE_SIZE).min(length);
             runs.push(Run { range: at as usize..end as usize, has_content: extent.kind == ExtentKind::Data });
             at = end;
         }
         runs
+    }
+
+    /// As [`Guest::extent`], of at most `length` bytes: who wants no more does not look through the whole bitmap.
+    fn extent_within(&self, page: PageRef, length: u64) -> Extent {
+        let first = page.offset / PAGE_SIZE;
+        let last = self.ram_blocks()[page.block.index()].pages().min(first + length.div_ceil(PAGE_SIZE));
+        let content = self.top().word(page.block, first / 64) >> (first % 64) & 1 == 1;
+        let mut at = first;
+        while at < last {
+            let word = self.top().word(page.block, at / 64) >> (at % 64);
+            let word = if content { word } else { !word };
+            let run = u64::from(word.trailing_ones()).min(64 - at % 64);
+            at += run;
+            if run == 0 || !at.is_multiple_of(64) {
+                break;
+            }
+        }
+        let kind = if content { ExtentKind::Data } else { ExtentKind::Zero };
+        Extent { pages: at.min(last) - first, kind }
     }
 
     /// The bytes of these pages, which lie within one chunk of an incremental image; also those that are zero read so, because
@@ -301,25 +320,11 @@ impl Guest for Image {
     }
 
     fn extent(&self, page: PageRef) -> Extent {
-        let first = page.offset / PAGE_SIZE;
-        let last = self.ram_blocks()[page.block.index()].pages();
-        let content = self.top().word(page.block, first / 64) >> (first % 64) & 1 == 1;
-        let mut at = first;
-        while at < last {
-            let word = self.top().word(page.block, at / 64) >> (at % 64);
-            let word = if content { word } else { !word };
-            let run = u64::from(word.trailing_ones()).min(64 - at % 64);
-            at += run;
-            if run == 0 || !at.is_multiple_of(64) {
-                break;
-            }
-        }
-        let kind = if content { ExtentKind::Data } else { ExtentKind::Zero };
-        Extent { pages: at.min(last) - first, kind }
+        self.extent_within(page, self.ram_blocks()[page.block.index()].length - page.offset)
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        let extent = self.extent(page);
+        let extent = self.extent_within(page, length);
         if extent.kind == ExtentKind::Data || extent.pages * PAGE_SIZE < length {
             let layer = self.chain.layer_of(page);
             layer.populate(page, length);

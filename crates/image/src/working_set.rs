@@ -45,12 +45,17 @@ struct Stored {
     blake3: Option<Digest>,
 }
 
+/// Where the working set of an image is.
+pub(crate) fn path_beside(image: &Path) -> PathBuf {
+    let mut path = image.as_os_str().to_owned();
+    path.push(".working-set.json");
+    path.into()
+}
+
 impl WorkingSet {
     /// That of the image at `image`, empty if there is none that is this guest's.
     pub fn load(image: &Path, blocks: &[RamBlock], device_state: &[u8]) -> Self {
-        let mut path = image.as_os_str().to_owned();
-        path.push(".working-set.json");
-        let (path, guest) = (PathBuf::from(path), guest(blocks, device_state));
+        let (path, guest) = (path_beside(image), guest(blocks, device_state));
         let runs = match read(&path) {
             Some(stored) if stored.guest == guest => runs(&stored.runs, blocks),
             _ => Vec::new(),

@@ -18,6 +18,12 @@ fn interrupt(towline: &Towline) {
     assert!(killed.success());
 }
 
+/// What becomes of a guest that runs when its image cannot be read any more.
+const UNREADABLE: &str = "the guest: at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); \
+    the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy \
+    --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and \
+    restore another image of the guest\n";
+
 #[test]
 fn what_does_not_go_with_it_is_refused_beforehand() {
     if !require_lab("what_does_not_go_with_it_is_refused_beforehand") {
@@ -180,7 +186,25 @@ fn damage_that_is_found_when_the_guest_runs_is_named() {
     match finished.status.code() {
         Some(1) => assert_ended(&finished, 1, &["pc.ram", "the guest: in its image"]),
         _ => {
-            assert_ended(&finished, 3, &["pc.ram", "the guest: it runs at its destination and stands still"]);
+            assert_ended(&finished, 3, &["pc.ram", UNREADABLE]);
         }
     }
+}
+
+#[test]
+fn an_image_that_is_cut_short_when_the_guest_runs_is_named() {
+    if !require_lab("an_image_that_is_cut_short_when_the_guest_runs_is_named") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+    store(&builder, &image);
+    let destination = waiting(&builder);
+    let mut towline =
+        start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
+    tells_running(&mut towline);
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(2 << 20).unwrap();
+    let finished = towline.wait(WITHIN).unwrap();
+    let named = format!("{image}: not all of it could be read: the file has 2097152 bytes, expected ");
+    assert_ended(&finished, 3, &[&named, UNREADABLE]);
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod directories;
+mod leftovers;
 mod support;
 
 use serde_json::{Value, json};

@@ -9,3 +9,4 @@ mod kills;
 mod s3;
 mod secrets;
 mod support;
+mod unleased;

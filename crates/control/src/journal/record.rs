@@ -63,11 +63,6 @@ pub enum Record {
         /// Its inode.
         inode: u64,
     },
-    /// An image that is not complete.
-    PartialImage {
-        /// The file.
-        path: PathBuf,
-    },
 }
 
 impl Record {

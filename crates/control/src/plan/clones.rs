@@ -116,7 +116,7 @@ fn open(
     match source {
         Source::Image(path) => Ok(Box::new(restore::open(path, options, observer)?)),
         #[cfg(feature = "store")]
-        Source::Store(location) => Ok(Box::new(super::store::open(location, options, cancel)?)),
+        Source::Store(location) => Ok(Box::new(super::store::open(location, options, cancel, observer)?)),
         _ => {
             // Asked before.
             let _ = cancel;

@@ -34,7 +34,8 @@ pub fn copy(
         Source::Image(path) => restore::restore(path, destination, &run),
         #[cfg(feature = "store")]
         Source::Store(location) => {
-            let image = store::open(location, run.options, run.cancel).map_err(Failure::untouched)?;
+            let image = store::open(location, run.options, run.cancel, observer);
+            let image = image.map_err(Failure::untouched)?;
             restore::restore_from(&image, destination, &run)
         }
         Source::Qmp(path) => receive::from_qemu(path, destination, &run),

@@ -36,6 +36,7 @@ use super::switch::Switch;
 use super::{blame, tls};
 use crate::switchover::{DestinationKind, SourceKind};
 use end::End;
+pub(super) use end::{INCOMPLETE, UNREADABLE};
 pub(super) use live::migrate;
 pub(super) use stored::Stored;
 use stored::{BREAK_AFTER, RECOVER_TIMEOUT};

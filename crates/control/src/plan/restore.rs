@@ -75,7 +75,15 @@ fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
 /// Names the reason where an image was cut short: a send of what is not there only says "bad address".
 fn lost(image: &dyn StoredGuest, failure: Failure) -> Failure {
     match image.check_intact() {
-        Err(error) => Failure { error: Box::new(error.into()), ..failure },
+        Err(error) => {
+            let guest = match failure.guest {
+                GuestState::LookAt(text) if text == postcopy::INCOMPLETE => {
+                    GuestState::LookAt(postcopy::UNREADABLE.into())
+                }
+                guest => guest,
+            };
+            Failure { error: Box::new(error.into()), guest, notes: failure.notes }
+        }
         Ok(()) => failure,
     }
 }

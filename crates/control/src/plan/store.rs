@@ -12,16 +12,23 @@ use super::context::Run;
 use super::error::Error;
 use super::local;
 use super::options::Options;
-use super::progress::{Phase, Progress};
+use super::progress::{Observer, Phase, Progress};
 use super::report::{DestinationState, Report, SourceState};
 
-/// Opens the image at `location`, to be read by any number of copies.
-pub(super) fn open(location: &Location, options: &Options, cancel: &Cancel) -> Result<StoredImage, Error> {
-    match options.postcopy {
-        None => StoredImage::open(location, Some(cancel.clone())).map_err(failed),
+/// Opens the image at `location`, to be read by any number of copies. `observer` hears if nothing keeps its chunks meanwhile.
+pub(super) fn open(
+    location: &Location,
+    options: &Options,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<StoredImage, Error> {
+    let image = match options.postcopy {
+        None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
         // Once its guest runs, nobody can cancel: it needs its memory.
-        Some(_) => Ok(StoredImage::open(location, None).map_err(failed)?.given_back()),
-    }
+        Some(_) => StoredImage::open(location, None).map_err(failed)?.given_back(),
+    };
+    image.notice().iter().for_each(|text| observer.notice(text));
+    Ok(image)
 }
 
 /// Begins an image in a store.

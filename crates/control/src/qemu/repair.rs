@@ -16,6 +16,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, M
 use super::settings::Change;
 use super::{Error, Incoming, Qemu};
 use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
+use crate::private_dirs;
 
 /// How long a migration that was cancelled may take to end, and any to be cleaned up.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -70,12 +71,14 @@ impl Outcome {
 }
 
 impl Qemu {
-    /// Puts back what an earlier towline left changed in the QEMU whose monitor is at `path`. `None`: there was nothing.
+    /// Puts back what an earlier towline left changed in the QEMU whose monitor is at `path`. `None`: there was nothing. Private
+    /// directories that towlines left which are gone are removed besides.
     ///
     /// # Errors
     /// As [`Qemu::connect`], and those of its journal.
     pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<Repaired>, Error> {
         let path = path.as_ref();
+        private_dirs::place().iter().for_each(|place| drop(private_dirs::sweep(place)));
         let mut qemu = Self::inspect(path, options)?;
         qemu.take_journal(path)?;
         Ok(qemu.repaired.take())
@@ -200,10 +203,6 @@ impl Qemu {
             }
             Record::Device { path, add } => self.plug_again(path, add)?,
             Record::Migration { to, .. } => Outcome::done(format!("migration to {to} has ended")),
-            Record::PartialImage { path } => Outcome::done(format!(
-                "partial image {} stays: the next copy to the same name replaces it",
-                path.display()
-            )),
             Record::Directory { .. } => Outcome::Done(Vec::new()),
         })
     }
@@ -307,6 +306,6 @@ fn name(record: &Record) -> String {
         }
         Record::Device { path, .. } => format!("device {path}"),
         Record::Migration { to, .. } => format!("migration to {to}"),
-        Record::Directory { path, .. } | Record::PartialImage { path } => path.display().to_string(),
+        Record::Directory { path, .. } => path.display().to_string(),
     }
 }

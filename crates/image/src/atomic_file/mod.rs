@@ -32,7 +32,7 @@ use rustix::fs::{self, FallocateFlags};
 use rustix::io::{Errno, pwritev};
 
 pub use error::{Error, Result};
-pub(crate) use place::Place;
+pub(crate) use place::{Left, Place};
 
 use crate::journal::{self, Node, Op};
 use error::failed;
@@ -193,7 +193,7 @@ impl Drop for AtomicFile {
     fn drop(&mut self) {
         // Before the lock goes with the file: afterwards the name may be another writer's.
         if self.is_partial && matches!(self.place.is_partial(&self.file), Ok(true)) {
-            let _ = self.place.unlink(&self.place.partial);
+            let _ = self.place.unlink_partial();
         }
     }
 }

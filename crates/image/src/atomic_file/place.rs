@@ -25,6 +25,14 @@ pub(crate) struct Place {
     pub(super) partial: OsString,
 }
 
+/// A partial that was found; locked, if nobody writes it, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Left {
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+    pub(crate) writer: Option<String>,
+}
+
 impl Place {
     pub(crate) fn find(path: &Path) -> Result<Self> {
         let no_name = || Error::NoName { path: path.into() };
@@ -118,6 +126,35 @@ impl Place {
             }
         }
         Err(busy())
+    }
+
+    /// Opens the partial, if there is one, and locks it unless a writer has.
+    pub(crate) fn find_partial(&self) -> Result<Option<Left>> {
+        let path = self.partial_path();
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = match fs::openat(&self.directory, &self.partial, flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(Errno::NOENT) => return Ok(None),
+            Err(errno) => {
+                let stat = self.stat(&self.partial)?;
+                stat.map_or(Ok(()), |stat| check_regular(&path, &stat))?;
+                return Err(failed("open", &path, errno));
+            }
+        };
+        let stat = fs::fstat(&file).map_err(|errno| failed("look at", &path, errno))?;
+        check_regular(&path, &stat)?;
+        let writer = match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => None,
+            Err(Errno::WOULDBLOCK) => Some(holder(&file)),
+            Err(errno) => return Err(Error::NoLocks { path, source: errno.into() }),
+        };
+        // Its writer may have ended in between, and given it its name.
+        Ok(self.is_partial(&file)?.then_some(Left { path, file, writer }))
+    }
+
+    /// Removes the partial, which its caller holds locked.
+    pub(crate) fn unlink_partial(&self) -> Result<(), Errno> {
+        self.unlink(&self.partial)
     }
 
     /// Whether the partial's name still belongs to `file`, and no other name does: what is emptied and renamed here is

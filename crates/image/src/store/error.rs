@@ -55,7 +55,7 @@ pub enum Error {
         why: index::Error,
     },
     /// A chunk is named by the index and not there.
-    #[error("{image}: {place}: chunk {chunk} is missing in the store: somebody removed it; take another image, or store the guest again", place = shown(place))]
+    #[error("{image}: {place}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", place = shown(place))]
     Missing {
         /// The image.
         image: String,
@@ -63,6 +63,8 @@ pub enum Error {
         place: Place,
         /// Its object.
         chunk: String,
+        /// Why that can be.
+        absence: Absence,
     },
     /// A chunk's bytes are not those of its name.
     #[error("{image}: {place}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", place = shown(place))]
@@ -203,6 +205,30 @@ pub struct Place {
     pub block: Option<String>,
     /// The chunk's first byte in it.
     pub offset: u64,
+}
+
+/// Why a chunk that an index names may be missing.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Absence {
+    /// The reader has had a lease all along.
+    #[error(
+        "another program removed it, for this reader's lease keeps it from towline's collections of garbage"
+    )]
+    Leased,
+    /// The reader's lease was not renewed in time.
+    #[error("a collection of garbage may have removed it while this reader's lease was lost ({why})")]
+    LeaseLost {
+        /// How it was lost.
+        why: String,
+    },
+    /// The reader may not write, so it has no lease.
+    #[error(
+        "this reader has no lease ({why}), so a collection of garbage may have removed it after the image was replaced or removed"
+    )]
+    Unleased {
+        /// Why it may not.
+        why: String,
+    },
 }
 
 impl Error {

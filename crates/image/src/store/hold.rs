@@ -14,6 +14,8 @@ pub(super) struct Hold {
     store: String,
     clock: Clock,
     state: Mutex<State>,
+    /// How a lease before this one was lost.
+    gap: OnceLock<String>,
     fault: Option<Fault>,
 }
 
@@ -31,7 +33,7 @@ enum State {
 impl Hold {
     /// Of a lease whose creation was sent at `begun`.
     pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<Fault>) -> Self {
-        Self { store, clock, state: Mutex::new(State::Held { renewed: begun }), fault }
+        Self { store, clock, state: Mutex::new(State::Held { renewed: begun }), gap: OnceLock::new(), fault }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -83,7 +85,18 @@ impl Hold {
 
     /// Another lease, whose creation was sent at `begun`, takes the place of the lost one.
     pub(super) fn replace(&self, begun: Duration) {
-        *self.lock() = State::Held { renewed: begun };
+        let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: begun });
+        if let State::Lost { why } = before {
+            self.gap.get_or_init(|| why);
+        }
+    }
+
+    /// How the lease, or one that it took the place of, was lost; `None` if one was held all the time.
+    pub(super) fn gap(&self) -> Option<String> {
+        match self.check() {
+            Err(Error::Lost { why, .. }) => Some(why),
+            _ => self.gap.get().cloned(),
+        }
     }
 }
 

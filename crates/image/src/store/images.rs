@@ -194,8 +194,8 @@ fn put(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: Put) -
 pub(super) struct ReadIndex {
     /// The object's bytes.
     pub(super) bytes: Bytes,
-    /// `None`: the store lets this process only read.
-    pub(super) lease: Option<Lease>,
+    /// If the store lets this process only read: how it says so.
+    pub(super) lease: Result<Lease, String>,
 }
 
 /// Reads an index for a long time: nothing that it names is removed while the lease is held.
@@ -208,23 +208,18 @@ pub(super) fn read(store: &Arc<Store>, image: &str, key: &str) -> Result<ReadInd
         let none = || Error::NoImage { image: image.into(), object: store.shown(key) };
         let (bytes, meta) = found.ok_or_else(none)?;
         if !store.location().scheme().is_writable() {
-            return Ok(ReadIndex { bytes, lease: None });
+            return Ok(ReadIndex { bytes, lease: Err("http:// and https:// are only read".into()) });
         }
         let lease = match Lease::reader(store, key, Digest::of(&bytes)) {
             Ok(lease) => lease,
             Err(error) if error.is_read_only() => {
-                tracing::warn!(
-                    %error,
-                    image,
-                    "the store takes no lease of this reader: whoever removes garbage does not know of it"
-                );
-                return Ok(ReadIndex { bytes, lease: None });
+                return Ok(ReadIndex { bytes, lease: Err(error.to_string()) });
             }
             Err(error) => return Err(error),
         };
         // Whoever replaced or removed it before the lease was there did not see the lease.
         if store.has(Fault::ReaderUnconfirmed) || is_still(store, key, &meta, &bytes)? {
-            return Ok(ReadIndex { bytes, lease: Some(lease) });
+            return Ok(ReadIndex { bytes, lease: Ok(lease) });
         }
     }
     Err(Error::Changed { object: store.shown(key) })

@@ -50,7 +50,7 @@ mod tests;
 
 use std::time::Duration;
 
-pub use error::{Error, Place, Result};
+pub use error::{Absence, Error, Place, Result};
 pub use garbage::{Garbage, Object};
 pub use images::{InUse, Reader, readers, remove_image};
 pub use lease::ConditionalWrites;

@@ -29,7 +29,7 @@ use super::lease::Lease;
 use super::location::Location;
 use super::spool::Number;
 use super::upload::{first_reason, threads};
-use super::{AHEAD_BYTES, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
+use super::{AHEAD_BYTES, Absence, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
 use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
@@ -40,8 +40,8 @@ const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
 #[derive(Debug)]
 pub struct StoredImage {
     image: String,
-    /// Keeps the chunks that the index names.
-    lease: Option<Lease>,
+    /// Keeps the chunks that the index names; or why there is none.
+    lease: Result<Lease, String>,
     store: Arc<Store>,
     index: Index,
     /// As the index has them.
@@ -72,7 +72,7 @@ impl StoredImage {
     pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
         let ReadIndex { bytes, lease } = images::read(&store, &image, key)?;
         let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
-        let device_state = device_state(&store, &image, &index)?;
+        let device_state = device_state(&store, &image, &index, &lease)?;
         let blocks = index.blocks();
         let (mut firsts, mut next) = (Vec::with_capacity(blocks.len()), 0);
         let mut memory = Vec::with_capacity(blocks.len());
@@ -141,9 +141,15 @@ impl StoredImage {
         })
     }
 
-    /// Whether a lease keeps the image's chunks while it is read: not where this process may only read.
-    pub fn is_leased(&self) -> bool {
-        self.lease.is_some()
+    /// If no lease keeps the image's chunks while it is read, because this process may only read: that, and what its user has to see to.
+    pub fn notice(&self) -> Option<String> {
+        let why = self.lease.as_ref().err()?;
+        Some(format!(
+            "{} is read without a lease ({why}): a collection of garbage does not see this reader, so the image must be neither replaced \
+             nor removed until this has ended; for a lease, read it with credentials that may also write objects below readers/ of its \
+             prefix (docs/store.md)",
+            self.image
+        ))
     }
 
     /// Its index.
@@ -200,7 +206,8 @@ impl StoredImage {
     }
 
     fn missing(&self, name: &[u8; 32], place: Place) -> Error {
-        Error::Missing { image: self.image.clone(), place, chunk: self.store.shown(&chunk::key(name)) }
+        let (image, chunk) = (self.image.clone(), self.store.shown(&chunk::key(name)));
+        Error::Missing { image, place, chunk, absence: absence(&self.lease) }
     }
 
     fn damaged(&self, name: &[u8; 32], place: Place, why: String) -> Error {
@@ -247,7 +254,10 @@ impl StoredImage {
         let look = || self.store.check_cancelled();
         let object = loop {
             self.ask(block, index, AT_ONCE);
-            match self.cache.take(thread, number, self.store.runtime(), &look)? {
+            let turn = self.cache.take(thread, number, self.store.runtime(), &look);
+            // The lease may have been lost since it was asked for.
+            let is_missing = matches!(turn, Err(Error::Missing { .. }));
+            match turn.map_err(|error| if is_missing { self.missing(&name, place.clone()) } else { error })? {
                 None => {}
                 Some(Turn::Here) => return Ok(()),
                 Some(Turn::Fill(object)) => break object,
@@ -380,8 +390,21 @@ impl Guest for StoredImage {
     }
 }
 
+/// Why a chunk of an image that is read with this lease may be missing.
+fn absence(lease: &Result<Lease, String>) -> Absence {
+    match lease {
+        Err(why) => Absence::Unleased { why: why.clone() },
+        Ok(lease) => lease.hold().gap().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
+    }
+}
+
 /// Fetches the device state.
-fn device_state(store: &Store, image: &str, index: &Index) -> Result<DeviceState> {
+fn device_state(
+    store: &Store,
+    image: &str,
+    index: &Index,
+    lease: &Result<Lease, String>,
+) -> Result<DeviceState> {
     let (length, hash) = index.device_state();
     let mut bytes = Vec::with_capacity(length as usize);
     for name in index.device_state_names() {
@@ -397,6 +420,7 @@ fn device_state(store: &Store, image: &str, index: &Index) -> Result<DeviceState
             image: image.into(),
             place: place(),
             chunk: store.shown(&key),
+            absence: absence(lease),
         })?;
         let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
             image: image.into(),

@@ -162,10 +162,11 @@ impl End {
         if let Self::Qmp(qemu) = self {
             qemu.leave();
         }
-        look_at(
-            error,
-            "it runs at its destination and stands still where it needs memory that has not come (postcopy-paused): `towline copy --postcopy --recover` with the same image and destination goes on; the image is as it was",
-        )
+        let text = match &error {
+            Error::Migration(error) if blame::is_of_guest(error) => UNREADABLE,
+            _ => INCOMPLETE,
+        };
+        look_at(error, text)
     }
 
     /// All memory is there.
@@ -179,5 +180,36 @@ impl End {
     }
 }
 
+/// What became of a guest whose connection is lost.
+pub(in super::super) const INCOMPLETE: &str = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: \
+     run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
+/// What became of a guest whose image can no longer be read.
+pub(in super::super) const UNREADABLE: &str = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: \
+     if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the \
+     same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
 const RAN: &str =
     "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn left(error: impl Into<Error>) -> GuestState {
+        End::Stream(Address::Unix("/run/vm/b.sock".into())).left(error.into()).guest
+    }
+
+    #[test]
+    fn a_lost_connection_and_a_damaged_image_are_told_apart() {
+        let lost =
+            || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
+        let expected = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
+        assert_eq!(left(lost()), GuestState::LookAt(expected.into()));
+        let not_recovered =
+            Error::NotRecovered { source: lost(), waited: std::time::Duration::from_secs(60) };
+        assert_eq!(left(not_recovered), GuestState::LookAt(expected.into()));
+        let damaged =
+            towline_migration::Error::guest(std::io::Error::other("block pc.ram, chunk 7: damaged"));
+        let expected = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
+        assert_eq!(left(damaged), GuestState::LookAt(expected.into()));
+    }
+}

@@ -14,7 +14,7 @@ use super::super::access::Store;
 use super::super::images::{InUse, remove_in};
 use super::super::reader::StoredImage;
 use super::super::upload::Upload;
-use super::super::{CHUNK_BYTES, Error, Garbage};
+use super::super::{Absence, CHUNK_BYTES, Error, Garbage};
 use super::actor::Actor;
 use super::world::Role;
 use crate::index::{Contents, Index};
@@ -64,8 +64,8 @@ impl Part {
         }
     }
 
-    /// Those that are in each other's way: a slow reader, the end of its image and a collection; or an upload that counts on garbage,
-    /// and collections.
+    /// Those that are in each other's way: a slow reader, the end of its image and a collection, in either order; or an upload that
+    /// counts on garbage, and collections.
     pub(super) fn contended(rng: &mut Rng) -> Vec<Self> {
         let image = rng.usize(..NAMES.len());
         let slow = |rng: &mut Rng| [0.0, 60.0, 1200.0][rng.usize(..3)];
@@ -73,11 +73,12 @@ impl Part {
         let pages = (0..rng.usize(1..=3)).map(|_| rng.u8(4..PAGES)).collect();
         let upload = Self::Upload { image, pages, replaces: true, rest: slow(rng) };
         let collect = |rng: &mut Rng| Self::Collect { age_min: Duration::ZERO, rest: slow(rng) };
-        match rng.u8(..6) {
+        match rng.u8(..7) {
             0 => vec![Self::Read { image, rest: 1200.0 }, upload, collect(rng)],
             1 => vec![Self::Read { image, rest: slow(rng) }, Self::Remove { image, how }, collect(rng)],
             2 => vec![upload, collect(rng)],
             3 | 4 => vec![collect(rng), upload],
+            5 => vec![collect(rng), Self::Read { image, rest: 1200.0 }, Self::Remove { image, how }],
             _ => vec![upload, collect(rng), collect(rng)],
         }
     }
@@ -103,6 +104,12 @@ impl Part {
                     actor
                         .world
                         .fail(format!("a reader whose lease was alive: {}", read.as_ref().unwrap_err()));
+                }
+                if let Err(Error::Missing { absence, .. }) = &read
+                    && !matches!(absence, Absence::LeaseLost { .. })
+                    && !actor.is_dead()
+                {
+                    actor.world.fail(format!("a reader that lost its lease: {}", read.as_ref().unwrap_err()));
                 }
                 actor.world.count(|tally| match read {
                     Ok(()) => tally.read += 1,

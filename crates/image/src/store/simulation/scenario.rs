@@ -38,13 +38,16 @@ pub(super) struct Chaos {
     pub(super) slow: f64,
     /// Actors that are suspended.
     pub(super) suspensions: f64,
+    /// Others that are suspended behind a request, for less than loses a lease.
+    pub(super) pauses: f64,
     /// Actors that crash.
     pub(super) crashes: f64,
 }
 
 impl Chaos {
     /// Nothing goes wrong.
-    pub(super) const CALM: Self = Self { failing: 0.0, slow: 0.0, suspensions: 0.0, crashes: 0.0 };
+    pub(super) const CALM: Self =
+        Self { failing: 0.0, slow: 0.0, suspensions: 0.0, pauses: 0.0, crashes: 0.0 };
 }
 
 /// One run.
@@ -64,6 +67,7 @@ impl Scenario {
             failing: [0.0, 0.02, 0.1][rng.usize(..3)],
             slow: [0.0, 0.1, 0.7][rng.usize(..3)],
             suspensions: [0.0, 0.3, 1.0][rng.usize(..3)],
+            pauses: [0.0, 0.3, 1.0][rng.usize(..3)],
             crashes: [0.0, 0.1][rng.usize(..2)],
         };
         let span = [1.0, 60.0, 1800.0, 10_000.0][rng.usize(..4)];

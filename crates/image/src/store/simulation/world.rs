@@ -35,6 +35,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LATE_MAX_S: f64 = 1200.0;
 /// How often such a request is late that publishes or removes.
 const LATE_DECISIVE: f64 = 0.3;
+/// Most requests behind which an actor is suspended: as many as a collection sends until it removes something.
+const PAUSED_BEHIND_MAX: usize = 16;
 /// Longest scenario; nobody does anything for so long.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
 /// The prefix.
@@ -132,6 +134,8 @@ struct ActorState {
     is_dead: bool,
     suspended_until: Duration,
     suspended: Duration,
+    /// Requests that it is still to send before it is suspended, and for how long.
+    suspended_behind: Option<(usize, Duration)>,
     /// When the store saw a lease of a reader of this actor renewed.
     lease_renewed: Option<Duration>,
     lease_expired: bool,
@@ -250,6 +254,7 @@ impl World {
     /// Sends a request.
     pub(super) fn send(&self, actor: usize, request: Request) -> Slot<Answered> {
         let (mut state, slot) = (self.lock(), Slot::default());
+        state.count_request(actor);
         let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
         let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
         // What matters most is late most often, or hardly any would get so far.
@@ -396,10 +401,27 @@ impl State {
                 let minutes = [5, 28, 31, 59, 61, 70, 90, 150, 240, 240][self.rng.usize(..10)];
                 self.add(at, Event::Suspend { actor, time: Duration::from_secs(60 * minutes) });
             }
+        } else if self.rng.f64() < chaos.pauses {
+            // Between two steps that follow each other at once, where a moment at random hardly ever is.
+            let minutes = [1, 5, 15, 28][self.rng.usize(..4)];
+            let requests = self.rng.usize(1..=PAUSED_BEHIND_MAX);
+            self.actors[actor].suspended_behind = Some((requests, Duration::from_secs(60 * minutes)));
         }
         if self.rng.f64() < chaos.crashes {
             let at = start + self.delay(0.1, 10_000.0);
             self.add(at, Event::Crash(actor));
+        }
+    }
+
+    /// Suspends an actor that has sent as many requests as were planned.
+    fn count_request(&mut self, actor: usize) {
+        let Some((left, time)) = &mut self.actors[actor].suspended_behind else { return };
+        *left -= 1;
+        let time = (*left == 0).then_some(*time);
+        if let Some(time) = time {
+            self.actors[actor].suspended_behind = None;
+            let now = self.now;
+            self.add(now, Event::Suspend { actor, time });
         }
     }
 

@@ -1,0 +1,152 @@
+//! Private directories in the directory for temporary files, and those that towlines which were killed have left there.
+//!
+//! Each is named `towline-sockets-PID-N`. Its owner holds the file `owner` in it locked (`flock`) for as long as it lives, and the kernel
+//! drops the lock with the process, in whatever pid namespace that was. One whose file can be locked is nobody's, and is removed. (The
+//! directory itself is locked by whoever binds a socket in it.)
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+/// How the names begin.
+const PREFIX: &str = "towline-sockets-";
+/// The file that its owner holds locked.
+const LOCK: &str = "owner";
+/// Names tried at most.
+const NAMES_MAX: u32 = 10_000;
+/// Entries of the directory for temporary files that are looked at.
+const ENTRIES_MAX: usize = 100_000;
+
+/// A directory that only its owner can enter, and the lock that says that it is used.
+#[derive(Debug)]
+pub(crate) struct Made {
+    pub(crate) path: PathBuf,
+    /// `None` on a filesystem without locks, where nobody takes it for a leftover either.
+    _lock: Option<File>,
+}
+
+/// Where they are made.
+///
+/// # Errors
+/// The working directory is gone, and `TMPDIR` is relative to it.
+pub(crate) fn place() -> io::Result<PathBuf> {
+    // QEMU has a working directory of its own.
+    std::path::absolute(std::env::temp_dir())
+}
+
+/// Makes one in `place`, of a name that is free: a process of the same number may have one, in another pid namespace.
+///
+/// # Errors
+/// The kernel makes none.
+pub(crate) fn make(place: &Path) -> io::Result<Made> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = place.join(format!("{PREFIX}{}-{number}", process::id()));
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::AlreadyExists && number < NAMES_MAX => continue,
+            Err(error) => return Err(error),
+        }
+        match lock(&path, File::options().create_new(true)) {
+            Ok(_lock) => return Ok(Made { path, _lock }),
+            // Another towline took it for a leftover in the moment before it was locked.
+            Err(error) if is_others(&error) && number < NAMES_MAX => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Removes from `place` what nobody holds; what cannot be removed stays. Gives what was removed.
+pub(crate) fn sweep(place: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(place).into_iter().flatten().take(ENTRIES_MAX).flatten();
+    let ours = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_name));
+    ours.map(|entry| entry.path()).filter(|path| remove(path)).collect()
+}
+
+fn remove(path: &Path) -> bool {
+    let removed = match lock(path, &mut File::options()) {
+        Ok(Some(_lock)) => fs::remove_dir_all(path),
+        Ok(None) => return false,
+        Err(error) => Err(error),
+    };
+    match removed {
+        Ok(()) => tracing::info!(path = %path.display(), "removed what a towline that is gone has left"),
+        Err(ref error) => tracing::debug!(path = %path.display(), %error, "a private directory stays"),
+    }
+    removed.is_ok()
+}
+
+/// Opens and locks the file in it that its owner holds; `None` where there are no locks.
+fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
+    if !fs::symlink_metadata(path)?.is_dir() {
+        return Err(ErrorKind::NotADirectory.into());
+    }
+    let path = path.join(LOCK);
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let file = options.write(true).mode(0o600).custom_flags(flags).open(&path)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::NOLCK) => return Ok(None),
+        Err(errno) => return Err(errno.into()),
+    }
+    let (open, named) = (file.metadata()?, fs::symlink_metadata(&path)?);
+    match (open.dev(), open.ino()) == (named.dev(), named.ino()) {
+        true => Ok(Some(file)),
+        false => Err(Errno::NOENT.into()),
+    }
+}
+
+fn is_others(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::WouldBlock)
+}
+
+fn is_name(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let parts = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
+    parts.is_some_and(|(pid, count)| number(pid) && number(count))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_holds_is_removed_and_nothing_else() {
+        let place = tempfile::tempdir().unwrap();
+        let ours = make(place.path()).unwrap();
+        let mut left = make(place.path()).unwrap();
+        fs::write(left.path.join("socket"), b"").unwrap();
+        assert_eq!(sweep(place.path()), [""; 0].map(PathBuf::from), "both are held");
+        // As the kernel does when their owner dies.
+        left._lock = None;
+        let others = ["towline-sockets-1", "towline-sockets-1-x", "towline-1-0", "other"];
+        for name in others {
+            fs::create_dir(place.path().join(name)).unwrap();
+        }
+        std::os::unix::fs::symlink(&ours.path, place.path().join("towline-sockets-1-1")).unwrap();
+        fs::write(place.path().join("towline-sockets-1-2"), b"").unwrap();
+        assert_eq!(sweep(place.path()), [left.path]);
+        assert!(ours.path.is_dir());
+        assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1 + others.len() + 2);
+    }
+
+    #[test]
+    fn a_name_that_is_taken_is_passed_over() {
+        let place = tempfile::tempdir().unwrap();
+        let first = make(place.path()).unwrap();
+        let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
+        let taken: Vec<_> = (number + 1..number + 20)
+            .map(|number| place.path().join(format!("{PREFIX}{}-{number}", process::id())))
+            .collect();
+        taken.iter().for_each(|path| fs::create_dir(path).unwrap());
+        let second = make(place.path()).unwrap();
+        assert!(!taken.contains(&second.path) && second.path != first.path);
+    }
+}

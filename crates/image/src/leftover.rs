@@ -1,0 +1,121 @@
+//! Partial files: those of writers at work, and what writers that were killed have left.
+//!
+//! A writer holds its partial locked for as long as it lives ([`atomic_file`](crate::atomic_file)), so one that can be locked is nobody's.
+//! The next writer of the same name takes it over; here it is found and removed without one.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use crate::atomic_file::{Left, Place};
+use crate::beside::pending_path;
+use crate::manifest::sidecar_path;
+use crate::working_set::path_beside;
+use crate::{Error, Result};
+
+/// Bytes of a block of `stat`.
+const BLOCK_BYTES: u64 = 512;
+
+/// A partial file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Partial {
+    /// The file.
+    pub path: PathBuf,
+    /// What it takes on the disk, in bytes.
+    pub allocated: u64,
+    /// The process that writes it, as far as it can be told; `None`: nobody does.
+    pub writer: Option<String>,
+}
+
+/// The partial files in a directory, of whatever images.
+///
+/// # Errors
+/// The directory, or one of the files, cannot be looked at.
+pub fn list(directory: &Path) -> Result<Vec<Partial>> {
+    let failed = |source| Error::Read { path: directory.into(), source };
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let stem = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
+        if let Some(stem) = stem.filter(|stem| !stem.is_empty()) {
+            found.extend(Place::find(&directory.join(stem))?.find_partial()?.map(partial));
+        }
+    }
+    found.sort_by(|one, other| one.path.cmp(&other.path));
+    Ok(found)
+}
+
+/// Removes what killed writers left of the image at `path`, and of its manifest and working set. Gives what was there: files that
+/// somebody writes stay.
+///
+/// # Errors
+/// One of the files cannot be looked at or removed.
+pub fn remove(path: &Path) -> Result<Vec<Partial>> {
+    let mut found = Vec::new();
+    for part in [path.to_owned(), sidecar_path(path), pending_path(path), path_beside(path)] {
+        let place = Place::find(&part)?;
+        let Some(left) = place.find_partial()? else { continue };
+        if left.writer.is_none() {
+            // Still locked by us.
+            let removed = place.unlink_partial();
+            removed.map_err(|errno| Error::Write { path: left.path.clone(), source: errno.into() })?;
+        }
+        found.push(partial(left));
+    }
+    Ok(found)
+}
+
+fn partial(left: Left) -> Partial {
+    let allocated = left.file.metadata().map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES);
+    Partial { path: left.path, allocated, writer: left.writer }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::atomic_file::{AtomicFile, Existing};
+
+    #[test]
+    fn what_nobody_writes_is_removed_and_what_somebody_writes_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        let (image, other) = (path("guest.img"), path("other.img"));
+        let left = [".guest.img.partial", ".guest.img.manifest.json.new.partial"];
+        left.iter().for_each(|name| fs::write(path(name), [7; 8192]).unwrap());
+        for name in [".guest.img.partial.x", "guest.img.partial", ".partial", "guest.img"] {
+            fs::write(path(name), b"another's").unwrap();
+        }
+        let written = AtomicFile::open(&other, Existing::Refuse).unwrap();
+
+        let paths = |found: &[Partial]| found.iter().map(|left| left.path.clone()).collect::<Vec<_>>();
+        let listed = list(directory.path()).unwrap();
+        assert_eq!(paths(&listed), [path(left[1]), path(left[0]), path(".other.img.partial")]);
+        assert!(listed[1].allocated >= 8192 && listed[1].writer.is_none(), "{listed:?}");
+        let writer = listed[2].writer.clone().unwrap();
+        assert!(writer.contains(&std::process::id().to_string()) || writer == "another process", "{writer}");
+
+        assert_eq!(paths(&remove(&image).unwrap()), [path(left[0]), path(left[1])]);
+        let kept = remove(&other).unwrap();
+        assert_eq!((paths(&kept), kept[0].writer.is_some()), (vec![path(".other.img.partial")], true));
+        written.write_all_at(b"whole", 0).unwrap();
+        written.commit().unwrap();
+        assert_eq!(fs::read(&other).unwrap(), b"whole");
+        assert_eq!(remove(&image).unwrap(), []);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 5);
+    }
+
+    #[test]
+    fn what_is_no_ordinary_file_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let (image, partial) =
+            (directory.path().join("guest.img"), directory.path().join(".guest.img.partial"));
+        let victim = directory.path().join("victim");
+        fs::write(&victim, b"another's").unwrap();
+        fs::hard_link(&victim, &partial).unwrap();
+        assert!(remove(&image).unwrap_err().to_string().contains("a file with several names"));
+        fs::remove_file(&partial).unwrap();
+        std::os::unix::fs::symlink(&victim, &partial).unwrap();
+        assert!(remove(&image).unwrap_err().to_string().contains("symbolic link"));
+        assert!(partial.is_symlink() && victim.exists());
+    }
+}

@@ -1,0 +1,84 @@
+//! Readers that may only read: no lease keeps their chunks, and they say so.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+
+use crate::support::{Place, WITHIN, last_event};
+
+/// A web server of a directory, for as long as the test runs. Its address.
+fn serve(directory: PathBuf) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let directory = directory.clone();
+            // A client that goes away is no failure of the server's.
+            std::thread::spawn(move || drop(answer(&stream, &directory)));
+        }
+    });
+    address
+}
+
+fn answer(mut stream: &TcpStream, directory: &Path) -> std::io::Result<()> {
+    let mut lines = BufReader::new(stream).lines();
+    while let Some(request) = lines.next().transpose()? {
+        while lines.next().transpose()?.is_some_and(|header| !header.is_empty()) {}
+        let mut words = request.split(' ');
+        let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let (status, body) = match std::fs::read(directory.join(path.trim_start_matches('/'))) {
+            Ok(body) => ("200 OK", body),
+            Err(_) => ("404 Not Found", Vec::new()),
+        };
+        let modified = "Last-Modified: Sun, 06 Nov 1994 08:49:37 GMT";
+        write!(stream, "HTTP/1.1 {status}\r\n{modified}\r\nContent-Length: {}\r\n\r\n", body.len())?;
+        if method == "GET" {
+            stream.write_all(&body)?;
+        }
+    }
+    Ok(())
+}
+
+const NOTICE: &str = "is read without a lease (http:// and https:// are only read): a collection of garbage does not see this reader, so the \
+    image must be neither replaced nor removed until this has ended; for a lease, read it with credentials that may also write objects \
+    below readers/ of its prefix (docs/store.md)";
+
+#[test]
+fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
+    let place = Place::new();
+    place.done(&["copy", "mem:80M,seed=4", &place.store("vm/a")]);
+    let image = format!("{}/vm/a", serve(place.path("")));
+
+    let finished = place.start(&["copy", "--json", &image, "mem:"]).wait_done(WITHIN).unwrap();
+    assert_eq!(last_event(&finished)["memory"]["verified-pages"], 80 << 8, "{}", finished.stdout);
+    let notice = format!("{image} {NOTICE}");
+    let notices = finished
+        .stdout
+        .lines()
+        .filter(|line| line.contains("\"event\":\"notice\"") && line.contains(&notice));
+    assert_eq!(notices.count(), 1, "{}", finished.stdout);
+    let finished = place.start(&["copy", &image, &place.name("out.img")]).wait_done(WITHIN).unwrap();
+    assert!(finished.stderr.contains(&notice), "{}", finished.stderr);
+    // With a lease there is nothing to say.
+    let leased = place.start(&["copy", &place.store("vm/a"), "mem:"]).wait_done(WITHIN).unwrap();
+    assert!(!leased.stderr.contains("lease"), "{}", leased.stderr);
+
+    // Its index is read, then the image is replaced and what it named is collected.
+    let slow = place.start(&["copy", "--json", "--max-bandwidth", "4M", &image, "mem:"]);
+    towline_lab::wait_until("a MiB", WITHIN, || {
+        let events = slow.stdout();
+        let events = events.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+        let moved = events.filter_map(|event| event["ram"]["transferred"].as_u64()).max();
+        Ok((moved >= Some(1 << 20)).then_some(()))
+    })
+    .unwrap();
+    place.done(&["copy", "--overwrite", "mem:8M,seed=2", &place.store("vm/a")]);
+    place.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")]);
+    let finished = slow.wait(WITHIN).unwrap();
+    // 32 MiB are fetched ahead, not all.
+    assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
+    let reason = "is missing in the store: this reader has no lease (http:// and https:// are only read), so a collection of garbage may \
+        have removed it after the image was replaced or removed; take another image, or store the guest again";
+    assert!(finished.stderr.contains(reason), "{}", finished.stderr);
+    assert!(finished.stderr.contains("the guest: in its image"), "{}", finished.stderr);
+}
