@@ -1,12 +1,14 @@
 //! `towline repair`: puts back what a towline that was killed has left changed in a QEMU.
 
 use serde_json::json;
+use towline_control::moves;
 use towline_control::plan::Source;
 use towline_control::qemu::{Qemu, Repaired};
 use towline_qmp::Options;
 
 use crate::Exit;
 use crate::args::RepairArgs;
+use crate::console;
 use crate::progress::Reporter;
 
 /// Runs `repair`.
@@ -23,6 +25,7 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Err(text) => return usage(&text),
     };
     let socket = path.display().to_string();
+    tell_undecided(&path);
     match Qemu::repair(&path, &Options::default()) {
         Ok(None) => {
             reporter.event(
@@ -41,6 +44,16 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
             eprintln!("towline: {error}");
             Exit::Safe
         }
+    }
+}
+
+/// What `repair` does not do: a guest that was being handed over is `resume`'s.
+fn tell_undecided(path: &std::path::Path) {
+    let Ok(qemu) = Qemu::inspect(path, &Options::default()) else { return };
+    for id in moves::undecided_of(&qemu) {
+        console::error(&format!(
+            "note: the guest of this QEMU has a part in move {id}, which is undecided: towline resume {id}"
+        ));
     }
 }
 
