@@ -344,7 +344,7 @@ fn chaos() -> Result<()> {
 
 /// The search of the switchover's machine: `TOWLINE_MODEL_MISHAPS` says how deep.
 fn switchover_model() -> Result<()> {
-    let mut command = cargo(["test", "--release", "--package", "towline-control", "--lib", "--"]);
+    let mut command = cargo(["test", "--package", "towline-control", "--lib", "--"]);
     command.args(["--nocapture", "--test-threads", "1", "switchover::model"]);
     if std::env::var_os("TOWLINE_MODEL_MISHAPS").is_none() {
         command.env("TOWLINE_MODEL_MISHAPS", "8");

@@ -9,7 +9,7 @@
 //! `switchover::resume`, which is explored with the switchover itself.
 //!
 //! One kind is left behind by a copy that went well: of a source that stays paused while its guest runs elsewhere, or that was paused
-//! before. [`refuse_to_run`] keeps a later copy from running it on. It goes with its QEMU.
+//! before. A later `copy --resume` does not run it on. It goes with its QEMU.
 
 mod ledger;
 mod record;
