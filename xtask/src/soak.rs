@@ -36,6 +36,11 @@ const SOAKS: &[Soak] = &[
         run: simulation,
     },
     Soak {
+        name: "switchover-model",
+        about: "every order of events of a switchover with eight mishaps in a run (TOWLINE_MODEL_MISHAPS): worlds, depth, time",
+        run: switchover_model,
+    },
+    Soak {
         name: "vsock",
         about: "100,000 schedules of vsock connections in virtual time, others with TOWLINE_SEEDS",
         run: vsock,
@@ -335,6 +340,16 @@ fn chaos() -> Result<()> {
     let journal = target_directory()?.join("chaos.journal");
     let variables = [("TOWLINE_CHAOS_RUNS", "2000"), ("TOWLINE_CHAOS_JOURNAL", &journal.to_string_lossy())];
     lab_test("chaos", "no_fault_costs_a_guest_or_runs_two", &variables)
+}
+
+/// The search of the switchover's machine: `TOWLINE_MODEL_MISHAPS` says how deep.
+fn switchover_model() -> Result<()> {
+    let mut command = cargo(["test", "--package", "towline-control", "--lib", "--"]);
+    command.args(["--nocapture", "--test-threads", "1", "switchover::model"]);
+    if std::env::var_os("TOWLINE_MODEL_MISHAPS").is_none() {
+        command.env("TOWLINE_MODEL_MISHAPS", "8");
+    }
+    run_command(&mut command)
 }
 
 /// Migrations in virtual time: `TOWLINE_SEEDS` says how many, and a cut at every byte of some.

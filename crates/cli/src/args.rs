@@ -36,6 +36,8 @@ pub(crate) enum Command {
     Check(CheckArgs),
     Inspect(InspectArgs),
     Repair(RepairArgs),
+    Moves(MovesArgs),
+    Resume(ResumeArgs),
     Net(NetArgs),
     Ctl(CtlArgs),
     Vsock(VsockArgs),
@@ -363,6 +365,73 @@ pub(crate) struct RepairArgs {
     pub(crate) target: Endpoint,
     #[command(flatten)]
     pub(crate) output: Output,
+}
+
+/// List the moves that were interrupted when the guest was handed over, and what to do
+///
+/// A `copy` or `move` between two QEMUs records at each end what it decides about the guest, before it acts, and removes the record when the
+/// outcome is known. What is listed is undecided: towline or the connection died at that moment. Also listed are sources that stay paused while
+/// their guest runs elsewhere. Only the records of this user on this host; nothing is changed. Exit codes: 0 also if there are some; 1 a
+/// record cannot be read.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  towline moves
+  towline moves --json
+  On both hosts of a move, which has one id:
+    towline moves; ssh OTHER towline moves
+")]
+pub(crate) struct MovesArgs {
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// Finish a move that was interrupted when the guest was handed over
+///
+/// The QEMUs on this host are looked at again: process, run state, migration. If that and the record leave no doubt, the move is finished: the
+/// guest is run at DEST if SOURCE is done with it, and SOURCE is ended if it was a `move`; or it is left at SOURCE. Otherwise nothing is touched,
+/// the message says what to look at, exit code 3, and it is for you to choose: --run-here or --discard. A choice that what is seen
+/// contradicts is refused. A guest that runs twice destroys its disks. Exit codes: 0 finished; 1 refused, nothing was touched; 2 usage, also an
+/// id that is not recorded; 3 still undecided.
+#[derive(Debug, clap::Args)]
+#[command(after_long_help = "\
+Examples:
+  Look, and finish it if there is no doubt:
+    towline resume 3f2a
+  At the destination, once SOURCE was seen to be `postmigrate` or to have exited:
+    towline resume 3f2a --run-here
+  Then at the source, to end its QEMU:
+    towline resume 3f2a --discard
+  The other way: take the guest back. At the destination first, then at the source:
+    towline resume 3f2a --discard
+    towline resume 3f2a --run-here
+  Both ends on this host, and one does not answer the question by itself:
+    towline resume 3f2a --run-here=source
+")]
+pub(crate) struct ResumeArgs {
+    /// The move's id, or its first digits
+    #[arg(value_name = "ID")]
+    pub(crate) id: String,
+    /// Run the guest at the QEMU of this host; with both ends here, say which: source or destination
+    #[arg(long, value_name = "END", num_args = 0..=1, require_equals = true, default_missing_value = "here", group = "choice")]
+    pub(crate) run_here: Option<Side>,
+    /// End the QEMU of this host (`quit`): the guest is at the other end
+    #[arg(long, value_name = "END", num_args = 0..=1, require_equals = true, default_missing_value = "here", group = "choice")]
+    pub(crate) discard: Option<Side>,
+    /// Remove the record and touch no QEMU: you have put both ends in order yourself
+    #[arg(long, group = "choice")]
+    pub(crate) forget: bool,
+    #[command(flatten)]
+    pub(crate) output: Output,
+}
+
+/// An end of a move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Side {
+    /// The one on this host
+    Here,
+    Source,
+    Destination,
 }
 
 /// Measure on real guests, side by side with the peers that this machine has

@@ -19,6 +19,7 @@ mod inspect;
 mod log;
 mod memory;
 mod metrics;
+mod moves;
 mod net;
 mod notify;
 mod outcome;
@@ -119,6 +120,8 @@ fn run(command: &Command, request: Option<RequestId>) -> Result<Exit> {
         Command::Check(options) => check::run(options),
         Command::Inspect(options) => inspect::run(options),
         Command::Repair(options) => Ok(repair::run(options)),
+        Command::Moves(options) => moves::run(options),
+        Command::Resume(options) => Ok(moves::resume(options)),
         Command::Net(options) => net::run(options),
         Command::Ctl(options) => ctl::run(options),
         Command::Vsock(options) => vsock::run(options),

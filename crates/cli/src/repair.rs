@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::json;
+use towline_control::moves;
 use towline_control::plan::Source;
 use towline_control::qemu::{Qemu, Repaired};
 use towline_image::leftover::{self, Partial};
@@ -10,6 +11,7 @@ use towline_qmp::Options;
 
 use crate::Exit;
 use crate::args::RepairArgs;
+use crate::console;
 use crate::progress::Reporter;
 use crate::units::size;
 
@@ -28,6 +30,7 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
         Err(text) => return usage(&text),
     };
     let socket = path.display().to_string();
+    tell_undecided(&path);
     match Qemu::repair(&path, &Options::default()) {
         Ok(None) => {
             reporter.event(
@@ -46,6 +49,16 @@ pub(crate) fn run(args: &RepairArgs) -> Exit {
             eprintln!("towline: {error}");
             Exit::Safe
         }
+    }
+}
+
+/// What `repair` does not do: a guest that was being handed over is `resume`'s.
+fn tell_undecided(path: &std::path::Path) {
+    let Ok(qemu) = Qemu::inspect(path, &Options::default()) else { return };
+    for id in moves::undecided_of(&qemu) {
+        console::error(&format!(
+            "note: the guest of this QEMU has a part in move {id}, which is undecided: towline resume {id}"
+        ));
     }
 }
 

@@ -31,9 +31,9 @@ use rustix::process::getpid;
 use crate::process::{Process, ProcessState, start_time};
 
 pub use directory::{Directory, DirectoryError};
-pub(crate) use record::now_ms;
 pub use record::{Changed, Record};
 use record::{Contents, Header, Line, VERSION};
+pub(crate) use record::{now_ms, pid_namespace};
 
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
@@ -282,6 +282,17 @@ pub(crate) fn sweep(directory: &Directory) {
     }
 }
 
+/// Whether a towline that is gone has left changes of the QEMU of this process, which started then.
+pub(crate) fn journal_left(directory: &Directory, pid: i32, start_time: u64) -> bool {
+    let name = record::name_of(pid, start_time);
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return false };
+    let mut file = File::from(fd);
+    let is_free = flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
+    let records = read(&mut file).ok().and_then(|text| record::parse(&text).ok());
+    is_free && records.is_some_and(|contents| !contents.records.is_empty())
+}
+
 fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
@@ -299,7 +310,8 @@ fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
     Ok(())
 }
 
-fn read(file: &mut File) -> io::Result<String> {
+/// The text of a file that is ours, up to [`BYTES_MAX`].
+pub(crate) fn read(file: &mut File) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
     file.take(BYTES_MAX + 1).read_to_end(&mut bytes)?;
@@ -314,7 +326,7 @@ fn read(file: &mut File) -> io::Result<String> {
 }
 
 /// Whether the file is what its name leads to.
-fn is_named(file: &File, directory: &Directory, name: &str) -> bool {
+pub(crate) fn is_named(file: &File, directory: &Directory, name: &str) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
     else {
         return false;
@@ -329,7 +341,7 @@ fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
 }
 
 /// Our own process, and when it started; 0 without a `/proc` that says so.
-fn own_process() -> (i32, u64) {
+pub(crate) fn own_process() -> (i32, u64) {
     let pid = getpid().as_raw_pid();
     (pid, start_time(pid).unwrap_or_default())
 }

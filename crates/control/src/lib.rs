@@ -6,6 +6,7 @@
 //! check     would it run there? the facts of both ends
 //! plan      copy a guest from somewhere to somewhere, with undo
 //! qemu      what one QEMU is and waits for; its process; settings that are put back afterwards
+//! moves     moves that reached the point of decision, recorded, listed and finished later
 //! journal   what is changed in a QEMU, in a file that outlives a towline that is killed
 //! ```
 //!
@@ -18,6 +19,7 @@ pub mod check;
 pub mod device;
 pub mod journal;
 pub mod monitor;
+pub mod moves;
 pub mod plan;
 mod private_dirs;
 mod process;

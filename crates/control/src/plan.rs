@@ -31,6 +31,7 @@ mod postcopy;
 mod private_dir;
 mod progress;
 mod receive;
+mod recorder;
 mod report;
 mod restore;
 mod room;

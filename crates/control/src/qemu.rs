@@ -202,9 +202,6 @@ impl Qemu {
             }
             Err(error) => return Err(error),
         }
-        if let Some(repaired) = &qemu.repaired {
-            tracing::warn!("{repaired}");
-        }
         Ok(qemu)
     }
 

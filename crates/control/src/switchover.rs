@@ -18,26 +18,36 @@
 //! - Whether the guest runs at its destination is decided by the run state that its stream carries.
 //! - What the user or an operator did to the guest is not undone: only a state that this migration caused is.
 //! - Where it cannot be known which end has the guest, neither is run, and the outcome says so.
+//! - A decision that another end acts on, or that a later towline has to know, is durable before it is acted on (`decision`). One that
+//!   cannot be recorded is not acted on.
+//!
+//! What was recorded, and a look at both ends, are what a move that was interrupted is finished by (`resume`).
 
+mod decision;
 mod events;
 mod fault;
 mod outcome;
+mod resume;
 
 #[cfg(test)]
 mod model;
 
+pub(crate) use decision::Decision;
 pub(crate) use events::{
     DestinationKind, DestinationView, Directive, GuestRun, Input, Link, PeerMessage, Request, RunRequest,
     SourceAfter, SourceKind, SourceView, Started,
 };
 use fault::Fault;
 pub(crate) use outcome::{Held, Outcome, Placed};
+pub(crate) use resume::{Case, Choice, Doubt, End, Finish};
 
 /// See the module's picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     /// Memory moves; the destination cannot run the guest.
     Transfer,
+    /// This is being made durable, and is acted on then.
+    Recording(Decision),
     /// A destination that runs by itself was given the last bytes.
     Committed,
     /// The source was acknowledged, and may say that it is done.
@@ -109,6 +119,16 @@ impl Switchover {
         }
     }
 
+    /// Whether the source is a QEMU whose monitor is at hand.
+    pub(crate) fn drives_source(&self) -> bool {
+        self.request.source == SourceKind::Qemu
+    }
+
+    /// What was asked for, and which ends were found.
+    pub(crate) fn request(&self) -> Request {
+        self.request
+    }
+
     /// Whether the guest was live when it was stopped, as its stream says.
     pub(crate) fn guest(&self) -> GuestRun {
         self.guest
@@ -142,7 +162,12 @@ impl Switchover {
             return self.cancel();
         }
         let directive = match self.stage {
+            // That of a decision which something else has overtaken.
+            _ if matches!(input, Input::Recorded | Input::NotRecorded) && !self.is_recording() => {
+                Directive::Refuse
+            }
             Stage::Transfer | Stage::Committed => self.transfer(input),
+            Stage::Recording(decision) => self.recording(input, decision),
             Stage::Acknowledged | Stage::Held => self.acknowledged(input),
             Stage::Undoing { cancelled } => self.undoing(input, cancelled),
             Stage::TakingOver => self.taking_over(input),
@@ -161,6 +186,10 @@ impl Switchover {
         directive
     }
 
+    fn is_recording(&self) -> bool {
+        matches!(self.stage, Stage::Recording(_))
+    }
+
     /// Whether the model has put this fault back; never outside of tests.
     fn has_fault(&self, fault: Fault) -> bool {
         self.fault.has(fault)
@@ -168,7 +197,7 @@ impl Switchover {
 
     fn cancel(&mut self) -> Directive {
         match self.stage {
-            Stage::Transfer => {
+            Stage::Transfer | Stage::Recording(Decision::Commit | Decision::Acknowledge) => {
                 self.aborting = true;
                 Directive::Abort
             }
@@ -187,10 +216,10 @@ impl Switchover {
             }
             Input::CommitRequested(guest) => {
                 self.guest = guest;
-                self.sent = true;
                 if self.request.destination.runs_by_itself() {
-                    self.stage = Stage::Committed;
+                    return self.decide(Decision::Commit);
                 }
+                self.sent = true;
                 Directive::Proceed
             }
             Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
@@ -209,9 +238,13 @@ impl Switchover {
         if is_seen && source != Link::Open && !ignores {
             return Directive::Refuse;
         }
-        (self.guest, self.sent) = (guest, true);
-        self.stage = Stage::Acknowledged;
-        Directive::Proceed
+        self.guest = guest;
+        if self.request.destination.runs_by_itself() {
+            // Decided when it was given the last bytes.
+            (self.sent, self.stage) = (true, Stage::Acknowledged);
+            return Directive::Proceed;
+        }
+        self.decide(Decision::Acknowledge)
     }
 
     fn delivered(&mut self) -> Directive {
@@ -322,14 +355,8 @@ impl Switchover {
         match self.request.destination {
             DestinationKind::Stored => self.settle(Placed::Stored),
             DestinationKind::Stream | DestinationKind::Relayed => self.settle(Placed::Loaded),
-            DestinationKind::Towline => {
-                self.stage = Stage::Reporting;
-                Directive::Send(PeerMessage::Completed(self.request.run))
-            }
-            DestinationKind::Qemu if self.runs() => {
-                self.stage = Stage::Starting;
-                Directive::RunDestination
-            }
+            DestinationKind::Towline => self.decide(Decision::Complete),
+            DestinationKind::Qemu if self.runs() => self.decide(Decision::Run),
             DestinationKind::Qemu => self.settle(Placed::Paused),
         }
     }
@@ -365,11 +392,7 @@ impl Switchover {
             Input::Started(Started::Exited) => Held::DestinationLost,
             _ => Held::DestinationUnknown,
         };
-        if self.request.source == SourceKind::Towline {
-            self.stage = Stage::Failing(held);
-            return Directive::Send(PeerMessage::NotRun);
-        }
-        Directive::End(Outcome::Look(held))
+        self.held_there(held)
     }
 
     /// Whether nothing at the source holds the guest.

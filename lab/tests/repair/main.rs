@@ -6,7 +6,7 @@ mod leftovers;
 mod support;
 
 use serde_json::{Value, json};
-use towline_lab::expect::{Settings, assert_ended, qmp, settings};
+use towline_lab::expect::{Settings, assert_ended, events, qmp, settings};
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
 use support::{Place, WITHIN, killed_copy};
@@ -51,6 +51,22 @@ fn the_next_copy_puts_back_what_a_killed_one_left() {
         assert!(!place.is_journaled(&source));
         source.wait_counting(WITHIN).unwrap();
     }
+}
+
+/// A program that reads the events is told as well.
+#[test]
+fn what_the_next_copy_puts_back_is_an_event() {
+    if !require_lab("what_the_next_copy_puts_back_is_an_event") {
+        return;
+    }
+    let (place, source) = (Place::new(), counting(guest(Version::V10_0)));
+    let killed = killed_copy(&place, &source);
+    let finished = place.run(&format!("copy --json --resume {} {}", qmp(&source), place.name("next.img")));
+    assert_ended(&finished, 0, &[]);
+    let by = format!("was left changed by a towline that is gone (process {killed})");
+    let notices: Vec<_> =
+        events(&finished.stdout).into_iter().filter(|event| event["event"] == "notice").collect();
+    assert!(notices.iter().any(|event| event["text"].as_str().unwrap().contains(&by)), "{notices:?}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod cancelled;
 mod cuts;
 mod monitors;
 mod operators;
+mod records;
 mod refused;
 mod silence;
 mod support;

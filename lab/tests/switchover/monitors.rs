@@ -149,24 +149,22 @@ fn a_migration_of_somebody_else_is_not_cancelled() {
     drop(holder);
 }
 
-/// The guest is at its destination: at its source it stays as the copy left it, whatever the next one is.
+/// At its source it stays as the copy left it, whatever becomes of the next one. (Of one that runs elsewhere see `records`.)
 #[test]
 fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     if !require_lab("a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused") {
         return;
     }
-    let (scratch, builder) = (Scratch::new(), small(Version::V10_0));
-    let (source, destination) = (counting(&builder), waiting(&builder));
-    assert_ended(&end(start(&format!("copy {} {}", qmp(&source), qmp(&destination)))), 0, &[]);
+    let (scratch, source) = (Scratch::new(), counting(&small(Version::V10_0)));
+    assert_ended(&end(start(&format!("copy {} {}", qmp(&source), scratch.text("first.img")))), 0, &[]);
     let nowhere = scratch.text("missing/guest.img");
     assert_ended(&end(start(&format!("copy --resume {} {nowhere}", qmp(&source)))), 1, &["is no directory"]);
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
-    assert_runs_only_in(&destination, &source);
     // Nor one that is cancelled under way.
     let image = scratch.text("guest.img");
     let mut towline = start(&format!("copy --resume {SLOW} {} {image}", qmp(&source)));
     reaches(&mut towline, "transfer");
     signal(towline.pid(), Signal::INT);
     assert_ended(&end(towline), 1, &["cancelled"]);
-    assert_runs_only_in(&destination, &source);
+    assert!(!is_live(&source), "{:?}", source.qmp().status());
 }

@@ -101,7 +101,7 @@ impl Directory {
         &self.path
     }
 
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
@@ -110,7 +110,7 @@ impl Directory {
     }
 
     /// The names of its files.
-    pub(super) fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let Ok(entries) = Dir::read_from(&self.fd) else { return Vec::new() };
         let names = entries
             .take(NAMES_MAX)

@@ -130,7 +130,7 @@ impl Header {
     /// The journal's name, which [`process_of`] understands.
     pub(super) fn name(&self, process: &Process) -> String {
         match process {
-            Process::Known { pid, start_time, .. } => format!("qemu-{pid}-{start_time}{SUFFIX}"),
+            Process::Known { pid, start_time, .. } => name_of(*pid, *start_time),
             Process::Unknown { .. } => format!("socket-{:x}-{:x}{SUFFIX}", self.device, self.inode),
         }
     }
@@ -158,8 +158,14 @@ pub(crate) fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn pid_namespace() -> Option<PathBuf> {
+/// The pid namespace of this process; `None` where it cannot be read.
+pub(crate) fn pid_namespace() -> Option<PathBuf> {
     fs::read_link("/proc/self/ns/pid").ok()
+}
+
+/// The name of the journal of a QEMU whose process is known.
+pub(super) fn name_of(pid: i32, start_time: u64) -> String {
+    format!("qemu-{pid}-{start_time}{SUFFIX}")
 }
 
 /// The id and start time of the process that a journal of this name is of.

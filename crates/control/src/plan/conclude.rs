@@ -26,8 +26,8 @@ use super::source::QmpSource;
 use super::switch::{Switch, link};
 use super::target::{Target, Undo};
 use crate::switchover::{
-    DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest, SourceView,
-    Started,
+    Decision, DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest,
+    SourceView, Started,
 };
 
 /// How long a source whose stream was closed may take to see that, before its migration is cancelled.
@@ -161,6 +161,7 @@ impl Conclude<'_> {
             Directive::RestoreSource => self.restore(false),
             Directive::ResumeSource => self.restore(true),
             Directive::QuitSource => self.quit(),
+            Directive::Record(decision) => self.record(decision),
             // What the engine is directed; it has acknowledged a source that is to be held.
             Directive::Hold
             | Directive::Proceed
@@ -352,14 +353,26 @@ impl Conclude<'_> {
         }
     }
 
+    fn record(&mut self, decision: Decision) -> Input {
+        match self.ends.switch.record(decision) {
+            Ok(()) => Input::Recorded,
+            Err(error) => {
+                self.ends.error.get_or_insert(error);
+                Input::NotRecorded
+            }
+        }
+    }
+
     fn end(mut self, outcome: Outcome) -> Result<Concluded, Failure> {
+        let said = match outcome {
+            Outcome::Look(held) => self.text(held),
+            Outcome::Done(_) | Outcome::Safe => String::new(),
+        };
+        self.notes.extend(self.ends.switch.ended(outcome, &said));
         let placed = match outcome {
             Outcome::Done(placed) => placed,
             Outcome::Safe => return Err(self.failure(GuestState::Safe)),
-            Outcome::Look(held) => {
-                let text = self.text(held);
-                return Err(self.failure(GuestState::LookAt(text)));
-            }
+            Outcome::Look(_) => return Err(self.failure(GuestState::LookAt(said))),
         };
         let exited = self.ends.switch.state().has_source_exited();
         let source = match &self.ends.origin {

@@ -13,6 +13,7 @@ use super::options::Options;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
 use super::{blame, tls};
+use crate::qemu::Qemu;
 
 /// What every part of a copy needs to know.
 pub(super) struct Run<'a> {
@@ -85,6 +86,13 @@ impl<'a> Run<'a> {
     /// Since the first question.
     pub(super) fn elapsed(&self) -> std::time::Duration {
         self.begun.elapsed()
+    }
+
+    /// Says what of an earlier towline was put back in this QEMU when it was connected to.
+    pub(super) fn tell_repaired(&self, qemu: &Qemu) {
+        if let Some(repaired) = qemu.repaired() {
+            self.observer.notice(&repaired.to_string());
+        }
     }
 
     /// Ends here if the user said so.

@@ -100,6 +100,11 @@ impl QmpDestination {
         Ok(Self { qemu, settings: None, dir, fdset: None, told: false, listened: 0 })
     }
 
+    /// The QEMU.
+    pub(super) fn qemu(&self) -> &Qemu {
+        &self.qemu
+    }
+
     /// What was found.
     pub(super) fn facts(&self) -> &Facts {
         self.qemu.facts()

@@ -25,6 +25,8 @@ pub enum Error {
     Settings(#[from] qemu::ApplyError),
     #[error(transparent)]
     Check(#[from] crate::check::Error),
+    #[error(transparent)]
+    Move(#[from] crate::moves::Error),
     #[error("{0}")]
     Usage(String),
     #[error(

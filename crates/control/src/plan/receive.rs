@@ -21,7 +21,8 @@ use super::supervise::supervised;
 use super::survey::Survey;
 use super::switch::Switch;
 use super::target::Target;
-use super::{blame, postcopy, tls};
+use super::{blame, postcopy, recorder, tls};
+use crate::moves::End;
 use crate::switchover::{DestinationKind, Directive, Input, SourceKind};
 
 /// A listener without a partner waits this long: until somebody comes or the user ends it.
@@ -40,6 +41,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
         Failure { guest, ..Failure::untouched(error) }
     };
     let mut source = QmpSource::prepare(path, run.options).map_err(asked)?;
+    run.tell_repaired(source.qemu());
     // Nothing is changed before a device is detached, so that nothing has to be put back.
     let compared = matches!(destination, Destination::Qmp(_));
     let guest = source.guest(compared).map_err(asked)?;
@@ -48,6 +50,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
     let origin = Origin { source: how.into(), qemu: Some(source.version_text()), ..Origin::default() };
     let mut target = Target::prepare(destination, Some(&guest), origin, run).map_err(Failure::untouched)?;
     let switch = Switch::new(SourceKind::Qemu, target.kind(), run.options);
+    switch.keep_record(source.end_of_move(), recorder::destination(&target), run);
     let session = switch.session();
     let connections = match connect(&mut source, &mut target, &session, run) {
         Ok(connections) => connections,
@@ -60,6 +63,7 @@ pub(super) fn from_qemu(path: &Path, destination: &Destination, run: &Run<'_>) -
             return finished(conclude(ends, directive)?, &Statistics::default(), run);
         }
     };
+    switch.connected(connections.main_channel());
     let statistics = Arc::new(Statistics::default());
     let arriving =
         Arriving { connections: &connections, session: &session, statistics: &statistics, switch: &switch };
@@ -135,6 +139,10 @@ pub(super) fn from_stream(
             return finished(conclude(ends, directive)?, &statistics, run);
         }
     };
+    let channel = connections.main_channel();
+    let from = End::Peer { address: channel.peer().to_owned() };
+    switch.keep_record(from, recorder::destination(&target), run);
+    switch.connected(channel);
     let arriving =
         Arriving { connections: &connections, session: &session, statistics: &statistics, switch: &switch };
     let look = &mut || Ok(Progress::default());

@@ -106,6 +106,7 @@ fn precopy(image: &dyn StoredGuest, destination: &Destination, run: &Run<'_>) ->
 
 fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
     let mut destination = QmpDestination::prepare(path).map_err(Failure::untouched)?;
+    run.tell_repaired(destination.qemu());
     destination.check(&Guest::of_image(image), run.lanes, run.observer).map_err(Failure::untouched)?;
     // QEMU reads the file itself as fast as it goes, and as it is.
     let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;

@@ -25,6 +25,7 @@ use super::progress::Progress;
 use super::report::SourceState;
 use super::vsock::{self, Vsocks};
 use super::{blame, compression};
+use crate::moves::{self, End};
 use crate::qemu::{self, Qemu, Settings, Wanted};
 use crate::switchover::{GuestRun, SourceView};
 
@@ -127,6 +128,9 @@ impl QmpSource {
         if resumes && !options.resume {
             return Err(Error::NeedsCont { socket });
         }
+        if resumes {
+            moves::refuse_to_run(&qemu)?;
+        }
         let ran = qemu.facts().status.running || resumes;
         let dir = PrivateDir::for_qemu(&qemu)?;
         let (asked, progress) = (Instant::now(), Progress::default());
@@ -159,6 +163,16 @@ impl QmpSource {
     /// Takes out of the guest what QEMU does not migrate.
     pub(super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
         self.vsocks.detach(&mut self.qemu, cancel)
+    }
+
+    /// The QEMU.
+    pub(super) fn qemu(&self) -> &Qemu {
+        &self.qemu
+    }
+
+    /// What it is to a record.
+    pub(super) fn end_of_move(&self) -> End {
+        End::qemu(self.qemu.socket(), self.qemu.process())
     }
 
     /// The monitor's socket.

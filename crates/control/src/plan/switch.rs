@@ -3,23 +3,30 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use towline_migration::{Commit, Error as EngineError, Gate, LinkState, Session};
+use towline_channel::Channel;
+use towline_migration::{Commit, Error as EngineError, Gate, LinkState, Session, look_at_link};
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
+use crate::moves::End;
 use crate::switchover::{
-    DestinationKind, Directive, GuestRun, Input, Link, Request, RunRequest, SourceAfter, SourceKind,
-    Switchover,
+    Decision, DestinationKind, Directive, GuestRun, Input, Link, Outcome, Request, RunRequest, SourceAfter,
+    SourceKind, Switchover,
 };
 
+use super::context::Run;
 use super::error::Error;
 use super::options::Options;
+use super::recorder::Recorder;
 
 /// See the module's text.
 #[derive(Debug)]
 pub(super) struct Switch {
     machine: Mutex<Switchover>,
     id: OnceLock<MoveId>,
+    recorder: Recorder,
+    /// The connection to the source.
+    link: OnceLock<Arc<dyn Channel>>,
     /// What was directed when the engine reported its failure.
     failed: OnceLock<Directive>,
 }
@@ -38,7 +45,45 @@ impl Switch {
             Some(false) => RunRequest::Pause,
         };
         let machine = Mutex::new(Switchover::new(Request { source, destination, run, after }));
-        Arc::new(Self { machine, id: OnceLock::new(), failed: OnceLock::new() })
+        let (recorder, link) = (Recorder::default(), OnceLock::new());
+        Arc::new(Self { machine, id: OnceLock::new(), recorder, link, failed: OnceLock::new() })
+    }
+
+    /// What is decided of a move between these ends is recorded.
+    pub(super) fn keep_record(&self, source: End, destination: End, run: &Run<'_>) {
+        self.recorder.begin(source, destination, &self.state(), run);
+    }
+
+    /// The source is at the other end of this connection.
+    pub(super) fn connected(&self, channel: Arc<dyn Channel>) {
+        self.link.get_or_init(|| channel);
+    }
+
+    /// Makes a decision durable.
+    pub(super) fn record(&self, decision: Decision) -> Result<(), Error> {
+        self.recorder.record(self.id(), decision, &self.state())
+    }
+
+    /// The command ends; `said` is what it says of the guest. Returns what else the user should know.
+    pub(super) fn ended(&self, outcome: Outcome, said: &str) -> Option<String> {
+        self.recorder.end(self.id(), outcome, &self.state(), said)
+    }
+
+    /// At a point of no return: what is to be recorded first is.
+    fn pass(&self, input: Input) -> Directive {
+        let directive = self.handle(input);
+        let Directive::Record(decision) = directive else { return directive };
+        let recorded = self.record(decision);
+        if let Err(error) = &recorded {
+            tracing::warn!(%error, "the guest is not handed over: that cannot be recorded");
+        }
+        // A source that is gone by now runs its guest again.
+        let is_there = decision != Decision::Commit || self.is_source_there();
+        self.handle(if recorded.is_ok() && is_there { Input::Recorded } else { Input::NotRecorded })
+    }
+
+    fn is_source_there(&self) -> bool {
+        self.link.get().is_none_or(|channel| look_at_link(channel.as_ref()) == LinkState::Open)
     }
 
     /// A session whose engine asks this at its points of no return.
@@ -59,7 +104,7 @@ impl Switch {
     /// A guest that no engine of ours carried is loaded at its destination: what to do.
     pub(super) fn loaded(&self, guest: GuestRun) -> Directive {
         // The stream's own, where there was one, says the same.
-        if self.handle(Input::CommitRequested(guest)) == Directive::Refuse {
+        if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {
             return self.failed(&Error::Cancelled);
         }
         self.handle(Input::Delivered)
@@ -129,7 +174,7 @@ impl Gate for Switch {
     }
 
     fn commit(&self, run_state: Option<&str>) -> Commit {
-        match self.handle(Input::CommitRequested(GuestRun::from_state(run_state))) {
+        match self.pass(Input::CommitRequested(GuestRun::from_state(run_state))) {
             Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
             Directive::Proceed => Commit::Reversible,
             _ => Commit::Refused,
@@ -139,7 +184,7 @@ impl Gate for Switch {
     fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
         let input =
             Input::AcknowledgeRequested { guest: GuestRun::from_state(run_state), source: link(source) };
-        self.handle(input) == Directive::Proceed
+        self.pass(input) == Directive::Proceed
     }
 
     fn holds(&self, error: &EngineError) -> bool {

@@ -69,6 +69,7 @@ impl Target {
             }
             Destination::Qmp(path) => {
                 let mut destination = Box::new(QmpDestination::prepare(path)?);
+                run.tell_repaired(destination.qemu());
                 if let Some(guest) = guest {
                     destination.check(guest, run.lanes, run.observer)?;
                 }

@@ -1,5 +1,6 @@
 //! What the switchover is asked for, what it takes in, and what it directs.
 
+use super::decision::Decision;
 use super::outcome::{Outcome, Placed};
 
 /// What holds the guest before.
@@ -199,6 +200,10 @@ pub(crate) enum Input {
     NotDone,
     /// What is waited for has not come within its deadline.
     TimedOut,
+    /// The decision is durable.
+    Recorded,
+    /// It is not, as far as is known.
+    NotRecorded,
     /// The user wants to cancel.
     Cancel,
 }
@@ -212,6 +217,8 @@ pub(crate) enum Directive {
     Refuse,
     /// Fail the stream and close its connections.
     Abort,
+    /// Make this durable, and say when it is: nothing is done by it before.
+    Record(Decision),
     /// It is too late to cancel; say so.
     TooLate,
     /// Acknowledge the source, so that it stops for good, although its destination has not answered.

@@ -18,6 +18,10 @@ pub(super) enum Fault {
     RunsWhenCut,
     /// A destination that has everything is given up with its source.
     LosesWhatWasSent,
+    /// A decision is acted on and not recorded first.
+    ActsBeforeRecord,
+    /// A move is finished by its record at one end, and by no evidence of the other.
+    ResumesWithoutEvidence,
 }
 
 /// Which one is there.

@@ -144,7 +144,7 @@ impl Held {
             Self::SourceNotResumed => "stored; at its source it is still paused: run it on (`cont`)",
             Self::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
             Self::PeerWaits => {
-                "paused at both ends: the connection to the destination's towline was lost before the outcome could be sent"
+                "paused at both ends: the outcome could not be sent to the destination's towline"
             }
             Self::PeerUnknown => {
                 "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them"
@@ -153,5 +153,12 @@ impl Held {
                 "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both"
             }
         }
+    }
+}
+
+impl Held {
+    /// Whether a guest can still come to run, or a QEMU is left to be put in order.
+    pub(crate) fn is_open(self) -> bool {
+        !matches!(self, Self::BothExited | Self::SourceExited | Self::SourceExitedSince | Self::StoredOnly)
     }
 }

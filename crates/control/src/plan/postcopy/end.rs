@@ -34,6 +34,7 @@ impl End {
                     true => QmpDestination::prepare_lost(path)?,
                     false => QmpDestination::prepare_postcopy(path)?,
                 };
+                run.tell_repaired(qemu.qemu());
                 let machine_type = &stored.guest.configuration().machine_type;
                 let guest = Fits::of_blocks(machine_type, stored.guest.blocks());
                 qemu.check(&guest, run.lanes, run.observer)?;

@@ -51,7 +51,9 @@ pub(in super::super) fn migrate(
         let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
         Failure { guest, ..Failure::untouched(error) }
     })?;
+    run.tell_repaired(source.qemu());
     let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
+    run.tell_repaired(target.qemu());
     let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run.options);
     run.observer.phase(Phase::Connect);
     // It stays paused until the source has switched, or says that it is done without.

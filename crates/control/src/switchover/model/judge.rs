@@ -10,13 +10,38 @@ pub(super) fn judge(world: &World) -> Result<(), String> {
     if twice && !world.operator_ran && !world.window {
         return Err("the guest runs at both ends".into());
     }
-    for (index, towline) in world.towlines.iter().enumerate() {
+    // What a towline said of the guest is so until another one acts on it.
+    for (index, towline) in world.towlines.iter().enumerate().filter(|_| !world.resumed) {
         if let Some((towline, outcome)) = towline.and_then(|towline| Some((towline, towline.outcome?))) {
             truthful(world, index, &towline, outcome)
                 .map_err(|text| format!("towline {index} ends with {outcome:?}: {text}"))?;
         }
     }
-    if world.is_over() { not_lost(world) } else { Ok(()) }
+    if !world.is_over() {
+        return Ok(());
+    }
+    not_lost(world)?;
+    known_to_somebody(world)
+}
+
+/// A guest that stands still at both ends is named: by an outcome, or by a record that a later towline finds.
+fn known_to_somebody(world: &World) -> Result<(), String> {
+    let towlines = || world.towlines.iter().flatten();
+    let moves = towlines().all(|towline| {
+        let request = towline.request;
+        let ends = (request.source, request.destination);
+        let is_driven = ends.0 == SourceKind::Qemu || ends.1 == DestinationKind::Qemu;
+        is_driven && ends.0 != SourceKind::Stored && ends.1 != DestinationKind::Stored
+    });
+    let stands_still = world.source == Source::Completed && world.destination != Destination::Running;
+    let is_said = world.resumed
+        || towlines().any(|towline| {
+            towline.record.is_some() || matches!(towline.outcome, Some(Outcome::Look(_) | Outcome::Done(_)))
+        });
+    if moves && world.carried.is_live() && stands_still && !is_said {
+        return Err("the guest stands still, and nothing says so".into());
+    }
+    Ok(())
 }
 
 /// The exit code and its text say what is.

@@ -1,11 +1,12 @@
 //! Everything that takes part, and every step that each can take.
 
 mod carry;
+mod resumed;
 
 use super::super::fault::Switch;
 use super::super::{
-    DestinationKind, Directive, GuestRun, Input, Link, Outcome, PeerMessage, Placed, Request, RunRequest,
-    SourceAfter, SourceKind, Switchover,
+    Case, Decision, DestinationKind, Directive, Finish, GuestRun, Input, Link, Outcome, PeerMessage, Placed,
+    Request, RunRequest, SourceAfter, SourceKind, Switchover,
 };
 
 /// The source's QEMU.
@@ -56,7 +57,11 @@ const FRESH: Wire = Wire { open: true, all: false, shut: false, shut_read: false
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Engine {
     Streaming,
+    /// May the last bytes be sent? That is being recorded.
+    Committing,
     Sent,
+    /// May the source be acknowledged? That is being recorded.
+    Acknowledging,
     Ended,
 }
 
@@ -70,6 +75,9 @@ pub(in super::super) struct Towline {
     pub(in super::super) alive: bool,
     pub(in super::super) outcome: Option<Outcome>,
     cancelled: bool,
+    /// What is durable.
+    pub(in super::super) record: Option<Decision>,
+    fault: Switch,
 }
 
 /// See the module's text.
@@ -88,6 +96,8 @@ pub(in super::super) struct World {
     pub(in super::super) operator_ran: bool,
     /// An operator cancelled at the source, or a towline was killed, when a destination that runs by itself was given everything.
     pub(in super::super) window: bool,
+    /// A later towline has acted on a record, or found out where the guest is and said so.
+    pub(in super::super) resumed: bool,
 }
 
 /// What somebody does.
@@ -101,6 +111,10 @@ pub(in super::super) enum Step {
     SourceIsAcknowledged,
     EngineFails(usize),
     Carry(usize, Reply),
+    /// A later towline looks at what is at hand of this one, and finishes the move if that is enough.
+    Resume(usize),
+    /// The same, with what is known at both ends.
+    ResumeBoth,
     // Mishaps.
     Cut(usize),
     SourceCancelled,
@@ -155,6 +169,7 @@ impl World {
             mishaps,
             operator_ran: false,
             window: false,
+            resumed: false,
         }
     }
 
@@ -192,7 +207,10 @@ impl World {
             let sent = towline.engine == Engine::Sent;
             add(sent && down.shut, Step::EngineAcknowledges(index));
             let broken = !(down.open || sent && down.shut) || !(up.open || streams && up.all);
-            add(towline.engine != Engine::Ended && broken, Step::EngineFails(index));
+            add(
+                matches!(towline.engine, Engine::Streaming | Engine::Sent) && broken,
+                Step::EngineFails(index),
+            );
             if let Some(directive) = towline.todo {
                 for reply in self.replies(index, directive) {
                     add(true, Step::Carry(index, reply));
@@ -201,6 +219,11 @@ impl World {
             add(self.mishaps > 0 && !towline.cancelled, Step::Cancel(index));
             add(self.mishaps > 0, Step::Kill(index));
         }
+        for index in 0..self.count() {
+            add(self.is_left(index) && self.record(index).is_some(), Step::Resume(index));
+        }
+        let all_left = self.count() > 1 && (0..self.count()).all(|index| self.is_left(index));
+        add(all_left && self.decided().is_some(), Step::ResumeBoth);
         if self.mishaps > 0 {
             for wire in 0..=self.count() {
                 add(self.wires[wire].open && !(wire == 0 && self.source == Source::Stored), Step::Cut(wire));
@@ -253,6 +276,10 @@ impl World {
                 (mishap, Reply::Silent),
                 (mishap, Reply::Unanswered),
             ]),
+            // A full disk; and a record that is there, but is not known to be.
+            Directive::Record(_) => {
+                with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
+            }
             Directive::SettleDestination
             | Directive::RestoreSource
             | Directive::ResumeSource
@@ -283,7 +310,7 @@ impl World {
             }
             Step::EngineCommits(index) => {
                 let directive = self.handle(index, Input::CommitRequested(self.carried));
-                self.proceed(index, directive, Engine::Sent);
+                self.commit(index, directive);
             }
             Step::DestinationLoads => self.load(),
             Step::DestinationFails => {
@@ -299,6 +326,8 @@ impl World {
             }
             Step::EngineFails(index) => self.fail(index, Input::Failed),
             Step::Carry(index, reply) => self.carry(index, reply),
+            Step::Resume(index) => self.resume(index, self.case(index)),
+            Step::ResumeBoth => self.resume(0, self.case_of_both()),
             mishap => self.mishap(mishap),
         }
         self
@@ -373,11 +402,15 @@ impl World {
         self.towline(index).machine.handle(input)
     }
 
-    fn proceed(&mut self, index: usize, directive: Directive, engine: Engine) {
+    fn commit(&mut self, index: usize, directive: Directive) {
         match directive {
             Directive::Proceed => {
-                self.towline(index).engine = engine;
-                self.wires[index + 1].all = true;
+                self.towline(index).engine = Engine::Sent;
+                self.wires[index + 1].all = self.wires[index + 1].open;
+            }
+            Directive::Record(_) => {
+                self.towline(index).engine = Engine::Committing;
+                self.towline(index).todo = Some(directive);
             }
             _ => self.fail(index, Input::Failed),
         }
@@ -392,12 +425,21 @@ impl World {
             Link::Reset
         };
         let input = Input::AcknowledgeRequested { guest: self.carried, source };
-        match self.handle(index, input) {
+        let directive = self.handle(index, input);
+        self.acknowledged(index, directive);
+    }
+
+    fn acknowledged(&mut self, index: usize, directive: Directive) {
+        match directive {
             Directive::Proceed => {
                 self.wires[index].shut = self.wires[index].open;
                 self.towline(index).engine = Engine::Ended;
                 let next = self.handle(index, Input::Delivered);
                 self.set(index, next);
+            }
+            Directive::Record(_) => {
+                self.towline(index).engine = Engine::Acknowledging;
+                self.towline(index).todo = Some(directive);
             }
             _ => self.fail(index, Input::Failed),
         }
@@ -425,6 +467,9 @@ impl World {
         match directive {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
+                if !matches!(outcome, Outcome::Look(held) if held.is_open()) {
+                    towline.record = None;
+                }
                 // It closes its connections when it ends.
                 self.cut_behind(index);
             }
@@ -445,7 +490,11 @@ impl World {
         let directive = self.towline(index).todo.take().expect("there is one");
         let input = self.carried_out(index, directive, reply);
         let next = self.handle(index, input);
-        self.set(index, next);
+        match self.towline(index).engine {
+            Engine::Committing => self.commit(index, next),
+            Engine::Acknowledging => self.acknowledged(index, next),
+            _ => self.set(index, next),
+        }
     }
 
     /// Whether nothing is left to do for anybody.
@@ -484,6 +533,8 @@ impl Towline {
             alive: true,
             outcome: None,
             cancelled: false,
+            record: None,
+            fault,
         }
     }
 }

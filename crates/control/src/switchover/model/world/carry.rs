@@ -1,6 +1,8 @@
 //! How a directive turns out.
 
-use super::super::super::{DestinationView, Directive, Input, PeerMessage, SourceKind, SourceView, Started};
+use super::super::super::{
+    Decision, DestinationView, Directive, Input, PeerMessage, SourceKind, SourceView, Started,
+};
 use super::{Destination, Reply, Source, World};
 
 impl World {
@@ -10,6 +12,14 @@ impl World {
         }
         let done = if reply == Reply::True { Input::Done } else { Input::NotDone };
         match directive {
+            Directive::Record(decision) => {
+                if reply != Reply::Refused {
+                    self.towline(index).record = Some(decision);
+                }
+                // The source's connection is looked at once more before the last bytes go.
+                let is_open = decision != Decision::Commit || self.wires[index].open;
+                if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
+            }
             Directive::LookAtSource => Input::Source(self.source_view()),
             Directive::LookAtLink => Input::SourceLink(self.link()),
             Directive::LookAtDestination => Input::Destination(self.destination_view()),
@@ -71,7 +81,7 @@ impl World {
         }
     }
 
-    fn source_view(&self) -> SourceView {
+    pub(super) fn source_view(&self) -> SourceView {
         match self.source {
             Source::Migrating | Source::Waiting => SourceView::Migrating,
             Source::Completed => SourceView::Completed,
@@ -82,7 +92,7 @@ impl World {
         }
     }
 
-    fn destination_view(&self) -> DestinationView {
+    pub(super) fn destination_view(&self) -> DestinationView {
         match self.destination {
             Destination::Loading => DestinationView::Loading,
             Destination::Loaded | Destination::Stored => DestinationView::Loaded,

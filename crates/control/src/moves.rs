@@ -1,0 +1,222 @@
+//! Moves that reached the point of decision: recorded durably at each end, listed, and finished by a later towline.
+//!
+//! ```text
+//!   switchover: Record(decision) ─► Ledger ─► move-ID-ROLE.json ─► moves: list ─► resume: look at the QEMUs ─► finish, or ask
+//!                                      └ removed when the outcome is known and done
+//! ```
+//! A record is a file of its own beside the journals of QEMUs ([`crate::journal::Directory`]), 0600, locked for as long as its towline works on
+//! the move. A move that two towlines make has one on each host, under the same id. What a record and a look at the ends allow is decided by
+//! `switchover::resume`, which is explored with the switchover itself.
+//!
+//! One kind is left behind by a copy that went well: of a source that stays paused while its guest runs elsewhere, or that was paused
+//! before. A later `copy --resume` does not run it on. It goes with its QEMU.
+
+mod ledger;
+mod record;
+mod resume;
+mod text;
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::journal::{Directory, DirectoryError, journal_left};
+use crate::qemu::{self, Qemu};
+use ledger::{is_locked, names_of};
+
+pub(crate) use ledger::Ledger;
+pub use record::{End, Id, Record, Role, Stage, Wanted};
+pub use resume::{Chosen, Resumed, resume};
+
+/// Why a record cannot be used, or a move not be finished.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// There is no place for records.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// It cannot be read or written.
+    #[error("record {path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// It is not a record of ours.
+    #[error(
+        "record {path}: expected a record of version {} of this user, found another ({reason}): use the towline that wrote it; or look at both \
+         QEMUs, run the guest at one of them only (`cont`), and remove the file",
+        record::VERSION
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        reason: String,
+    },
+    /// A towline works on the move.
+    #[error("another towline (process {pid}) works on move {id}: wait until it has ended, or end it first")]
+    InUse {
+        /// The move.
+        id: Id,
+        /// That towline.
+        pid: i32,
+    },
+    /// No record has this id.
+    #[error("no move {id} is recorded on this host for this user; `towline moves` lists those that are")]
+    Unknown {
+        /// As it was given.
+        id: String,
+    },
+    /// Several do.
+    #[error("{id} is the beginning of several moves: {}; give more of its digits", shown(.found))]
+    Ambiguous {
+        /// As it was given.
+        id: String,
+        /// Those that it may mean.
+        found: Vec<Id>,
+    },
+    /// A QEMU does not do what it is told.
+    #[error(transparent)]
+    Qemu(#[from] qemu::Error),
+    /// The guest was told to run, and does not.
+    #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
+    NotRunning {
+        /// The monitor's socket.
+        socket: String,
+        /// Its run state.
+        status: String,
+    },
+    /// What was chosen contradicts what is seen.
+    #[error("refused: {text}")]
+    Refused {
+        /// What is seen, and what can be done.
+        text: String,
+    },
+    /// The guest of a source went elsewhere, or was paused, when it was copied.
+    #[error("{text}")]
+    Left {
+        /// What was recorded, and what can be done.
+        text: String,
+    },
+}
+
+fn shown(ids: &[Id]) -> String {
+    ids.iter().map(Id::as_str).collect::<Vec<_>>().join(", ")
+}
+
+/// A record as it is found.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Listed {
+    /// What it says.
+    pub record: Record,
+    /// A towline works on the move: its process.
+    pub owner: Option<i32>,
+    /// QEMUs of this host that are known to have exited, and those that a killed towline has left changed.
+    pub exited: Vec<String>,
+    /// Their monitors' sockets.
+    pub changed: Vec<String>,
+}
+
+impl Listed {
+    /// What is undecided: a sentence.
+    #[must_use]
+    pub fn undecided(&self) -> String {
+        text::undecided(&self.record)
+    }
+
+    /// What to do: one command or sentence each.
+    #[must_use]
+    pub fn advice(&self) -> Vec<String> {
+        text::advice(self)
+    }
+}
+
+/// The records of this user on this host, the oldest first, and why others cannot be read.
+///
+/// # Errors
+/// There is no directory for them that can be used.
+pub fn list() -> Result<(Vec<Listed>, Vec<Error>), Error> {
+    let directory = Directory::open()?;
+    let (records, bad) = ledger::list(&directory);
+    let listed = records.into_iter().map(|record| {
+        let owner = is_locked(&directory, &record.name()).then_some(record.owner.pid);
+        let ends = [&record.source, &record.destination];
+        let sockets = |wanted: &dyn Fn(&End) -> bool| {
+            ends.iter().filter(|end| wanted(end)).map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let exited = sockets(&End::has_exited);
+        let changed = sockets(&|end| !end.has_exited() && is_changed(&directory, end));
+        Listed { owner, exited, changed, record }
+    });
+    Ok((listed.collect(), bad))
+}
+
+fn is_changed(directory: &Directory, end: &End) -> bool {
+    match end {
+        End::Qemu { pid: Some(pid), start_time: Some(start_time), .. } => {
+            journal_left(directory, *pid, *start_time)
+        }
+        _ => false,
+    }
+}
+
+/// The ids of moves that this QEMU has a part in, of which something is undecided.
+pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
+    let Ok(directory) = Directory::open() else { return Vec::new() };
+    let end = End::qemu(qemu.socket(), qemu.process());
+    let (records, _) = ledger::list(&directory);
+    let of_qemu = records.into_iter().filter(|record| {
+        record.stage != Stage::Left && (record.source.is(&end) || record.destination.is(&end))
+    });
+    of_qemu.map(|record| record.id).collect()
+}
+
+/// Refuses to run the guest of a source on that is paused since it was copied, if that was recorded to be wrong: it may run elsewhere, or
+/// was paused before.
+///
+/// # Errors
+/// [`Error::Left`].
+pub(crate) fn refuse_to_run(qemu: &Qemu) -> Result<(), Error> {
+    let Ok(directory) = Directory::open() else { return Ok(()) };
+    let end = End::qemu(qemu.socket(), qemu.process());
+    let (records, _) = ledger::list(&directory);
+    match records.iter().find(|record| record.source.is(&end)) {
+        Some(record) => Err(Error::Left { text: text::left(record) }),
+        None => Ok(()),
+    }
+}
+
+/// Records that the source of a copy that went well holds a guest which a later copy must not run on.
+pub(crate) fn leave(ledger: &mut Ledger) -> Result<(), Error> {
+    let record = ledger.record().at(Stage::Left);
+    // Another one of the same QEMU says less.
+    let directory = Directory::open()?;
+    let (records, _) = ledger::list(&directory);
+    for older in records.iter().filter(|older| {
+        older.stage == Stage::Left && older.source.is(&record.source) && older.id != record.id
+    }) {
+        for name in names_of(&directory, &older.id) {
+            Ledger::open(&directory, &name)?.remove()?;
+        }
+    }
+    ledger.write(record)
+}
+
+/// Removes what was left of sources whose QEMUs have exited, and of this one, whose guest has been run on since.
+pub(crate) fn sweep(directory: &Directory, source: &End) {
+    let (records, _) = ledger::list(directory);
+    let is_over = |record: &&Record| {
+        record.stage == Stage::Left && (record.source.has_exited() || record.source.is(source))
+    };
+    for record in records.iter().filter(is_over) {
+        let removed = Ledger::open(directory, &record.name()).and_then(|mut ledger| ledger.remove());
+        if let Err(error) = removed {
+            tracing::debug!(%error, "the record of a QEMU that exited stays");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,205 @@
+//! The files of records: written as a whole, locked by who works on the move.
+//!
+//! ```text
+//!   .move-ID-ROLE.json.PID-N: created, locked, written, fsync ─► rename to move-ID-ROLE.json ─► fsync of the directory
+//! ```
+//! Each state of a record is a file of its own, which has our lock before it gets its name, and takes the place of the one before. So a
+//! record is whole or not there, and whoever opens it finds a lock for as long as its owner lives.
+
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, fsync, openat, renameat, unlinkat};
+use rustix::io::Errno;
+use rustix::process::{geteuid, getpid};
+use std::os::unix::fs::MetadataExt as _;
+
+use super::record::{self, Record};
+use super::{Error, Id};
+use crate::journal::{Directory, is_named, read};
+
+/// How often a record that its owner replaced in the same moment is opened again.
+const ATTEMPTS_MAX: u32 = 16;
+/// A file that did not get its name within this time never will.
+const UNNAMED_MAX: Duration = Duration::from_secs(60);
+
+/// Distinguishes the files that one process is about to name.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// The record of one move, which this process works on.
+#[derive(Debug)]
+pub(crate) struct Ledger {
+    directory: Directory,
+    record: Record,
+    /// The file that has our lock; `None`: nothing is recorded yet.
+    file: Option<File>,
+}
+
+impl Ledger {
+    /// Of a move that nothing is recorded of yet.
+    pub(crate) fn new(directory: Directory, record: Record) -> Self {
+        Self { directory, record, file: None }
+    }
+
+    /// Takes the record of this name over, which no other process may work on.
+    pub(super) fn open(directory: &Directory, name: &str) -> Result<Self, Error> {
+        let path = directory.path().join(name);
+        let failed = |source: io::Error| Error::Io { path: path.clone(), source };
+        for _ in 0..ATTEMPTS_MAX {
+            let mut file = open(directory, name).map_err(failed)?;
+            let is_ours = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => true,
+                Err(Errno::AGAIN) => false,
+                Err(errno) => return Err(failed(errno.into())),
+            };
+            if !is_named(&file, directory, name) {
+                continue;
+            }
+            let record = parse(&mut file, directory, name)?;
+            if !is_ours {
+                return Err(Error::InUse { id: record.id, pid: record.owner.pid });
+            }
+            return Ok(Self { directory: directory.clone(), record, file: Some(file) });
+        }
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced over and over")))
+    }
+
+    /// What it says.
+    pub(crate) fn record(&self) -> &Record {
+        &self.record
+    }
+
+    /// Makes this the record, durably.
+    ///
+    /// # Errors
+    /// [`Error::Io`]. Then either is found later, this one or the one before.
+    pub(crate) fn write(&mut self, record: Record) -> Result<(), Error> {
+        let name = record.name();
+        let path = self.directory.path().join(&name);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
+        let written = self.replace(&record, &unnamed, &name);
+        match written {
+            Ok(file) => {
+                (self.file, self.record) = (Some(file), record);
+                Ok(())
+            }
+            Err(source) => {
+                // It is not there if it has its name.
+                let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
+                Err(Error::Io { path, source })
+            }
+        }
+    }
+
+    fn replace(&self, record: &Record, unnamed: &str, name: &str) -> io::Result<File> {
+        let directory = self.directory.fd();
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let text = serde_json::to_string(record)?;
+        file.write_all(text.as_bytes())?;
+        file.write_all(b"\n")?;
+        file.sync_all()?;
+        renameat(directory, unnamed, directory, name)?;
+        fsync(directory)?;
+        Ok(file)
+    }
+
+    /// Nothing is left to be decided.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn remove(&mut self) -> Result<(), Error> {
+        if self.file.is_none() {
+            return Ok(());
+        }
+        let name = self.record.name();
+        let removed = match unlinkat(self.directory.fd(), &name, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => fsync(self.directory.fd()),
+            Err(errno) => Err(errno),
+        };
+        removed
+            .map_err(|errno| Error::Io { path: self.directory.path().join(name), source: errno.into() })?;
+        self.file = None;
+        Ok(())
+    }
+}
+
+/// Whether a towline works on it.
+pub(super) fn is_locked(directory: &Directory, name: &str) -> bool {
+    let Ok(file) = open(directory, name) else { return false };
+    flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::AGAIN)
+}
+
+/// All records of a directory, and why others cannot be read.
+pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
+    let (mut records, mut bad) = (Vec::new(), Vec::new());
+    for name in directory.names() {
+        if !record::is_name(&name) {
+            remove_unnamed(directory, &name);
+            continue;
+        }
+        match look(directory, &name) {
+            Ok(record) => records.push(record),
+            // Removed meanwhile.
+            Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => bad.push(error),
+        }
+    }
+    records.sort_by(|a, b| (a.begun_ms, &a.id, a.role).cmp(&(b.begun_ms, &b.id, b.role)));
+    (records, bad)
+}
+
+fn look(directory: &Directory, name: &str) -> Result<Record, Error> {
+    let failed = |source| Error::Io { path: directory.path().join(name), source };
+    parse(&mut open(directory, name).map_err(failed)?, directory, name)
+}
+
+fn open(directory: &Directory, name: &str) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    Ok(File::from(openat(directory.fd(), name, flags, Mode::empty())?))
+}
+
+/// Only what we have written ourselves decides about guests.
+fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, Error> {
+    let path: PathBuf = directory.path().join(name);
+    let failed = |source| Error::Io { path: path.clone(), source };
+    let metadata = file.metadata().map_err(failed)?;
+    let refused = |reason: String| Error::Format { path: path.clone(), reason };
+    if metadata.uid() != geteuid().as_raw() {
+        return Err(refused(format!("it belongs to user {}", metadata.uid())));
+    }
+    if !metadata.is_file() || metadata.mode() & 0o022 != 0 {
+        return Err(refused("it is no file that only its owner can write".into()));
+    }
+    let record = Record::parse(&read(file).map_err(failed)?).map_err(refused)?;
+    if record.name() != name {
+        return Err(refused(format!("it is of move {}", record.id)));
+    }
+    Ok(record)
+}
+
+/// Removes what a towline left that was killed before its file got its name.
+fn remove_unnamed(directory: &Directory, name: &str) {
+    let is_unnamed = name.strip_prefix('.').is_some_and(|rest| rest.starts_with("move-"));
+    if !is_unnamed {
+        return;
+    }
+    let Ok(file) = open(directory, name) else { return };
+    let age = file.metadata().and_then(|found| found.modified()).ok();
+    let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
+    let is_free = flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    if is_free && age.is_some_and(|age| age > UNNAMED_MAX) {
+        let _ = unlinkat(directory.fd(), name, AtFlags::empty());
+    }
+}
+
+/// The names of the records of a move.
+pub(super) fn names_of(directory: &Directory, id: &Id) -> Vec<String> {
+    let (records, _) = list(directory);
+    records.iter().filter(|record| record.id == *id).map(Record::name).collect()
+}

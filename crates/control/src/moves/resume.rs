@@ -1,0 +1,312 @@
+//! Finishes a move that was interrupted: looks at the QEMUs that are at hand, and does what `switchover::resume` makes of it.
+//!
+//! Nothing is decided here. Every record of the move is locked first, so that no other towline works on it, and what is to be done with a
+//! guest is recorded before it is done.
+
+mod end;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::record::{End, Record, Stage};
+use super::{Error, Id, Ledger, ledger, text};
+use crate::journal::Directory;
+use crate::switchover::{Case, Choice, Decision, Doubt, End as Side, Finish, Placed, SourceView};
+use end::Opened;
+
+/// How long an end that is still under way, or does not answer, is looked at.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What an operator has chosen for a move that cannot be finished without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Chosen {
+    /// Run the guest at the end that is on this host, or at the one that is named.
+    RunHere(Option<super::Role>),
+    /// End the QEMU of that end: the guest is at the other one.
+    Discard(Option<super::Role>),
+    /// Remove the record and touch nothing.
+    Forget,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Resumed {
+    /// The move.
+    pub id: Id,
+    /// What was done, or is: one sentence each.
+    pub done: Vec<String>,
+    /// Why it is still undecided, and what to look at; `None`: it is finished.
+    pub undecided: Option<String>,
+}
+
+/// Finishes the move whose id begins with these digits, as far as what is seen allows, or as was chosen.
+///
+/// # Errors
+/// Nothing was done, or what was begun could not be seen through; the record is still there then.
+pub fn resume(digits: &str, chosen: Option<Chosen>) -> Result<Resumed, Error> {
+    let directory = Directory::open()?;
+    let id = find(&directory, digits)?;
+    let mut ledgers = Vec::new();
+    for name in super::names_of(&directory, &id) {
+        ledgers.push(Ledger::open(&directory, &name)?);
+    }
+    let Some(record) = joined(&ledgers) else { return Err(Error::Unknown { id: digits.to_owned() }) };
+    if chosen == Some(Chosen::Forget) {
+        forget(&mut ledgers)?;
+        let done = vec!["its record is removed; nothing else was touched".into()];
+        return Ok(Resumed { id, done, undecided: None });
+    }
+    let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
+    Resume {
+        source: Opened::open(&record.source),
+        destination: Opened::open(&record.destination),
+        ledgers,
+        record,
+        done: Vec::new(),
+    }
+    .run(choice)
+}
+
+fn find(directory: &Directory, digits: &str) -> Result<Id, Error> {
+    let (records, bad) = ledger::list(directory);
+    let mut found: Vec<Id> =
+        records.into_iter().map(|record| record.id).filter(|id| id.begins_with(digits)).collect();
+    found.sort();
+    found.dedup();
+    match <[Id; 1]>::try_from(found) {
+        Ok([id]) if !digits.is_empty() => Ok(id),
+        Ok(_) => Err(Error::Unknown { id: digits.to_owned() }),
+        // One that cannot be read may be what is meant.
+        Err(found) if found.is_empty() => {
+            let named = bad.into_iter().find(|error| match error {
+                Error::Format { path, .. } | Error::Io { path, .. } => {
+                    path.file_name().is_some_and(|name| name.to_string_lossy().contains(digits))
+                }
+                _ => false,
+            });
+            Err(named.unwrap_or(Error::Unknown { id: digits.to_owned() }))
+        }
+        Err(found) => Err(Error::Ambiguous { id: digits.to_owned(), found }),
+    }
+}
+
+/// What the records of a move say together: both of its ends may be on this host.
+fn joined(ledgers: &[Ledger]) -> Option<Record> {
+    let furthest = ledgers.iter().map(Ledger::record).max_by_key(|record| record.stage)?;
+    let mut joined = furthest.clone();
+    for record in ledgers.iter().map(Ledger::record) {
+        if matches!(record.source, End::Qemu { .. }) {
+            joined.source = record.source.clone();
+            joined.wanted.quit = record.wanted.quit;
+        }
+        if matches!(record.destination, End::Qemu { .. }) {
+            joined.destination = record.destination.clone();
+        }
+    }
+    Some(joined)
+}
+
+fn forget(ledgers: &mut [Ledger]) -> Result<(), Error> {
+    ledgers.iter_mut().try_for_each(Ledger::remove)
+}
+
+/// The end that is meant: that of this host, if it is not named.
+fn choice(chosen: Chosen, record: &Record) -> Result<Choice, Error> {
+    let side = |role: Option<super::Role>, option: &str| match role {
+        Some(super::Role::Source) => Ok(Side::Source),
+        Some(super::Role::Destination) => Ok(Side::Destination),
+        _ => text::only_side(record).ok_or_else(|| Error::Refused {
+            text: format!(
+                "both ends are on this host: name one, `{option}=source` or `{option}=destination`"
+            ),
+        }),
+    };
+    Ok(match chosen {
+        Chosen::RunHere(role) => Choice::Run(side(role, "--run-here")?),
+        Chosen::Discard(role) => Choice::Discard(side(role, "--discard")?),
+        Chosen::Forget => unreachable!("handled before"),
+    })
+}
+
+struct Resume {
+    ledgers: Vec<Ledger>,
+    record: Record,
+    source: Opened,
+    destination: Opened,
+    done: Vec<String>,
+}
+
+impl Resume {
+    fn run(mut self, mut choice: Option<Choice>) -> Result<Resumed, Error> {
+        self.done.extend(self.source.repaired().into_iter().chain(self.destination.repaired()));
+        let begun = Instant::now();
+        loop {
+            let case = self.look();
+            let finish = match choice {
+                Some(chosen) => match case.chosen(chosen) {
+                    Ok(finish) => finish,
+                    Err(why @ (Doubt::SourceUnknown | Doubt::DestinationUnknown))
+                        if begun.elapsed() < LOOK_TIMEOUT =>
+                    {
+                        Finish::Wait(why)
+                    }
+                    Err(why) => {
+                        return Err(Error::Refused { text: text::refusal(chosen, why, &self.record) });
+                    }
+                },
+                None => self.finish(&case),
+            };
+            match finish {
+                Finish::Wait(_) if begun.elapsed() < LOOK_TIMEOUT => {
+                    thread::sleep(LOOK_INTERVAL);
+                    continue;
+                }
+                Finish::Wait(doubt) | Finish::Ask(doubt) => return Ok(self.undecided(doubt)),
+                Finish::RunDestination => self.run_destination()?,
+                Finish::RunSource => return self.run_source(),
+                Finish::Quit(side) => self.quit(side)?,
+                Finish::AtDestination(placed) => return self.at_destination(placed, case),
+                Finish::AtSource => return self.at_source(),
+                Finish::Gone => return self.gone(),
+            }
+            // It is carried out; what is left is seen.
+            choice = None;
+        }
+    }
+
+    fn look(&mut self) -> Case {
+        let decision = self.record.stage.decision().unwrap_or(Decision::Complete);
+        let mut case = Case::new(decision, self.record.wanted.run);
+        case.source = self.source.source_view();
+        case.destination = self.destination.destination_view();
+        case
+    }
+
+    fn finish(&self, case: &Case) -> Finish {
+        if self.record.stage != Stage::Left {
+            return case.finish();
+        }
+        // Over, but for its source: that must not run until somebody wants it to.
+        match case.source {
+            Some(SourceView::HasGuest | SourceView::CompletedAndRun) => Finish::AtSource,
+            _ => {
+                let mut alone = *case;
+                alone.destination = None;
+                alone.finish()
+            }
+        }
+    }
+
+    /// Makes it durable at every record that is at hand.
+    fn write(&mut self, stage: Stage) -> Result<(), Error> {
+        for ledger in &mut self.ledgers {
+            let record = ledger.record().at(stage);
+            ledger.write(record)?;
+        }
+        self.record.stage = stage;
+        Ok(())
+    }
+
+    fn run_destination(&mut self) -> Result<(), Error> {
+        self.write(Stage::Run)?;
+        self.destination.run()?;
+        self.done.push(format!("{} runs the guest", self.record.destination));
+        Ok(())
+    }
+
+    fn run_source(mut self) -> Result<Resumed, Error> {
+        self.source.run()?;
+        self.done.push(format!("{} runs the guest", self.record.source));
+        if self.destination.is_open() {
+            self.done.push(format!(
+                "{} holds an older state of it, paused: end it (`quit`)",
+                self.record.destination
+            ));
+        }
+        self.finished()
+    }
+
+    fn quit(&mut self, side: Side) -> Result<(), Error> {
+        let (opened, end) = match side {
+            Side::Source => (&mut self.source, &self.record.source),
+            Side::Destination => (&mut self.destination, &self.record.destination),
+        };
+        opened.quit()?;
+        self.done.push(format!("{end} is ended"));
+        Ok(())
+    }
+
+    /// The move is complete but for its source, which is ended if that was asked for.
+    fn at_destination(mut self, placed: Placed, case: Case) -> Result<Resumed, Error> {
+        let state = if placed == Placed::Running {
+            "runs the guest"
+        } else {
+            "holds the guest, paused, as was asked for"
+        };
+        let text = format!("{} {state}", self.record.destination);
+        if self.done.last() != Some(&text) {
+            self.done.push(text);
+        }
+        if case.source != Some(SourceView::Completed) {
+            return self.finished();
+        }
+        if self.record.wanted.quit {
+            self.quit(Side::Source)?;
+            return self.finished();
+        }
+        self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
+        if placed != Placed::Running {
+            return self.finished();
+        }
+        for ledger in &mut self.ledgers {
+            match matches!(ledger.record().source, End::Qemu { .. }) {
+                true => super::leave(ledger)?,
+                false => ledger.remove()?,
+            }
+        }
+        Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
+    }
+
+    fn at_source(mut self) -> Result<Resumed, Error> {
+        let Record { id, source, destination, .. } = &self.record;
+        self.done.push(format!("{source} has the guest"));
+        let older = match self.destination.is_open() {
+            true => format!("{destination} holds an older state of it, paused: end it (`quit`)"),
+            false => {
+                format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
+            }
+        };
+        if self.record.stage != Stage::Left {
+            self.done.push(older);
+        }
+        self.finished()
+    }
+
+    fn gone(mut self) -> Result<Resumed, Error> {
+        let ends = [(&self.source, &self.record.source), (&self.destination, &self.record.destination)];
+        for (opened, end) in ends {
+            let text = format!("{end} is ended");
+            if opened.is_at_hand() && !self.done.contains(&text) {
+                self.done.push(format!("{end} has exited, or holds nothing of the guest"));
+            }
+        }
+        self.finished()
+    }
+
+    fn finished(mut self) -> Result<Resumed, Error> {
+        forget(&mut self.ledgers)?;
+        Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
+    }
+
+    fn undecided(self, doubt: Doubt) -> Resumed {
+        let reasons = [&self.source, &self.destination].into_iter().filter_map(Opened::reason);
+        let mut text = text::doubt(doubt, &self.record);
+        for reason in reasons {
+            text = format!("{text} ({reason})");
+        }
+        Resumed { id: self.record.id, done: self.done, undecided: Some(text) }
+    }
+}

@@ -1,0 +1,171 @@
+//! One end of a move that is being finished: its QEMU, if it is on this host and proven to be the one that was recorded.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use towline_qmp as qmp;
+use towline_qmp::commands::{MigrationStatus, RunState, Status};
+
+use super::super::{End, Error};
+use crate::qemu::{self, Qemu};
+use crate::switchover::{DestinationView, SourceView};
+
+/// How long a QEMU whose monitor is closed may take to exit.
+const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a guest that was told to run may take to.
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// See the module's text.
+#[derive(Debug)]
+pub(super) enum Opened {
+    Qemu(Box<Qemu>),
+    /// Its process has exited.
+    Exited,
+    /// It is not known what it does: why.
+    Unknown(String),
+    /// It is on another host, or an image.
+    Elsewhere,
+}
+
+impl Opened {
+    /// Connects to it, puts back what a towline that was killed left changed, and sees that it is the one that was recorded.
+    pub(super) fn open(end: &End) -> Self {
+        let End::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
+        if end.has_exited() {
+            return Self::Exited;
+        }
+        if pid.is_none() {
+            return Self::Unknown(format!(
+                "the process of {end} could not be identified when the move was recorded, so that another QEMU may have its socket now: look at it, \
+                 act by its monitor, and `--forget` the record"
+            ));
+        }
+        match Qemu::connect(socket, &qmp::Options::default()) {
+            Ok(qemu) if end.is(&End::qemu(qemu.socket(), qemu.process())) => Self::Qemu(Box::new(qemu)),
+            Ok(_) => Self::Unknown(format!("another process answers on {}", socket.display())),
+            Err(_) if end.has_exited() => Self::Exited,
+            Err(error) => Self::Unknown(error.to_string()),
+        }
+    }
+
+    /// Why nothing is known of it.
+    pub(super) fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Unknown(reason) => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// Whether its QEMU is, or was, on this host.
+    pub(super) fn is_at_hand(&self) -> bool {
+        !matches!(self, Self::Elsewhere)
+    }
+
+    /// Whether its QEMU can be told something.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self, Self::Qemu(_))
+    }
+
+    /// What of an earlier towline was put back in it.
+    pub(super) fn repaired(&self) -> Option<String> {
+        match self {
+            Self::Qemu(qemu) => qemu.repaired().map(ToString::to_string),
+            _ => None,
+        }
+    }
+
+    pub(super) fn source_view(&mut self) -> Option<SourceView> {
+        let qemu = match self {
+            Self::Qemu(qemu) => qemu,
+            Self::Exited => return Some(SourceView::Exited),
+            Self::Unknown(_) => return Some(SourceView::Unknown),
+            Self::Elsewhere => return None,
+        };
+        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => SourceView::Unknown,
+            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => SourceView::Exited,
+            Err(error) => {
+                *self = Self::Unknown(error.to_string());
+                return Some(SourceView::Unknown);
+            }
+            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceView::Migrating,
+            Ok(Some((migration, status))) => match migration.status {
+                Some(done) if done == MigrationStatus::COMPLETED => match status.status {
+                    state if state == RunState::POSTMIGRATE => SourceView::Completed,
+                    _ => SourceView::CompletedAndRun,
+                },
+                Some(under_way) if !under_way.is_final() => SourceView::Migrating,
+                _ => SourceView::HasGuest,
+            },
+        };
+        Some(view)
+    }
+
+    pub(super) fn destination_view(&mut self) -> Option<DestinationView> {
+        let qemu = match self {
+            Self::Qemu(qemu) => qemu,
+            Self::Exited => return Some(DestinationView::Exited),
+            Self::Unknown(_) => return Some(DestinationView::Unknown),
+            Self::Elsewhere => return None,
+        };
+        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationView::Unknown,
+            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => DestinationView::Exited,
+            Err(error) => {
+                *self = Self::Unknown(error.to_string());
+                return Some(DestinationView::Unknown);
+            }
+            Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
+                DestinationView::Failed
+            }
+            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationView::Loading,
+            Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
+            // It was sent on, and is not to be run here.
+            Ok(Some((_, status))) if status.status == RunState::POSTMIGRATE => DestinationView::Unknown,
+            Ok(Some(_)) => DestinationView::Loaded,
+        };
+        Some(view)
+    }
+
+    /// Runs the guest here, and sees that it does.
+    pub(super) fn run(&mut self) -> Result<(), Error> {
+        let qemu = self.qemu()?;
+        qemu.cont()?;
+        let begun = Instant::now();
+        loop {
+            let status = qemu.patiently(Qemu::status)?;
+            match status {
+                Some(status) if is_live(&status) => return Ok(()),
+                Some(status) if begun.elapsed() >= RUN_TIMEOUT => {
+                    let (socket, status) = (qemu.socket().to_owned(), status.status.as_str().to_owned());
+                    return Err(Error::NotRunning { socket, status });
+                }
+                None if begun.elapsed() >= RUN_TIMEOUT => {
+                    let (socket, status) = (qemu.socket().to_owned(), "nothing".to_owned());
+                    return Err(Error::NotRunning { socket, status });
+                }
+                _ => thread::sleep(POLL_INTERVAL),
+            }
+        }
+    }
+
+    /// Ends it.
+    pub(super) fn quit(&mut self) -> Result<(), Error> {
+        self.qemu()?.quit()?;
+        *self = Self::Exited;
+        Ok(())
+    }
+
+    fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
+        match self {
+            Self::Qemu(qemu) => Ok(qemu),
+            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not at hand".into() }),
+        }
+    }
+}
+
+/// Whether the guest runs, or sleeps and wakes up by itself.
+fn is_live(status: &Status) -> bool {
+    status.running || status.status == RunState::SUSPENDED
+}

@@ -1,0 +1,283 @@
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
+use std::path::Path;
+use std::process::{Child, Command};
+
+use rustix::process::{geteuid, getpid};
+use tempfile::TempDir;
+
+use super::*;
+use crate::process::start_time;
+use ledger::list;
+
+const ID: [u8; 16] = [0xab; 16];
+
+/// A runtime directory.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn directory(&self) -> Directory {
+        Directory::below(self.0.path()).unwrap()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names = self.directory().names();
+        names.retain(|name| name != "." && name != "..");
+        names.sort();
+        names
+    }
+
+    fn path(&self, record: &Record) -> PathBuf {
+        self.directory().path().join(record.name())
+    }
+
+    fn ledger(&self, record: Record) -> Ledger {
+        Ledger::new(self.directory(), record)
+    }
+}
+
+/// A QEMU that runs for as long as this test.
+fn running() -> End {
+    let pid = getpid().as_raw_pid();
+    End::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(pid), start_time: start_time(pid).ok() }
+}
+
+fn peer() -> End {
+    End::Peer { address: "tcp:10.0.0.1:4444".into() }
+}
+
+fn record(source: End, destination: End) -> Record {
+    let wanted = Wanted { live: true, run: true, quit: true };
+    Record::new(Id::of(ID), source, destination, Stage::Acknowledge, wanted)
+}
+
+fn sleeper() -> Child {
+    Command::new("sleep").arg("60").spawn().unwrap()
+}
+
+fn end(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_record_is_there_until_it_is_removed() {
+    let place = Place::new();
+    let mut ledger = place.ledger(record(peer(), running()));
+    ledger.write(ledger.record().clone()).unwrap();
+    let path = place.path(ledger.record());
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+    ledger.write(ledger.record().at(Stage::Run)).unwrap();
+    let (records, bad) = list(&place.directory());
+    assert!(bad.is_empty(), "{bad:?}");
+    assert_eq!(records, [ledger.record().clone()]);
+    assert_eq!((records[0].role, records[0].stage), (Role::Destination, Stage::Run));
+    assert_eq!(place.names(), [format!("move-{}-destination.json", "ab".repeat(16))]);
+    ledger.remove().unwrap();
+    assert_eq!(place.names(), [""; 0]);
+}
+
+#[test]
+fn both_ends_of_a_move_on_one_host_have_records_of_their_own() {
+    let place = Place::new();
+    let mut ledgers = [place.ledger(record(running(), peer())), place.ledger(record(peer(), running()))];
+    for ledger in &mut ledgers {
+        ledger.write(ledger.record().clone()).unwrap();
+    }
+    assert_eq!(names_of(&place.directory(), &Id::of(ID)).len(), 2);
+}
+
+#[test]
+fn a_record_that_somebody_works_on_is_refused_by_name() {
+    let place = Place::new();
+    let mut ledger = place.ledger(record(peer(), running()));
+    ledger.write(ledger.record().clone()).unwrap();
+    let name = ledger.record().name();
+    // Each later state is locked as well.
+    for stage in [Stage::Acknowledge, Stage::Run] {
+        ledger.write(ledger.record().at(stage)).unwrap();
+        assert!(is_locked(&place.directory(), &name));
+        let error = Ledger::open(&place.directory(), &name).unwrap_err();
+        let expected = format!(
+            "another towline (process {}) works on move {}: wait until it has ended, or end it first",
+            getpid().as_raw_pid(),
+            "ab".repeat(16)
+        );
+        assert_eq!(error.to_string(), expected);
+    }
+    drop(ledger);
+    // A child that another test has just forked shares the lock until it executes its program.
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(2);
+    let opened = loop {
+        match Ledger::open(&place.directory(), &name) {
+            Err(Error::InUse { .. }) if std::time::Instant::now() < until => std::thread::yield_now(),
+            opened => break opened.unwrap(),
+        }
+    };
+    assert_eq!(opened.record().stage, Stage::Run);
+}
+
+#[test]
+fn torn_and_foreign_records_are_refused_and_kept() {
+    let place = Place::new();
+    let mut ledger = place.ledger(record(peer(), running()));
+    ledger.write(ledger.record().clone()).unwrap();
+    let path = place.path(ledger.record());
+    let text = fs::read_to_string(&path).unwrap();
+    let reason = |text: &str| {
+        fs::write(&path, text).unwrap();
+        let (records, bad) = list(&place.directory());
+        assert!(records.is_empty(), "{records:?}");
+        match <[Error; 1]>::try_from(bad).unwrap() {
+            [Error::Format { reason, .. }] => reason,
+            [other] => panic!("{other}"),
+        }
+    };
+    for cut in [0, 1, text.len() / 2, text.len() - 2] {
+        let found = reason(&text[..cut]);
+        assert!(found.contains("EOF"), "cut at {cut}: {found}");
+    }
+    assert_eq!(reason(&text.replace("\"version\":1", "\"version\":2")), "version 2");
+    assert!(reason(&text.replace("\"stage\"", "\"stadium\"")).contains("stadium"));
+    let other = "cd".repeat(16);
+    assert_eq!(reason(&text.replace(&"ab".repeat(16), &other)), format!("it is of move {other}"));
+    assert!(reason(&text.replace(&"ab".repeat(16), "../x")).contains("32 hexadecimal digits"));
+    fs::write(&path, &text).unwrap();
+    fs::set_permissions(&path, Permissions::from_mode(0o622)).unwrap();
+    assert!(reason(&text).contains("only its owner can write"));
+    fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+    if geteuid().is_root() {
+        chown(&path, Some(12345), None).unwrap();
+        assert_eq!(reason(&text), "it belongs to user 12345");
+    }
+    assert!(path.exists());
+}
+
+#[test]
+fn symbolic_links_and_pipes_are_no_records() {
+    let place = Place::new();
+    let name = record(peer(), running()).name();
+    let path = place.directory().path().join(&name);
+    let elsewhere = place.0.path().join("elsewhere");
+    fs::write(&elsewhere, serde_json::to_string(&record(peer(), running())).unwrap()).unwrap();
+    symlink(&elsewhere, &path).unwrap();
+    assert!(matches!(list(&place.directory()).1.as_slice(), [Error::Io { .. }]));
+    assert!(Ledger::open(&place.directory(), &name).is_err());
+    // A record takes the place of the link, and not of what that leads to.
+    let mut ledger = place.ledger(record(peer(), running()));
+    let before = fs::read_to_string(&elsewhere).unwrap();
+    ledger.write(ledger.record().at(Stage::Run)).unwrap();
+    assert!(!path.is_symlink());
+    assert_eq!(fs::read_to_string(&elsewhere).unwrap(), before);
+    ledger.remove().unwrap();
+    assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+    assert!(
+        matches!(list(&place.directory()).1.as_slice(), [Error::Format { .. }]),
+        "it does not wait for a writer"
+    );
+}
+
+/// A file system of one page, which something else has filled.
+#[test]
+fn a_record_that_finds_no_room_leaves_the_one_before() {
+    let place = Place::new();
+    let base = place.0.path();
+    let mounted =
+        Command::new("mount").args(["-t", "tmpfs", "-o", "size=32k,mode=755", "tmpfs"]).arg(base).output();
+    if !mounted.is_ok_and(|output| output.status.success()) {
+        eprintln!(
+            "SKIPPED a_record_that_finds_no_room_leaves_the_one_before: only root may mount a file system"
+        );
+        return;
+    }
+    let outcome = std::panic::catch_unwind(|| without_room(&place));
+    assert!(Command::new("umount").arg("-l").arg(base).status().unwrap().success());
+    outcome.unwrap();
+}
+
+fn without_room(place: &Place) {
+    let mut ledger = place.ledger(record(peer(), running()));
+    ledger.write(ledger.record().clone()).unwrap();
+    let full = std::iter::repeat_n(0_u8, 1 << 20).collect::<Vec<_>>();
+    fs::write(place.directory().path().join("filler"), full).unwrap_err();
+    let error = ledger.write(ledger.record().at(Stage::Run)).unwrap_err();
+    assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == Some(28)), "{error}");
+    let (records, bad) = list(&place.directory());
+    assert!(bad.is_empty(), "{bad:?}");
+    assert_eq!(records[0].stage, Stage::Acknowledge);
+    assert_eq!(ledger.record().stage, Stage::Acknowledge);
+    // Nothing without a name is left, and it is locked as before.
+    assert_eq!(place.names(), ["filler".to_owned(), ledger.record().name()]);
+    assert!(is_locked(&place.directory(), &ledger.record().name()));
+    ledger.remove().unwrap();
+}
+
+#[test]
+fn what_was_left_of_a_source_goes_with_its_qemu() {
+    let place = Place::new();
+    let child = sleeper();
+    let pid = i32::try_from(child.id()).unwrap();
+    let source = End::Qemu { socket: "a".into(), pid: Some(pid), start_time: start_time(pid).ok() };
+    let mut ledger = place.ledger(record(source.clone(), peer()));
+    ledger.write(ledger.record().at(Stage::Left)).unwrap();
+    drop(ledger);
+    let other = running();
+    sweep_all(&place, &other);
+    assert_eq!(list(&place.directory()).0.len(), 1, "its QEMU runs");
+    assert!(!source.has_exited());
+    end(child);
+    assert!(source.has_exited());
+    sweep_all(&place, &other);
+    assert_eq!(place.names(), [""; 0]);
+}
+
+/// As [`sweep`], until no child that another test has just forked holds a lock.
+fn sweep_all(place: &Place, source: &End) {
+    let before = place.names();
+    let until = std::time::Instant::now() + std::time::Duration::from_millis(200);
+    while place.names() == before && std::time::Instant::now() < until {
+        sweep(&place.directory(), source);
+    }
+}
+
+#[test]
+fn an_undecided_move_does_not_go_with_its_qemu() {
+    let place = Place::new();
+    let child = sleeper();
+    let pid = i32::try_from(child.id()).unwrap();
+    let destination = End::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() };
+    let mut ledger = place.ledger(record(peer(), destination));
+    ledger.write(ledger.record().clone()).unwrap();
+    drop(ledger);
+    end(child);
+    sweep(&place.directory(), &peer());
+    assert_eq!(list(&place.directory()).0.len(), 1);
+}
+
+#[test]
+fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
+    let place = Place::new();
+    let path = place.directory().path().join(".move-x.json.1-0");
+    fs::write(&path, "{").unwrap();
+    list(&place.directory());
+    assert!(path.exists(), "its writer may be about to name it");
+    let old = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
+    fs::File::options().write(true).open(&path).unwrap().set_modified(old).unwrap();
+    list(&place.directory());
+    assert!(!Path::new(&path).exists());
+}
+
+#[test]
+fn what_is_undecided_names_both_ends_and_the_way_out() {
+    for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
+        let record = record(running(), peer()).at(stage);
+        let text = text::undecided(&record);
+        assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
+        let listed = Listed { record, owner: None, exited: Vec::new(), changed: Vec::new() };
+        assert_eq!(listed.advice(), [format!("towline resume {}", "ab".repeat(16))]);
+    }
+}

@@ -1,0 +1,353 @@
+//! A move that is cut off or killed at the point of decision is recorded at both ends, and `towline moves` and `towline resume` finish it.
+
+use std::path::Path;
+use std::process::Command;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use towline_lab::expect::events;
+use towline_lab::{
+    Action, Finished, Flow, Proxy, Qemu, Towline, Trigger, Version, require_lab, skip, towline_binary,
+};
+
+use crate::support::{
+    OUTCOME, SETTLED, SHUT, Scratch, Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
+    assert_runs_only_in, counting, end, is_live, listens_at, qmp, sent_to_a_suspended_destination, signal,
+    small, wait_fired, waiting,
+};
+
+/// A host as far as records are concerned: a runtime directory of its own.
+struct Host(Scratch);
+
+impl Host {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        std::fs::create_dir(scratch.path("run")).unwrap();
+        Self(scratch)
+    }
+
+    fn start(&self, arguments: &str) -> Towline {
+        // Root's records are in /run, everybody else's where XDG_RUNTIME_DIR says.
+        let script =
+            "if [ $(id -u) = 0 ]; then mount --bind \"$0\" /run; fi; XDG_RUNTIME_DIR=\"$0\" exec \"$@\"";
+        let run = self.0.text("run");
+        let binary = towline_binary().unwrap().display().to_string();
+        let by = ["--mount", "sh", "-c", script, &run, &binary];
+        Towline::start(Path::new("/usr/bin/unshare"), by.into_iter().chain(arguments.split_whitespace()))
+            .unwrap()
+    }
+
+    fn run(&self, arguments: &str) -> Finished {
+        end(self.start(arguments))
+    }
+
+    /// The moves that are listed here.
+    fn moves(&self) -> Vec<Value> {
+        let finished = self.run("moves --json");
+        assert_ended(&finished, 0, &[]);
+        let mut listed = events(&finished.stdout);
+        assert_eq!(listed.pop().unwrap()["event"], "moves");
+        listed
+    }
+
+    /// The only one.
+    fn only(&self) -> Value {
+        let mut moves = self.moves();
+        assert_eq!(moves.len(), 1, "{moves:?}");
+        moves.remove(0)
+    }
+}
+
+fn id(recorded: &Value) -> String {
+    recorded["id"].as_str().unwrap().to_owned()
+}
+
+/// Whether this user may have a /run of its own.
+fn has_hosts(name: &str) -> bool {
+    let can = Command::new("unshare").args(["--mount", "true"]).status();
+    let can = can.is_ok_and(|status| status.success());
+    if !can {
+        skip(name, "this user may not have a mount namespace");
+    }
+    can && require_lab(name)
+}
+
+/// Two hosts whose towlines move a guest by a link that is cut at this moment, or at which one is killed.
+struct Cut {
+    hosts: (Host, Host),
+    source: Qemu,
+    destination: Qemu,
+}
+
+/// Which towline is killed when the link is held; `None`: the link is cut.
+#[derive(Clone, Copy, PartialEq)]
+enum Dies {
+    Nobody,
+    Here,
+    There,
+}
+
+fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Dies) -> Cut {
+    let hosts = (Host::new(), Host::new());
+    let builder = small(Version::V10_0);
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    let options = "--json --multifd-channels 0";
+    let mut there = hosts.1.start(&format!("copy {options} tcp:127.0.0.1:0 {}", qmp(&destination)));
+    let proxy = Proxy::start(listens_at(&mut there)).unwrap();
+    let action = if dies == Dies::Nobody { Action::Cut } else { Action::Hold(flow) };
+    proxy.set_trigger(Trigger { flow, bytes: bytes.to_vec(), forwards, action });
+    let mut here = hosts.0.start(&format!("{command} {options} {} tcp:{}", qmp(&source), proxy.address()));
+    wait_fired(&proxy);
+    match dies {
+        Dies::Nobody => {}
+        Dies::Here => here.kill().unwrap(),
+        Dies::There => there.kill().unwrap(),
+    }
+    if dies != Dies::Nobody {
+        proxy.cut();
+    }
+    for (towline, is_dead) in [(here, dies == Dies::Here), (there, dies == Dies::There)] {
+        if !is_dead {
+            let finished = end(towline);
+            assert_ne!(finished.status.code(), Some(2), "{}", finished.stderr);
+        }
+    }
+    Cut { hosts, source, destination }
+}
+
+#[test]
+fn an_undecided_move_is_finished_at_its_destination() {
+    if !has_hosts("an_undecided_move_is_finished_at_its_destination") {
+        return;
+    }
+    for dies in [Dies::Nobody, Dies::Here, Dies::There] {
+        let Cut { hosts: (here, there), source, destination } =
+            cut("move", Flow::ToDestination, OUTCOME, false, dies);
+        source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+        let (at_source, at_destination) = (here.only(), there.only());
+        let id = id(&at_source);
+        assert_eq!(at_destination["id"], json!(id));
+        assert_eq!((&at_source["role"], &at_source["stage"]), (&json!("source"), &json!("complete")));
+        assert_eq!(
+            (&at_destination["role"], &at_destination["stage"]),
+            (&json!("destination"), &json!("acknowledge"))
+        );
+        // Neither end knows enough by itself.
+        for (host, text) in [(&here, "MAY RUN IT"), (&there, "Look at its source")] {
+            assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided", text, "TWO GUESTS"]);
+        }
+        assert_runs_nowhere(&source, &destination);
+        let finished = there.run(&format!("resume {} --run-here", &id[..6]));
+        assert_ended(&finished, 0, &[]);
+        assert!(finished.stdout.contains("runs the guest"), "{}", finished.stdout);
+        assert_runs_only_in(&destination, &source);
+        assert_ended(&here.run(&format!("resume {id} --discard")), 0, &[]);
+        assert!(source.wait_exit(WITHIN).unwrap().success());
+        assert!(here.moves().is_empty() && there.moves().is_empty());
+        assert_ended(&here.run(&format!("resume {id}")), 2, &["no move", "is recorded"]);
+    }
+}
+
+#[test]
+fn an_undecided_move_is_taken_back() {
+    if !has_hosts("an_undecided_move_is_taken_back") {
+        return;
+    }
+    let Cut { hosts: (here, there), source, destination } =
+        cut("move", Flow::ToSource, SHUT, true, Dies::Nobody);
+    let id = id(&here.only());
+    assert_ended(&there.run(&format!("resume {id} --discard")), 0, &[]);
+    assert!(destination.wait_exit(WITHIN).unwrap().success());
+    assert_ended(&here.run(&format!("resume {id} --run-here")), 0, &[]);
+    source.qmp().wait_status("running", WITHIN).unwrap();
+    source.wait_counting(WITHIN).unwrap();
+    assert!(here.moves().is_empty() && there.moves().is_empty());
+}
+
+/// The source runs on: its copy is not run, and the choice that would make two is for the other host to refuse to.
+#[test]
+fn a_destination_whose_source_runs_on_is_discarded() {
+    if !has_hosts("a_destination_whose_source_runs_on_is_discarded") {
+        return;
+    }
+    let Cut { hosts: (here, there), source, destination } =
+        cut("move", Flow::ToSource, SHUT, false, Dies::Nobody);
+    assert!(here.moves().is_empty(), "it ended with the guest safe at its source");
+    let id = id(&there.only());
+    assert_ended(&there.run(&format!("resume {id}")), 3, &["Look at its source"]);
+    assert_runs_only_in(&source, &destination);
+    assert_ended(&there.run(&format!("resume {id} --discard")), 0, &[]);
+    assert!(destination.wait_exit(WITHIN).unwrap().success());
+    source.wait_counting(WITHIN).unwrap();
+    assert!(there.moves().is_empty());
+}
+
+/// The destination ran it, and its source was not told: the source's towline is undecided, and the guest is not run there.
+#[test]
+fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
+    if !has_hosts("a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy") {
+        return;
+    }
+    let Cut { hosts: (here, there), source, destination } =
+        cut("copy", Flow::ToSource, SETTLED, false, Dies::Nobody);
+    assert!(there.moves().is_empty(), "it ended well");
+    let id = id(&here.only());
+    let image = here.0.text("guest.img");
+    let finished = here.run(&format!("copy --resume {} {image}", qmp(&source)));
+    assert_ended(&finished, 1, &["is undecided", &format!("towline resume {id}")]);
+    assert_ended(&here.run(&format!("resume {id}")), 3, &["MAY RUN IT"]);
+    assert_runs_only_in(&destination, &source);
+    assert_ended(&here.run(&format!("resume {id} --discard")), 0, &[]);
+    assert!(source.wait_exit(WITHIN).unwrap().success());
+}
+
+/// Both ends on one host, and towline killed when the destination has everything: what the QEMUs show is enough.
+#[test]
+fn a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen() {
+    if !has_hosts("a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen") {
+        return;
+    }
+    let host = Host::new();
+    let options = "--json --multifd-channels 0";
+    let Sent { suspended, mut towline, source, destination } =
+        sent_to_a_suspended_destination(&|source, destination| {
+            host.start(&format!("move {options} {} {}", qmp(source), qmp(destination)))
+        });
+    // The source is silent, so that its towline waits for it with the guest held at the destination.
+    let silent = Suspended::new(&source);
+    drop(suspended);
+    towline_lab::wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
+    let recorded = host.only();
+    let id = id(&recorded);
+    assert_eq!((&recorded["role"], &recorded["stage"]), (&json!("both"), &json!("acknowledge")));
+    // While it lives, it is the owner.
+    let owner = format!("another towline (process {})", recorded["owner-pid"]);
+    assert_ended(&host.run(&format!("resume {id}")), 1, &[&owner, "works on move"]);
+    towline.kill().unwrap();
+    drop(silent);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    // What would make two, or lose it, is refused.
+    assert_ended(&host.run(&format!("resume {id} --run-here")), 1, &["both ends are on this host: name one"]);
+    let repaired = host.run(&format!("repair {}", qmp(&destination)));
+    assert!(repaired.stderr.contains(&format!("towline resume {id}")), "{}", repaired.stderr);
+    assert_ended(&host.run(&format!("resume {id}")), 0, &[]);
+    destination.qmp().wait_status("running", WITHIN).unwrap();
+    destination.wait_counting(WITHIN).unwrap();
+    assert!(source.wait_exit(WITHIN).unwrap().success(), "it was a move");
+    assert!(host.moves().is_empty());
+}
+
+#[test]
+fn the_wrong_choice_is_refused() {
+    if !has_hosts("the_wrong_choice_is_refused") {
+        return;
+    }
+    let host = Host::new();
+    let Sent { suspended, mut towline, source, destination } =
+        sent_to_a_suspended_destination(&|source, destination| {
+            host.start(&format!("copy --json --multifd-channels 0 {} {}", qmp(source), qmp(destination)))
+        });
+    let silent = Suspended::new(&source);
+    drop(suspended);
+    towline_lab::wait_until("a record", WITHIN, || Ok((!host.moves().is_empty()).then_some(()))).unwrap();
+    towline.kill().unwrap();
+    drop(silent);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    let id = id(&host.only());
+    // Somebody has run it on at its source.
+    source.qmp().execute("cont", Value::Null).unwrap();
+    for (choice, text) in [("--run-here=destination", "has the guest"), ("--discard=source", "has the guest")]
+    {
+        assert_ended(&host.run(&format!("resume {id} {choice}")), 1, &["refused", text]);
+    }
+    assert_runs_only_in(&source, &destination);
+    source.qmp().execute("stop", Value::Null).unwrap();
+    assert!(!is_live(&destination));
+    assert_ended(&host.run(&format!("resume {id}")), 0, &[]);
+    assert!(!is_live(&destination), "the source has it, paused by somebody");
+    assert!(host.moves().is_empty());
+}
+
+/// A QEMU that has exited is shown as such, and its record goes.
+#[test]
+fn a_record_of_a_qemu_that_exited_is_shown_and_removed() {
+    if !has_hosts("a_record_of_a_qemu_that_exited_is_shown_and_removed") {
+        return;
+    }
+    let Cut { hosts: (here, there), source, destination } =
+        cut("move", Flow::ToDestination, OUTCOME, false, Dies::Nobody);
+    signal(destination.pid(), Signal::KILL);
+    destination.wait_exit(WITHIN).unwrap();
+    let recorded = there.only();
+    assert_eq!(recorded["exited"], json!([qmp(&destination)]));
+    assert_ended(&there.run(&format!("resume {}", id(&recorded))), 0, &[]);
+    assert!(there.moves().is_empty());
+    let recorded = here.only();
+    assert_ended(&here.run(&format!("resume {} --forget", id(&recorded))), 0, &[]);
+    assert!(here.moves().is_empty());
+    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+}
+
+/// An operator's paused guest, copied every night: the second copy must not run it.
+#[test]
+fn a_paused_guest_that_is_copied_twice_is_not_run() {
+    if !has_hosts("a_paused_guest_that_is_copied_twice_is_not_run") {
+        return;
+    }
+    let (host, source) = (Host::new(), counting(&small(Version::V10_0)));
+    source.qmp().execute("stop", Value::Null).unwrap();
+    let image = |name: &str| host.0.text(name);
+    assert_ended(&host.run(&format!("copy --resume {} {}", qmp(&source), image("1.img"))), 0, &[]);
+    source.qmp().wait_status("postmigrate", WITHIN).unwrap();
+    let finished = host.run(&format!("copy --resume {} {}", qmp(&source), image("2.img")));
+    assert_ended(&finished, 1, &["was paused when it was copied"]);
+    assert_eq!(source.qmp().status().unwrap(), "postmigrate");
+    // Whoever runs it on may have it copied again.
+    source.qmp().execute("cont", Value::Null).unwrap();
+    assert_ended(&host.run(&format!("copy {} {}", qmp(&source), image("2.img"))), 0, &[]);
+    assert_ended(&host.run(&format!("copy --resume {} {}", qmp(&source), image("3.img"))), 0, &[]);
+    source.qmp().wait_status("running", WITHIN).unwrap();
+}
+
+/// Its destination was made to run: a later copy must not run the source too.
+#[test]
+fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
+    if !has_hosts("a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy") {
+        return;
+    }
+    let (host, builder) = (Host::new(), small(Version::V10_0));
+    for paused in [false, true] {
+        let (source, destination) = (counting(&builder), waiting(&builder));
+        if paused {
+            source.qmp().execute("stop", Value::Null).unwrap();
+        }
+        assert_ended(&host.run(&format!("copy --run {} {}", qmp(&source), qmp(&destination))), 0, &[]);
+        let id = id(&host.only());
+        let again = format!("copy --resume {} {}", qmp(&source), host.0.text("guest.img"));
+        assert_ended(&host.run(&again), 1, &["made to run there", "to run it here too would make two"]);
+        assert_ended(&host.run(&format!("resume {id} --run-here=source")), 1, &["refused", "runs at"]);
+        assert_runs_only_in(&destination, &source);
+        // It is one choice when the other one is gone.
+        signal(destination.pid(), Signal::KILL);
+        destination.wait_exit(WITHIN).unwrap();
+        assert_ended(&host.run(&format!("resume {id}")), 3, &["is undecided"]);
+        assert_ended(&host.run(&format!("resume {id} --run-here=source")), 0, &[]);
+        source.qmp().wait_status("running", WITHIN).unwrap();
+        assert!(host.moves().is_empty());
+    }
+}
+
+/// Nothing is left of a move that went well.
+#[test]
+fn a_move_that_goes_well_leaves_no_record() {
+    if !has_hosts("a_move_that_goes_well_leaves_no_record") {
+        return;
+    }
+    let (host, builder) = (Host::new(), small(Version::V10_0));
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    assert_ended(&host.run(&format!("move {} {}", qmp(&source), qmp(&destination))), 0, &[]);
+    assert!(host.moves().is_empty());
+    let journal = host.0.path("run/towline/journal");
+    let names: Vec<_> = std::fs::read_dir(journal).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(names.iter().all(|name| !name.to_string_lossy().contains("move-")), "{names:?}");
+}
