@@ -35,6 +35,8 @@ struct Watch {
     owner: Option<(u64, Id)>,
     edge: bool,
     urgent: bool,
+    /// Every call fails: the other end has reset it.
+    failed: bool,
     wants_room: bool,
     room: bool,
     closed: bool,
@@ -181,6 +183,14 @@ impl Net {
         }
     }
 
+    /// A program resets its connection: what its end has is lost, and the device's calls fail.
+    pub(super) fn fail(&self, which: u8) {
+        if let Some(pipe) = self.program(which) {
+            let end = &mut pipe.borrow_mut().ends[0];
+            (end.failed, end.edge, end.room) = (true, true, true);
+        }
+    }
+
     pub(super) fn urgent(&self, which: u8) {
         if let Some(pipe) = self.program(which) {
             pipe.borrow_mut().ends[0].urgent = true;
@@ -279,6 +289,11 @@ impl Way {
 }
 
 impl End {
+    fn check(&self) -> io::Result<()> {
+        let failed = self.pipe.borrow().ends[self.side].failed;
+        if failed { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(()) }
+    }
+
     fn watch(&self, cid: u64, id: Id) {
         let mut pipe = self.pipe.borrow_mut();
         let end = &mut pipe.ends[self.side];
@@ -345,6 +360,7 @@ impl Sockets for World {
     fn receive(&mut self, socket: &End, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
         self.call();
         assert!(bufs.len() < IOV_MAX, "{} buffers, and one for the mark", bufs.len());
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
         assert!(!pipe.ends[socket.side].closed);
@@ -365,6 +381,7 @@ impl Sockets for World {
 
     fn front(&mut self, socket: &End) -> io::Result<Front> {
         self.call();
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, way) = (pipe.kind, &mut pipe.ways[1 - socket.side]);
         for _ in 0..EMPTY_MAX {
@@ -381,6 +398,7 @@ impl Sockets for World {
     fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
         self.call();
         assert!(bufs.len() <= IOV_MAX, "{} buffers", bufs.len());
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
         assert!(!pipe.ends[socket.side].closed && !pipe.ways[socket.side].ended, "bytes behind the end");
