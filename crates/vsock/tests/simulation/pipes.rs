@@ -52,6 +52,8 @@ struct Pipe {
     ends: [Watch; 2],
     accepted: bool,
     lends: bool,
+    /// Its second end is a program's of the host, not another guest's.
+    has_program: bool,
 }
 
 type SharedPipe = Rc<RefCell<Pipe>>;
@@ -110,7 +112,7 @@ impl Net {
         self.0.borrow().calls
     }
 
-    fn pipe(&self, kind: Kind) -> SharedPipe {
+    fn pipe(&self, kind: Kind, has_program: bool) -> SharedPipe {
         let mut state = self.0.borrow_mut();
         state.rng = state.rng.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let capacity = match kind {
@@ -124,6 +126,7 @@ impl Net {
             ends: Default::default(),
             accepted: false,
             lends: state.rng >> 59 & 1 == 0,
+            has_program,
         }));
         if state.pipes.len() < PIPES_MAX {
             state.pipes.push(Rc::clone(&pipe));
@@ -133,7 +136,7 @@ impl Net {
 
     /// The device's end of a client's connection.
     pub(super) fn client(&self, kind: Kind) -> End {
-        End { pipe: self.pipe(kind), side: 0 }
+        End { pipe: self.pipe(kind, true), side: 0 }
     }
 
     fn chosen(&self, which: u8) -> Option<SharedPipe> {
@@ -142,9 +145,9 @@ impl Net {
         (count > 0).then(|| Rc::clone(&state.pipes[usize::from(which) % count]))
     }
 
-    /// A program, or a device, of which there is one for each end.
+    /// One whose second end is a program's. Another guest's end is its device's alone, also while it is on its way there.
     fn program(&self, which: u8) -> Option<SharedPipe> {
-        self.chosen(which).filter(|pipe| pipe.borrow().ends[1].owner.is_none())
+        self.chosen(which).filter(|pipe| pipe.borrow().has_program)
     }
 
     /// A program of the host writes: bytes, a message, or messages of nothing.
@@ -339,7 +342,7 @@ impl Sockets for World {
             };
         }
         let Some(other) = guest(key.peer_cid) else { return Connect::Refused };
-        let pipe = self.net.pipe(kind);
+        let pipe = self.net.pipe(kind, false);
         let theirs = End { pipe: Rc::clone(&pipe), side: 1 };
         let mut state = self.net.0.borrow_mut();
         state.mail[other].push((key.peer_port, kind, self.cid, theirs));
