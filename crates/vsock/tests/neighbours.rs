@@ -291,6 +291,22 @@ fn median(name: &str, mut ratios: Vec<f64>) -> f64 {
     median
 }
 
+/// Plays so many rounds of all kinds of turns.
+fn play(run: &Run, rounds: u64, millis: u64) -> Ratios {
+    let mut ratios = Ratios::default();
+    for round in 0..rounds {
+        let mut turns = [Neighbours::Quiet, Neighbours::Busy, Neighbours::Hostile].map(|kind| (kind, None));
+        for index in 0..turns.len() {
+            let (kind, turn) = &mut turns[(index + round as usize) % 3];
+            *turn = Some(Turn::play(run, *kind, millis));
+        }
+        let turns = turns.map(|(_, turn)| turn.expect("each was played"));
+        assert!(turns[2].bytes > 0, "nobody else gets anything");
+        ratios.add(round, &turns);
+    }
+    ratios
+}
+
 #[test]
 fn hostile_guests_take_nothing_from_others() {
     towline_vsock::allow_descriptors();
@@ -334,18 +350,7 @@ fn hostile_guests_take_nothing_from_others() {
         (0..HOSTILE).for_each(|_| {
             scope.spawn(|| compute(run));
         });
-        let mut ratios = Ratios::default();
-        for round in 0..rounds {
-            let mut turns =
-                [Neighbours::Quiet, Neighbours::Busy, Neighbours::Hostile].map(|kind| (kind, None));
-            for index in 0..turns.len() {
-                let (kind, turn) = &mut turns[(index + round as usize) % 3];
-                *turn = Some(Turn::play(run, *kind, millis));
-            }
-            let turns = turns.map(|(_, turn)| turn.expect("each was played"));
-            assert!(turns[2].bytes > 0, "nobody else gets anything");
-            ratios.add(round, &turns);
-        }
+        let ratios = play(run, rounds, millis);
         run.over.store(true, Ordering::Relaxed);
         let Ratios { bytes, half, most, most_of_quiet } = ratios;
         let (bytes, half, most) = (
