@@ -26,3 +26,4 @@ pub mod net_device;
 pub mod compat;
 
 pub mod command;
+pub mod sys;

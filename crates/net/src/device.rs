@@ -53,6 +53,30 @@ pub(crate) struct Shared {
     pub(crate) linked: AtomicBool,
     /// Whether the guest receives from this pair.
     pub(crate) in_use: Vec<AtomicBool>,
+    /// By pair: whether a connection ended with chains under way by AF_XDP, on a queue that is not known to be free since.
+    pub(crate) left: Vec<AtomicBool>,
+}
+
+impl Shared {
+    /// What the connection before this one had under way on this pair is sent, or never will be. A ring that begins again may give
+    /// those chains again, and whatever becomes of them then, the guest has them back.
+    fn may_begin(&self, pair: usize) -> Result<(), Refusal> {
+        let Some(xdp) = self.xdp.as_ref().filter(|_| self.left[pair].load(Relaxed)) else { return Ok(()) };
+        match xdp.is_free(pair) {
+            Ok(true) => {}
+            Ok(false) => {
+                let name = xdp.name();
+                return Err(Refusal::for_now(format!(
+                    "{name} may still send frames of the connection before; look at the link and the driver of {name}"
+                )));
+            }
+            Err(error) => {
+                tracing::warn!(pair, %error, "whether frames of the connection before are still sent cannot be found out");
+            }
+        }
+        self.left[pair].store(false, Relaxed);
+        Ok(())
+    }
 }
 
 impl Net {
@@ -66,8 +90,11 @@ impl Net {
         let counters = taps.queues().iter().map(|_| <[Counters; 2]>::default()).collect();
         let modes = taps.queues().iter().map(|_| AtomicU8::new(Mode::Tap as u8)).collect();
         let in_use = taps.queues().iter().map(|_| AtomicBool::new(false)).collect();
+        let left = taps.queues().iter().map(|_| AtomicBool::new(false)).collect();
         let (features, linked) = (AtomicU64::new(0), AtomicBool::new(true));
-        Self { shared: Arc::new(Shared { taps, xdp, modes, options, features, counters, linked, in_use }) }
+        Self {
+            shared: Arc::new(Shared { taps, xdp, modes, options, features, counters, linked, in_use, left }),
+        }
     }
 
     /// Its tap.
@@ -199,6 +226,7 @@ impl Device for Net {
     }
 
     fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
+        self.shared.may_begin(index)?;
         Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))?))
     }
 

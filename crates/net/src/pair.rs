@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use towline_vhost_user::{Next, PollFd, PollFlags, Pulse, Queues, Traffic, Worker};
+use towline_vhost_user::{Next, PollFd, PollFlags, Pulse, Queues, Refusal, Traffic, Worker};
 
 use crate::device::Shared;
 use crate::features;
@@ -170,17 +170,19 @@ impl Worker for Pair {
         }
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
-        if let Some(sender) = self.sender.as_mut().filter(|_| queue == TRANSMIT) {
-            sender.drain(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline);
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+        match self.sender.as_mut().filter(|_| queue == TRANSMIT) {
+            Some(sender) => sender.drain(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline),
+            None => Ok(()),
         }
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
         self.receiver.release();
         self.transmitter.release();
-        if let Some(sender) = &mut self.sender {
-            sender.release(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline);
+        match &mut self.sender {
+            Some(sender) => sender.release(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline),
+            None => Ok(()),
         }
     }
 }

@@ -91,7 +91,7 @@ impl<C: Deref<Target = dyn Channel>> Conversation<C> {
                 Ok(Some(reply)) => reply,
                 Ok(None) if acknowledges => Reply::Number(0),
                 Ok(None) => continue,
-                Err(error @ (SessionError::Gone { .. } | SessionError::Cancelled { .. })) => {
+                Err(error) if error.is_the_end() => {
                     return Err(given_up(channel, error));
                 }
                 Err(error) if acknowledges => {

@@ -176,15 +176,25 @@ pub trait Worker: Send {
 
     /// Before a queue is stopped: completes what was taken from it and is still under way, until the deadline at most.
     /// What is left then goes back empty.
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
+    ///
+    /// # Errors
+    /// That somebody outside of this process may still access chains of the queue, and who. None of them goes back to the
+    /// guest: the connection ends without an answer, and the queue goes on from its record or its used index, as after the
+    /// death of the process.
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
         let _ = (queue, queues, deadline);
+        Ok(())
     }
 
     /// Before the guest's memory changes: ends what uses it without the rings knowing (a device of the host's that reads it
     /// by itself), by the deadline, and clears the batches that it keeps ([`Batch::clear`](crate::Batch::clear)): each of them
     /// keeps the former memory mapped. What is not completed then was under way in memory that is no longer there.
-    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) {
+    ///
+    /// # Errors
+    /// As [`Worker::drain`]: the connection ends.
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
         let _ = (queues, deadline);
+        Ok(())
     }
 }
 
@@ -201,7 +211,7 @@ pub enum Next {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     reason: String,
-    /// It may pass when others give descriptors or memory back.
+    /// It may pass: others give descriptors or memory back.
     exhausted: bool,
 }
 
@@ -214,6 +224,11 @@ impl Refusal {
     /// Whether the reason is that the kernel has no descriptor or no memory left: it was made of such an error.
     pub(crate) fn is_exhausted(&self) -> bool {
         self.exhausted
+    }
+
+    /// A refusal of [`Device::worker`] that passes: the frontend waits, and is tried again each second.
+    pub fn for_now(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), exhausted: true }
     }
 
     /// A refusal with this reason.

@@ -13,7 +13,8 @@
 //! polled rings are left out and refused by name.
 //!
 //! Limits: [`QUEUES_MAX`] queues, [`REGIONS_MAX`] regions of memory, rings of [`RING_SIZE_MAX`] entries, chains as
-//! [`ring`] bounds them. Linux on a little-endian machine. Where it is written down: `docs/vhost-user.md`.
+//! [`ring`] bounds them. Linux on a little-endian machine. `SIGPIPE` has to be ignored, as it is in programs whose `main` is Rust's:
+//! a frontend may give descriptors that nobody reads. Where it is written down: `docs/vhost-user.md`.
 
 mod conversation;
 pub mod device;

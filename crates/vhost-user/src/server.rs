@@ -239,7 +239,7 @@ fn patient_with_exhaustion<T>(
                 if !std::mem::replace(&mut logged, true) {
                     tracing::error!(
                         %error,
-                        "no frontend can be served; trying again every second. Raise the limit of open files (ulimit -n)"
+                        "no frontend can be served; trying again every second. If descriptors are missing, raise the limit of open files (ulimit -n)"
                     );
                 }
                 rest(cancel, &EXHAUSTED_INTERVAL)?;

@@ -21,7 +21,7 @@ use rustix::io::Errno;
 
 use towline_channel::Cancel;
 
-use crate::device::{Device, Next, Worker};
+use crate::device::{Device, Next, Refusal, Worker};
 use crate::hangup::Hangup;
 use crate::kick::{self, Kick};
 use crate::log::DirtyLog;
@@ -124,6 +124,7 @@ enum Answer {
     Done,
     Stopped(Option<Stopped>),
     Fault(RingFault),
+    InUse { ring: usize, reason: Refusal },
 }
 
 /// All threads of a device.
@@ -176,7 +177,9 @@ impl Crew {
             hand.say(order(), index)?;
         }
         for (index, hand) in self.hands.iter_mut().enumerate() {
-            hand.hear(index, self.cancel.as_ref())?;
+            if let Answer::InUse { ring, reason } = hand.hear(index, self.cancel.as_ref())? {
+                return Err(SessionError::InUse { ring, reason });
+            }
         }
         Ok(())
     }
@@ -204,6 +207,7 @@ impl Rings for Crew {
     fn stop(&mut self, ring: usize) -> Result<Option<Stopped>, SessionError> {
         match self.order(ring, Order::Stop)? {
             Answer::Stopped(stopped) => Ok(stopped),
+            Answer::InUse { ring, reason } => Err(SessionError::InUse { ring, reason }),
             _ => Ok(None),
         }
     }
@@ -463,7 +467,7 @@ impl Thread {
             Order::Start { queue, setup, memory, kick, err } => {
                 return self.start(queue, setup, memory, (kick, err));
             }
-            Order::Stop(queue) => return Answer::Stopped(self.stop(queue)),
+            Order::Stop(queue) => return self.stop(queue),
             Order::Enable(queue, enabled) => self.slots[queue].enabled = enabled,
             Order::Kick(queue, fd) => self.slots[queue].kick = Some(Kick::new(fd)),
             Order::Err(queue, fd) => self.slots[queue].err = fd,
@@ -475,8 +479,11 @@ impl Thread {
             Order::Address(queue, address) => self.settle(queue, None, Some(address)),
             Order::Memory(memory) => {
                 let mut queues = Queues { slots: &mut self.slots, first: self.first };
-                self.worker.release(&mut queues, Instant::now() + DRAIN_WITHIN);
+                let released = self.worker.release(&mut queues, Instant::now() + DRAIN_WITHIN);
                 self.scrap.clear();
+                if let Err(reason) = released {
+                    return self.leave(0, reason);
+                }
                 (0..self.slots.len()).for_each(|queue| self.settle(queue, Some(&memory), None));
             }
             Order::Log(log) => {
@@ -524,15 +531,18 @@ impl Thread {
         }
     }
 
-    fn stop(&mut self, queue: usize) -> Option<Stopped> {
+    fn stop(&mut self, queue: usize) -> Answer {
         if self.slots[queue].ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
             let mut queues = Queues { slots: &mut self.slots, first: self.first };
-            self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN);
+            if let Err(reason) = self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN) {
+                return self.leave(queue, reason);
+            }
         }
         let slot = &mut self.slots[queue];
         let (kick, err) = (slot.kick.take().map(Kick::into_fd), slot.err.take());
         let Some(ring) = slot.ring.take() else {
-            return slot.lost_at.take().map(|base| Stopped { base, kick, call: None, err });
+            let lost = slot.lost_at.take();
+            return Answer::Stopped(lost.map(|base| Stopped { base, kick, call: None, err }));
         };
         let (base, left, call) = ring.stop();
         if left > 0 {
@@ -542,7 +552,14 @@ impl Thread {
                 "stopped with chains under way; they go back empty"
             );
         }
-        Some(Stopped { base, kick, call, err })
+        Answer::Stopped(Some(Stopped { base, kick, call, err }))
+    }
+
+    /// Somebody else may still access chains of this ring: nothing goes back to the guest, and the connection ends.
+    fn leave(&mut self, queue: usize, reason: Refusal) -> Answer {
+        // Not stopped: their records and used indices say what is in flight.
+        self.slots.iter_mut().for_each(|slot| slot.ring = None);
+        Answer::InUse { ring: self.first + queue, reason }
     }
 
     fn settle(&mut self, queue: usize, memory: Option<&Arc<Memory>>, address: Option<VringAddress>) {

@@ -274,7 +274,9 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.await_loans(Instant::now() + LOANS_WITHIN);
+        if let Err(reason) = self.await_loans(Instant::now() + LOANS_WITHIN) {
+            tracing::error!(%reason, "the device ends");
+        }
         self.write_down();
         self.desk.close();
     }
@@ -352,18 +354,24 @@ impl Server {
 impl Server {
     /// Waits until the kernel reads nothing of the guest's memory any more. Who has not acknowledged by the deadline what
     /// the kernel may have to send again is reset.
-    fn await_loans(&mut self, deadline: Instant) {
+    ///
+    /// # Errors
+    /// That the kernel still reads something.
+    fn await_loans(&mut self, deadline: Instant) -> Result<(), Refusal> {
         // Of what is held, a part may have been lent.
         self.engine.let_go(None);
         if self.all_free(deadline) {
-            return;
+            return Ok(());
         }
         let connections = self.engine.take_back();
         tracing::warn!(connections, "reset: what was sent on them was not acknowledged, and the ring stops");
-        if !self.all_free(deadline + RESET_WITHIN) {
-            let packets = self.engine.give_up();
-            tracing::error!(packets, "the kernel still reads them, and the guest may write there again");
+        if self.all_free(deadline + RESET_WITHIN) {
+            return Ok(());
         }
+        let packets = self.engine.lent();
+        Err(Refusal::new(format!(
+            "the kernel still sends {packets} of its packets, whose connections were reset"
+        )))
     }
 
     fn all_free(&mut self, deadline: Instant) -> bool {
@@ -442,16 +450,18 @@ impl Worker for Server {
         self.news = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) {
+    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
         if queue == TRANSMIT {
-            self.await_loans(deadline);
+            self.await_loans(deadline)?;
             self.engine.let_go(queues.ring(TRANSMIT));
         }
+        Ok(())
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) {
-        // What is lent is pinned by the kernel, and needs no mapping of ours.
+    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
+        // What is lent is pinned by the kernel, page by page, and needs no mapping of ours.
         self.engine.let_go(queues.held(TRANSMIT));
         self.engine.clear_idle();
+        Ok(())
     }
 }

@@ -6,11 +6,14 @@ mod common;
 
 use std::io::Read as _;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::sockopt;
 use towline_frontend::Frontend;
 use towline_frontend::vsock::{Event, Guest};
+use towline_frontend::wire::{Code, RegionInfo, words};
 use towline_vsock::{Limits, Statistics};
 
 use common::{CID, Served, WITHIN, bytes, send_all, until};
@@ -145,6 +148,43 @@ fn a_ring_that_stops_takes_everything_back() {
     let error = lender.peer.read_to_end(&mut heard).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
     assert!(heard.len() < sent && heard == content[..heard.len()]);
+}
+
+/// How many mappings of a memfd with this name the process has.
+fn mapped(name: &str) -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains(&format!("memfd:{name} "))).count()
+}
+
+/// A region that the guest gave up is the host's again, whatever a peer does that acknowledges nothing.
+#[test]
+fn memory_that_is_taken_away_is_unmapped_while_packets_are_lent() {
+    let other = memfd_create("plugged", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&other, 1 << 20).unwrap();
+    let region = RegionInfo { guest: 0x1_0000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
+    let payload = [words(&[0]), region.encode()].concat();
+    let mut lender = Lender::new();
+    lender.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    let content = bytes(32 << 20);
+    let sent = lender.fill(&content);
+    let lent = lender.statistics().lent;
+    assert!(sent < content.len() && lent > 0, "{lent} are lent");
+    assert_eq!(mapped("plugged"), 1);
+    lender.frontend.tell(Code::REM_MEM_REG, &payload, &[]).unwrap();
+    assert_eq!(mapped("plugged"), 0, "{lent} packets that are lent keep it mapped");
+    assert_eq!(lender.statistics().lent, lent, "the peer has nothing of them yet");
+    // The connection goes on, and what is lent comes back.
+    let mut peer = lender.peer.try_clone().unwrap();
+    let reader = std::thread::spawn(move || {
+        let mut heard = Vec::new();
+        peer.read_to_end(&mut heard).unwrap();
+        heard
+    });
+    send_all(&mut lender.guest, PORTS, &content[sent..]);
+    lender.wait_for_all();
+    lender.guest.shutdown(PORTS, 3);
+    lender.guest.poll(|_, _| ()).unwrap();
+    assert!(reader.join().unwrap() == content, "other bytes came");
 }
 
 #[test]

@@ -307,7 +307,7 @@ impl Link {
         }
     }
 
-    /// Closes the socket, and unpins; what had not come back.
+    /// Closes the socket, and unpins what no other pair has pinned; what had not come back, which the device may still read.
     pub(super) fn close(self) -> impl Iterator<Item = Head> {
         self.ledger.abandon()
     }

@@ -121,6 +121,16 @@ impl Xdp {
         &self.name
     }
 
+    /// The queue that this pair sends by.
+    fn queue(&self, pair: usize) -> u32 {
+        self.first_queue + u32::try_from(pair).expect("there are few pairs")
+    }
+
+    /// Whether this pair's queue is nobody's. An error where that cannot be found out: no socket can be opened here, for one.
+    pub(crate) fn is_free(&self, pair: usize) -> io::Result<bool> {
+        socket::is_free(self.index, self.queue(pair))
+    }
+
     fn socket(&self) -> io::Result<OwnedFd> {
         let Some(given) = &self.given else { return socket::open() };
         given.lock().unwrap_or_else(PoisonError::into_inner).pop().ok_or_else(|| {
@@ -143,7 +153,7 @@ impl Xdp {
         };
         let mtu = interface::mtu(&self.name)? as usize;
         let features = Features::of(self.index).unwrap_or_default();
-        let queue = self.first_queue + u32::try_from(pair).expect("there are few pairs");
+        let queue = self.queue(pair);
         let fd = self.socket()?;
         let known = shared.upgrade().filter(|umem| umem.is_of(memory));
         let (umem, socket) = match known {
@@ -155,9 +165,7 @@ impl Xdp {
                 let register = |span: &Span, huge: bool| {
                     // Before each descriptor there must be room in its own page, which small pages do not have.
                     let takes = !features.zero_copy || (features.checksum && huge);
-                    let metadata = takes && !self.software_checksums;
-                    let bytes = socket::register(&fd, span, metadata)?;
-                    Ok((fd.try_clone()?, bytes))
+                    socket::register(&fd, span, takes && !self.software_checksums)
                 };
                 let umem = Arc::new(Umem::new(memory, pairs, register)?);
                 let socket = Socket::bind(fd, &umem, false, (self.index, queue), patience)?;

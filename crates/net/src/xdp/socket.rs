@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use rustix::net::xdp::{
 };
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, bind, send, socket_with, sockopt};
 
-use super::umem::Umem;
+use super::umem::{Bound, Umem};
 use crate::sys::span::Span;
 use crate::sys::xsk::{Completion, Transmit};
 
@@ -28,7 +29,9 @@ pub(super) const METADATA_BYTES: u32 = 24;
 /// What may wait in the device in copy mode; the default is 208 KiB.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
 /// Between two looks whether a queue is free.
-const FREE_INTERVAL: Duration = Duration::from_millis(2);
+pub(super) const FREE_INTERVAL: Duration = Duration::from_millis(2);
+/// What is registered to find out whether a queue is free.
+const PROBE_BYTES: usize = 4096;
 
 /// How frames get to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +68,8 @@ impl Mode {
 pub(super) struct Socket {
     pub(super) transmit: Transmit,
     pub(super) completion: Completion,
-    fd: OwnedFd,
+    // Behind the rings: the kernel lets the queue go when they are unmapped and this is closed.
+    bound: Bound,
     pub(super) zero_copy: bool,
     /// Whether a packet may be of several descriptors.
     pub(super) gathers: bool,
@@ -101,7 +105,7 @@ impl Socket {
     /// Binds a socket to a queue of an interface. `umem` is registered with this one, or with another that is bound.
     pub(super) fn bind(
         fd: OwnedFd,
-        umem: &Umem,
+        umem: &Arc<Umem>,
         shares: bool,
         (interface, queue): (u32, u32),
         patience: Duration,
@@ -114,9 +118,12 @@ impl Socket {
         let address = |flags| SocketAddrXdp::new(flags, interface, queue);
         if shares {
             let addr = address(SocketAddrXdpFlags::XDP_SHARED_UMEM);
-            let shared_umem_fd = umem.socket.as_fd();
-            let shares = || SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd };
-            patiently(patience, || bind(&fd, &shares()))?;
+            let shares = |other: &OwnedFd| {
+                let shared_umem_fd = other.as_fd();
+                bind(&fd, &SocketAddrXdpWithSharedUmem { addr: addr.clone(), shared_umem_fd })
+            };
+            // If the last one was closed just now, the next attempt registers it again.
+            patiently(patience, || umem.with_bound(shares).unwrap_or(Err(rustix::io::Errno::AGAIN)))?;
         } else {
             umem.gathers.store(bind_best(&fd, address, patience)?, Relaxed);
         }
@@ -127,18 +134,35 @@ impl Socket {
             completion: Completion::map(fd.as_fd(), cr, COMPLETIONS)?,
             zero_copy: options.contains(XdpOptionsFlags::XDP_OPTIONS_ZEROCOPY),
             gathers: umem.gathers.load(Relaxed),
-            fd,
+            bound: umem.enter(fd),
         })
     }
 
     /// Has the kernel send what was published.
     pub(super) fn call(&self) -> io::Result<()> {
-        Ok(send(&self.fd, &[], SendFlags::DONTWAIT).map(drop)?)
+        Ok(send(&self.bound, &[], SendFlags::DONTWAIT).map(drop)?)
     }
 
     /// Descriptors that the kernel found to be none, and threw away.
     pub(super) fn invalid(&self) -> u64 {
-        sockopt::xdp_statistics(&self.fd).map_or(0, |statistics| statistics.tx_invalid_descs)
+        sockopt::xdp_statistics(&self.bound).map_or(0, |statistics| statistics.tx_invalid_descs)
+    }
+}
+
+/// Whether a queue of an interface is nobody's, found out by being its owner for a moment. What was sent by a socket that is closed is
+/// no longer read then: the kernel takes a queue from the driver before somebody else can have it.
+pub(super) fn is_free(interface: u32, queue: u32) -> io::Result<bool> {
+    let (fd, span) = (open()?, Span::new(PROBE_BYTES, PROBE_BYTES, PROBE_BYTES, PROBE_BYTES)?);
+    register(&fd, &span, false)?;
+    sockopt::set_xdp_umem_fill_ring_size(&fd, FILLS)?;
+    sockopt::set_xdp_umem_completion_ring_size(&fd, FILLS)?;
+    sockopt::set_xdp_tx_ring_size(&fd, FILLS)?;
+    match bind(&fd, &SocketAddrXdp::new(SocketAddrXdpFlags::XDP_COPY, interface, queue)) {
+        Ok(()) => Ok(true),
+        Err(rustix::io::Errno::BUSY) => Ok(false),
+        // An interface that goes takes its sockets with it.
+        Err(rustix::io::Errno::NODEV) => Ok(true),
+        Err(errno) => Err(errno.into()),
     }
 }
 

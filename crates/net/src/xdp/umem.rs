@@ -8,10 +8,10 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt as _;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::fstatfs;
 use towline_vhost_user::{Memory, Place};
@@ -31,14 +31,34 @@ pub(crate) struct Umem {
     memory: Arc<Memory>,
     /// By region of the memory.
     regions: Vec<Option<Home>>,
-    /// The socket that it was registered with, which others share it from.
-    pub(super) socket: OwnedFd,
+    /// The sockets that are bound. Each pair's has what is pinned for itself, so that a queue is free when its own socket is
+    /// closed; another pair's shares it from any of them.
+    bound: Mutex<Vec<Arc<OwnedFd>>>,
     /// Bytes of metadata before each descriptor's data; 0 if the kernel has none.
     pub(super) metadata_bytes: u32,
-    /// Whether packets may be of several descriptors; known once `socket` is bound.
+    /// Whether packets may be of several descriptors; known once a socket is bound.
     pub(super) gathers: AtomicBool,
     /// How much each file held when it was pinned.
     blocks: Vec<u64>,
+}
+
+/// A socket that is bound: nobody else keeps it open.
+#[derive(Debug)]
+pub(super) struct Bound {
+    fd: Arc<OwnedFd>,
+    umem: Arc<Umem>,
+}
+
+impl AsFd for Bound {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        self.umem.sockets().retain(|fd| !Arc::ptr_eq(fd, &self.fd));
+    }
 }
 
 /// Where a region is.
@@ -70,7 +90,7 @@ impl Umem {
     pub(super) fn new(
         memory: &Arc<Memory>,
         pairs: usize,
-        register: impl FnOnce(&Span, bool) -> io::Result<(OwnedFd, u32)>,
+        register: impl FnOnce(&Span, bool) -> io::Result<u32>,
     ) -> io::Result<Self> {
         let own = SECTION_BYTES * pairs;
         let shapes = memory.regions().iter().map(|region| {
@@ -89,11 +109,27 @@ impl Umem {
             }
         }
         let huge = shapes.iter().all(|shape| shape.page > PAGE_BYTES);
-        let (socket, metadata_bytes) = register(&span, huge)?;
+        let metadata_bytes = register(&span, huge)?;
         let blocks = memory.regions().iter().map(|region| blocks(region.file().0)).collect();
         let (memory, span) = (Arc::clone(memory), Arc::new(span));
-        let gathers = AtomicBool::new(false);
-        Ok(Self { span, memory, regions: layout.homes, socket, metadata_bytes, gathers, blocks })
+        let (gathers, bound) = (AtomicBool::new(false), Mutex::default());
+        Ok(Self { span, memory, regions: layout.homes, bound, metadata_bytes, gathers, blocks })
+    }
+
+    /// A socket is bound. Closed with what is returned.
+    pub(super) fn enter(self: &Arc<Self>, fd: OwnedFd) -> Bound {
+        let (fd, umem) = (Arc::new(fd), Arc::clone(self));
+        umem.sockets().push(Arc::clone(&fd));
+        Bound { fd, umem }
+    }
+
+    /// Does something with a socket that is bound, which stays so meanwhile. `None` if there is none any more.
+    pub(super) fn with_bound<T>(&self, act: impl FnOnce(&OwnedFd) -> T) -> Option<T> {
+        self.sockets().first().map(|fd| act(fd))
+    }
+
+    fn sockets(&self) -> MutexGuard<'_, Vec<Arc<OwnedFd>>> {
+        self.bound.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether it is of this memory.

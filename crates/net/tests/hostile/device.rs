@@ -11,7 +11,7 @@
 use std::net::UdpSocket;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -26,6 +26,7 @@ use towline_vhost_user::{Cancel, Device};
 
 /// Steps of one input.
 const STEPS_MAX: usize = 200;
+const NEIGHBOUR: &str = "ip neigh replace 10.9.0.2 lladdr 02:00:00:09:00:02 nud permanent dev tap0";
 const MEMORY_BYTES: u64 = 1 << 18;
 const QUEUES: u32 = 2;
 /// Where each ring's parts are: 64 KiB for each.
@@ -40,9 +41,11 @@ const MEMORY_KIB_MAX: u64 = (4 + 64) << 10;
 
 /// What the process has for all inputs.
 struct Rig {
-    _network: Network,
+    network: Network,
     net: Arc<Net>,
     host: UdpSocket,
+    /// Whether the tap was set down.
+    down: AtomicBool,
     /// Anonymous memory and threads before the first input.
     memory_kib: u64,
     threads: usize,
@@ -56,11 +59,7 @@ impl Rig {
         let network = Network::new().map_err(|error| format!("no network of its own: {error:#}"))?;
         let entered = network.enter(|| Taps::open("tap0", 1)).map_err(|error| format!("{error:#}"))?;
         let taps = entered.map_err(|error| error.to_string())?;
-        for line in [
-            "ip link set tap0 mtu 65521",
-            "ip address add 10.9.0.1/24 dev tap0",
-            "ip neigh add 10.9.0.2 lladdr 02:00:00:09:00:02 nud permanent dev tap0",
-        ] {
+        for line in ["ip link set tap0 mtu 65521", "ip address add 10.9.0.1/24 dev tap0", NEIGHBOUR] {
             network.run(&line.split(' ').collect::<Vec<_>>()).map_err(|error| format!("{error:#}"))?;
         }
         let socket =
@@ -68,7 +67,25 @@ impl Rig {
         let host = socket.map_err(|error| error.to_string())?;
         host.set_nonblocking(true).map_err(|error| error.to_string())?;
         let net = Arc::new(Net::new(taps, Options { device_state: true, ..Options::default() }));
-        Ok(Self { _network: network, net, host, memory_kib: memory_kib(), threads: threads() })
+        Ok(Self {
+            network,
+            net,
+            host,
+            down: AtomicBool::new(false),
+            memory_kib: memory_kib(),
+            threads: threads(),
+        })
+    }
+
+    /// Sets the interface up or down, as whoever runs the host may. Its neighbours are gone when it was down.
+    fn set_tap(&self, up: bool) {
+        if self.down.swap(!up, Ordering::Relaxed) != up {
+            return;
+        }
+        let way = if up { "ip link set tap0 up" } else { "ip link set tap0 down" };
+        for line in [way, NEIGHBOUR].into_iter().take(1 + usize::from(up)) {
+            self.network.run(&line.split(' ').collect::<Vec<_>>()).expect("the network is ours");
+        }
     }
 }
 
@@ -124,6 +141,8 @@ struct Guest<'r> {
     /// Ends of pipes that are kept open.
     pipes: Vec<OwnedFd>,
     running: [bool; QUEUES as usize],
+    /// Entries of each ring as it was started last.
+    sizes: [u32; QUEUES as usize],
 }
 
 fn event(flags: EventfdFlags) -> OwnedFd {
@@ -144,14 +163,14 @@ impl<'r> Guest<'r> {
         frontend.share(Some(&memory))?;
         let log = Memory::new(1 << 16)?;
         let kicks = (0..QUEUES).map(|_| event(EventfdFlags::empty())).collect();
-        let (available, pipes, running) = ([0; 2], Vec::new(), [false; 2]);
-        Ok(Self { rig, frontend, features, memory, log, available, kicks, pipes, running })
+        let (available, pipes, running, sizes) = ([0; 2], Vec::new(), [false; 2], [1; 2]);
+        Ok(Self { rig, frontend, features, memory, log, available, kicks, pipes, running, sizes })
     }
 
     /// Does one step. An error is a connection that is over, or a refusal, of which the frontend makes nothing.
     fn step(&mut self, input: &mut Input<'_>) -> Done {
         let ring = input.below(QUEUES);
-        match input.byte() % 20 {
+        match input.byte() % 23 {
             0 | 1 => self.start(ring, input),
             2 => self.stop(ring),
             3 => self.frontend.enable(ring, input.below(2) == 1),
@@ -180,6 +199,10 @@ impl<'r> Guest<'r> {
                 self.scribble(ring, input);
                 Ok(())
             }
+            19 | 20 => {
+                self.behave(ring, input);
+                Ok(())
+            }
             _ => self.rarely(input),
         }
     }
@@ -203,6 +226,7 @@ impl<'r> Guest<'r> {
         self.frontend.tell(Code::SET_VRING_CALL, &words(&[ring.into()]), &[call.as_fd()])?;
         self.frontend.tell(Code::SET_VRING_KICK, &words(&[ring.into()]), &[kick.as_fd()])?;
         self.running[ring as usize] = true;
+        (self.sizes[ring as usize], self.available[ring as usize]) = (size, base as u16);
         self.frontend.enable(ring, input.byte() < 230)
     }
 
@@ -255,9 +279,30 @@ impl<'r> Guest<'r> {
         }
     }
 
+    /// What a driver does that is not hostile: buffers for frames, or frames, of all lengths, as many as the ring has room for.
+    fn behave(&mut self, ring: u32, input: &mut Input<'_>) {
+        let (size, place) = (self.sizes[ring as usize].clamp(1, 256) as u16, Self::base(ring) + AVAILABLE);
+        let lens = [[1526u32, 12, 100, 4096, 65_600], [12 + 60, 12, 5, 12 + 1514, 65_600]];
+        let len = input.pick(&lens[ring as usize]);
+        let flags = if ring == 0 { 2u16 } else { 0 };
+        for _ in 0..=input.word() % size {
+            let index = &mut self.available[ring as usize];
+            let head = *index % size;
+            let at = Self::base(ring) + 16 * u64::from(head);
+            let guest = GUEST_BASE + 2 * RING_STRIDE;
+            self.memory.write(at, &guest.to_le_bytes());
+            self.memory.write(at + 8, &len.to_le_bytes());
+            self.memory.write(at + 12, &flags.to_le_bytes());
+            self.memory.store_16(place + 4 + 2 * u64::from(head), head, Ordering::Relaxed);
+            *index = index.wrapping_add(1);
+            self.memory.store_16(place + 2, *index, Ordering::Release);
+        }
+        let _ = rustix::io::write(&self.kicks[ring as usize], &1u64.to_ne_bytes());
+    }
+
     fn host_sends(&mut self, input: &mut Input<'_>) {
         let bytes = vec![7; usize::from(input.word())];
-        for _ in 0..=input.byte() % 16 {
+        for _ in 0..=input.pick(&[0, 1, 3, 15, 400]) {
             let length = input.pick(&[64, bytes.len(), 1400, 30_000]).min(bytes.len());
             // A tap that is full takes nothing.
             let _ = self.rig.host.send_to(&bytes[..length], ("10.9.0.2", 9));
@@ -353,6 +398,10 @@ impl<'r> Guest<'r> {
             140..160 => self.frontend.tell(Code::SET_OWNER, &[], &[]),
             160..170 => self.frontend.tell(Code::SEND_RARP, &words(&[7]), &[]),
             170..180 => self.truncate(),
+            180..200 => {
+                self.rig.set_tap(input.below(3) == 0);
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
@@ -454,6 +503,7 @@ pub fn play(data: &[u8]) -> Result<(), String> {
     }
     served.end();
     rig.net.set_link(true);
+    rig.set_tap(true);
     let until = Instant::now() + END_WITHIN;
     while threads() > rig.threads {
         assert!(Instant::now() < until, "{} threads, {} before", threads(), rig.threads);

@@ -127,6 +127,16 @@ pub enum SessionError {
         "the guest's memory or its dirty log cannot be accessed any more (SIGBUS): its file was truncated, or has no page to give (huge pages?)"
     )]
     MemoryLost,
+    /// Chains that cannot go back to the guest.
+    #[error(
+        "ring {ring} cannot be stopped: {reason}; its chains stay in flight, and the connection ends so that the frontend does not take their memory for free"
+    )]
+    InUse {
+        /// The ring.
+        ring: usize,
+        /// The device's words.
+        reason: Refusal,
+    },
     /// A worker's thread ended, which is a bug of the device.
     #[error("worker {index} panicked; its message is on standard error")]
     Gone {
@@ -147,6 +157,11 @@ impl SessionError {
             Self::Descriptor { source } => crate::device::is_exhausted(source),
             _ => false,
         }
+    }
+
+    /// Whether the connection ends, also for a frontend that takes refusals as answers.
+    pub(crate) fn is_the_end(&self) -> bool {
+        matches!(self, Self::Gone { .. } | Self::Cancelled { .. } | Self::InUse { .. })
     }
 
     pub(crate) fn refused(request: &'static str, reason: Refusal) -> Self {

@@ -22,6 +22,8 @@ enum Habit {
     Leaves,
     /// It takes one chain in a turn.
     TakesOne,
+    /// It takes all, and somebody else never lets go of them.
+    Lends,
 }
 
 /// A device of one queue that counts its turns.
@@ -58,6 +60,11 @@ impl Worker for Counted {
         if self.habit == Habit::Leaves {
             return Next::Wait;
         }
+        if self.habit == Habit::Lends {
+            let ring = queues.ring(0);
+            ring.map(|ring| ring.pop(&mut towline_vhost_user::Batch::new(), 256));
+            return Next::Wait;
+        }
         let mut batch = towline_vhost_user::Batch::new();
         let Some(ring) = queues.ring(0) else { return Next::Wait };
         let taken = ring.pop(&mut batch, 1);
@@ -66,6 +73,15 @@ impl Worker for Counted {
     }
 
     fn poll<'w>(&'w self, _: &mut Vec<PollFd<'w>>) {}
+
+    fn drain(&mut self, _: usize, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
+        let left = queues.held(0).map_or(0, |ring| ring.in_flight());
+        if left == 0 { Ok(()) } else { Err(Refusal::new(format!("a card reads {left} of its chains"))) }
+    }
+
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+        self.drain(0, queues, deadline)
+    }
 }
 
 struct Served {
@@ -189,6 +205,28 @@ fn what_a_disabled_queue_is_given_goes_in_slices() {
     }
     served.rests(4);
     served.end();
+}
+
+#[test]
+fn chains_that_are_still_in_use_do_not_go_back() {
+    let _log = Log::new();
+    // When the ring is to stop, and when its memory is to go: whatever is lent then stays so, and the connection ends.
+    for stops in [true, false] {
+        let mut served = Served::start(Habit::Lends, feature::EVENT_IDX);
+        let before = served.turns.load(Ordering::Relaxed);
+        served.add();
+        served.waits_for_turns(before);
+        let memory = Arc::new(Memory::new(1 << 20).unwrap());
+        let answered = if stops {
+            served.frontend.stop(0).map(drop)
+        } else {
+            served.frontend.share(Some(&memory)).map(drop)
+        };
+        assert!(answered.is_err(), "the frontend takes the memory for free");
+        let error = served.backend.join().unwrap().unwrap_err().to_string();
+        assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
+        assert_eq!(served.queue.take().unwrap().map(|used| used.token), None);
+    }
 }
 
 /// How many mappings of a memfd with this name the process has.

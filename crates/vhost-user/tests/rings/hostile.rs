@@ -1,7 +1,11 @@
 //! Drivers that do what none may: each is named, after bounded work, and nothing else happens.
 
-use towline_vhost_user::ring::{CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX};
-use towline_vhost_user::{Batch, Memory, Ring, RingFault, features};
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use towline_vhost_user::message::RegionInfo;
+use towline_vhost_user::ring::{BATCH_PIECES_MAX, CHAIN_BYTES_MAX, CHAIN_DESCRIPTORS_MAX, CHAIN_PIECES_MAX};
+use towline_vhost_user::{Batch, Memory, Region, Ring, RingFault, features};
 
 use crate::driver::*;
 
@@ -69,6 +73,61 @@ fn tables_that_cannot_be_are_named() {
     }
     let guest = GUEST + MEMORY_BYTES - 16;
     assert_eq!(fault_of(&[(guest, 32, INDIRECT, 0)], BOTH), RingFault::Buffer { head: 0, guest, len: 32 });
+}
+
+/// An indirect table of so many descriptors, for each head that is offered.
+fn offer_tables(driver: &mut Driver, heads: u16, descriptors: u16, (address, len): (u64, u32)) {
+    for index in 0..descriptors {
+        let flags = if index + 1 < descriptors { NEXT } else { 0 };
+        driver.descriptor(TABLE_AT - GUEST, index, (address, len), (flags, index + 1));
+    }
+    for head in 0..heads {
+        driver.descriptor(TABLE, head, (TABLE_AT, 16 * u32::from(descriptors)), (INDIRECT, 0));
+        driver.offer(head);
+    }
+}
+
+#[test]
+fn a_batch_describes_a_bounded_number_of_pieces() {
+    let (heads, descriptors) = (64, CHAIN_DESCRIPTORS_MAX as u16);
+    let mut driver = Driver::new(heads);
+    offer_tables(&mut driver, heads, descriptors, (AT, 1));
+    let mut ring = driver.ring(BOTH).unwrap();
+    let mut batch = Batch::new();
+    let mut taken = 0;
+    while taken < usize::from(heads) {
+        let here = ring.pop(&mut batch, 256);
+        let pieces: usize = batch.chains().map(|chain| chain.readable().len()).sum();
+        assert!(here > 0 && pieces <= BATCH_PIECES_MAX + CHAIN_PIECES_MAX, "{here} chains, {pieces} pieces");
+        taken += here;
+        batch.chains().for_each(|chain| ring.complete(chain, 0));
+        // A worker that takes a short batch for an empty ring has another turn.
+        assert_eq!(ring.arm(), taken < usize::from(heads), "after {taken}");
+    }
+}
+
+#[test]
+fn a_chain_in_too_many_pieces_is_named() {
+    let mut driver = Driver::new(SIZE);
+    let half = MEMORY_BYTES / 2;
+    let region = |at: u64| {
+        let info = RegionInfo {
+            guest_address: (GUEST + at).into(),
+            size: half.into(),
+            user_address: (USER + at).into(),
+            mmap_offset: at.into(),
+        };
+        Region::map(&info, driver.file.as_fd().try_clone_to_owned().unwrap()).unwrap()
+    };
+    let memory = Arc::new(Memory::new(vec![region(0), region(half)]).unwrap());
+    // Each buffer lies across the border of two regions.
+    let fits = u16::try_from(CHAIN_PIECES_MAX / 2).unwrap();
+    offer_tables(&mut driver, 1, fits, (GUEST + half - 1, 2));
+    let mut ring = Ring::new(driver.setup(BOTH), Arc::clone(&memory), 1).unwrap();
+    assert_eq!(ring.pop(&mut Batch::new(), 1), 1);
+    offer_tables(&mut driver, 1, fits + 1, (GUEST + half - 1, 2));
+    let mut ring = Ring::new(driver.setup(BOTH), memory, 1).unwrap();
+    assert_eq!(fault(&mut ring), RingFault::Pieces { head: 0 });
 }
 
 #[test]

@@ -441,6 +441,20 @@ impl Shelf {
         self.places[slot].users += 1;
     }
 
+    /// It has left, and only its head is needed: it goes back when whoever reads it is done. `held`: it counts among those
+    /// that are held already.
+    pub(super) fn lend(&mut self, slot: usize, chain: usize, held: bool) -> Head {
+        self.places[slot].users -= 1;
+        self.held += usize::from(!held);
+        self.places[slot].batch.chain(chain).head()
+    }
+
+    /// It is lent no more.
+    pub(super) fn take_back(&mut self, head: Head) {
+        self.done.push(head);
+        self.held -= 1;
+    }
+
     /// It is not needed any more.
     pub(super) fn finish(&mut self, slot: usize, chain: usize, held: bool) {
         self.done.push(self.places[slot].batch.chain(chain).head());

@@ -16,12 +16,14 @@ use super::Engine;
 use super::line::{Line, Shelf};
 use crate::connection::Id;
 use crate::sockets::Sockets;
+use towline_vhost_user::Head;
 
 /// The chains of one socket that are lent.
 #[derive(Default)]
 pub(super) struct Loans {
-    /// Each with the loan that is its last, rising.
-    chains: VecDeque<(u64, (usize, usize))>,
+    /// Each with the loan that is its last, rising. Heads alone: a batch keeps the guest's memory mapped, and a peer that
+    /// acknowledges nothing may keep its loans for long.
+    chains: VecDeque<(u64, Head)>,
     /// The last loan that was made: also of part of a chain, the rest of which has not left.
     last: u64,
     /// All loans up to this one are over.
@@ -35,7 +37,7 @@ impl Loans {
 
     /// Bytes of memory beside its own.
     pub(super) fn footprint(&self) -> usize {
-        self.chains.capacity() * size_of::<(u64, (usize, usize))>()
+        self.chains.capacity() * size_of::<(u64, Head)>()
     }
 
     /// A loan was made.
@@ -50,18 +52,18 @@ impl Loans {
             return;
         }
         debug_assert!(self.chains.back().is_none_or(|(last, _)| *last <= until));
-        shelf.held += usize::from(!held);
-        self.chains.push_back((until, place));
+        let head = shelf.lend(place.0, place.1, held);
+        self.chains.push_back((until, head));
     }
 
     /// All loans up to this one are over. Says nothing of loans that were not made yet.
     fn free(&mut self, over: u64, shelf: &mut Shelf) {
         self.over = self.over.max(over.min(self.last));
-        while let Some((until, (slot, chain))) = self.chains.front().copied()
+        while let Some((until, head)) = self.chains.front().copied()
             && until <= self.over
         {
             self.chains.pop_front();
-            shelf.finish(slot, chain, true);
+            shelf.take_back(head);
         }
     }
 }
@@ -123,19 +125,6 @@ impl<S: Sockets> Engine<S> {
         lenders.len()
     }
 
-    /// What is lent still goes back as if it were free, because the guest waits for it no longer. Returns how many chains.
-    pub fn give_up(&mut self) -> usize {
-        let chains = self.lent();
-        for line in self.lines.iter_mut().flatten() {
-            line.loans.free(u64::MAX, &mut self.shelf);
-        }
-        for mut parting in std::mem::take(&mut self.parting) {
-            parting.loans.free(u64::MAX, &mut self.shelf);
-            self.sockets.close(parting.socket, true);
-        }
-        chains
-    }
-
     pub(super) fn drop_line(&mut self, mut line: Line<S::Socket>, reset: bool) {
         line.discard(&mut self.shelf);
         if let Some((message, ..)) = line.message.take() {
@@ -166,7 +155,6 @@ mod tests {
         loans.begin(1);
         loans.free(u64::MAX, &mut shelf);
         loans.begin(2);
-        loans.enter(2, (0, 0), true, &mut shelf);
-        assert_eq!((loans.len(), shelf.done.len()), (1, 0), "the kernel reads it yet");
+        assert!(loans.over < 2, "the kernel reads it yet");
     }
 }

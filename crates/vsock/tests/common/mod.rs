@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 use towline_frontend::vsock::{Event, Guest, Options};
-use towline_frontend::wire::feature;
+use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
 use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
@@ -91,7 +91,7 @@ impl Served {
     pub(crate) fn guest_with(&self, size: u16) -> (Frontend, Guest) {
         let options = Options { cid: self.cid, size, receive_bytes: 4096, features: 0, takes_at_once: true };
         let mut frontend = Frontend::connect(&self.path("d"), WITHIN).unwrap();
-        let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap();
+        let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
         let options = Options { features: agreed.features, ..options };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
         frontend.share(Some(&memory)).unwrap();

@@ -26,7 +26,10 @@ const STEP: usize = 8;
 /// More steps make an input slow and find nothing that fewer do not.
 const STEPS_MAX: usize = 512;
 const CONNECTIONS: usize = 24;
-const MEMORY: u64 = 2 << 20;
+/// Enough for all windows, or so little that messages wait for it.
+const MEMORY: [u64; 2] = [2 << 20, 160 << 10];
+/// Packets of a flood.
+const FLOOD: u32 = 100;
 /// The longest message of a host: one at a time may go beyond the limit.
 const MESSAGE_MAX: u64 = 70_000;
 /// Turns until a device that nobody wants anything of rests.
@@ -59,6 +62,7 @@ struct Guest {
     rx: Ring,
     tx: Ring,
     engine: Engine<World>,
+    memory_max: u64,
     epoch: u64,
 }
 
@@ -106,13 +110,13 @@ fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (
 }
 
 impl Guest {
-    fn new(cid: u64, size: u16, net: &Net) -> Self {
+    fn new(cid: u64, (size, memory_max): (u16, u64), net: &Net) -> Self {
         let shared = Arc::new(Shared::new(GUEST_BYTES).expect("a memfd"));
         let memory = map(&shared);
         let (driver, rx, tx) = rings(&shared, &memory, size, 2);
-        let limits = Limits { connections: CONNECTIONS, memory: MEMORY, ..Limits::default() };
+        let limits = Limits { connections: CONNECTIONS, memory: memory_max, ..Limits::default() };
         let engine = Engine::new(cid, limits, 0, World::new(cid, net));
-        Self { cid, shared, memory, driver, rx, tx, engine, epoch: 2 }
+        Self { cid, shared, memory, driver, rx, tx, engine, memory_max, epoch: 2 }
     }
 
     /// Posts one packet.
@@ -151,10 +155,29 @@ impl Guest {
         self.shared.write(self.driver.payload, header.as_bytes());
         let each = EACH[usize::from(shape & 7)];
         let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
-        let parts = parts(head, payload as usize, each, self.driver.tx.room());
+        let mut parts = parts(head, payload as usize, each, self.driver.tx.room());
+        if what == 0xfe {
+            // Not even a whole header.
+            parts.iter_mut().for_each(|part| part.len = part.len.min(u32::from(lens >> 3) + 1));
+            parts.truncate(1);
+        }
         self.driver.tokens += 1;
         if !parts.is_empty() && self.driver.tx.add(&parts, &[], self.driver.tokens) {
             self.driver.tx.publish();
+        }
+    }
+
+    /// A message in two packets, of which the second has nothing but the end.
+    fn message(&mut self, step: &[u8]) {
+        let packet = |len, flags| [step[0], 0x10, step[2], step[3], len, flags, step[6], step[7]];
+        self.packet(&packet(step[4] | 1, 0));
+        self.packet(&packet(0, 1 | step[5] & 2));
+    }
+
+    /// Packets of connections that nobody knows, each of which is to be reset.
+    fn flood(&mut self, step: &[u8]) {
+        for port in 0..FLOOD {
+            self.packet(&[0, step[2] & 1, 0x40 | 8 | port as u8 & 3, 0, 1, 0, step[6], port as u8]);
         }
     }
 
@@ -257,7 +280,7 @@ impl Guest {
         let statistics = self.engine.statistics();
         let (footprint, reserved) = (self.engine.footprint(), statistics.memory_reserved);
         assert!(footprint <= reserved, "it takes {footprint} bytes, {reserved} are reserved");
-        assert!(reserved <= MEMORY + MESSAGE_MAX, "{reserved} bytes are reserved");
+        assert!(reserved <= self.memory_max + MESSAGE_MAX, "{reserved} bytes are reserved");
         assert!(self.engine.kept() as u64 <= reserved);
         assert!(statistics.connections <= CONNECTIONS as u64);
         let backlog = self.engine.backlog();
@@ -283,12 +306,13 @@ fn parts(head: Buffer, bytes: usize, each: usize, room: usize) -> Vec<Buffer> {
     std::iter::once(first).chain(rest).collect()
 }
 
-/// Runs an input: byte 0 chooses the size of the rings, then each step is 8 bytes.
+/// Runs an input: byte 0 chooses the size of the rings and the memory, then each step is 8 bytes.
 pub fn device(data: &[u8]) {
     let Some((mode, steps)) = data.split_first() else { return };
     let size = [64, 2048, 16, 256][usize::from(mode & 3)];
     let net = Net::new(u64::from(*mode));
-    let mut guests = CIDS.map(|cid| Guest::new(cid, size, &net));
+    let memory = MEMORY[usize::from(mode >> 2 & 1)];
+    let mut guests = CIDS.map(|cid| Guest::new(cid, (size, memory), &net));
     let mut now_ms = 0;
     for step in steps.chunks_exact(STEP).take(STEPS_MAX) {
         let which = usize::from(step[0] >> 7);
@@ -327,6 +351,9 @@ pub fn device(data: &[u8]) {
                 guest.engine.clear_idle();
             }
             25 => net.urgent(step[1]),
+            26 if step[1] & 3 == 0 => net.fail(step[2]),
+            27 => guest.message(step),
+            28 if step[1] & 7 == 0 => guest.flood(step),
             _ => {
                 guest.turn(&net);
                 guest.reap();

@@ -35,6 +35,8 @@ struct Watch {
     owner: Option<(u64, Id)>,
     edge: bool,
     urgent: bool,
+    /// Every call fails: the other end has reset it.
+    failed: bool,
     wants_room: bool,
     room: bool,
     closed: bool,
@@ -50,6 +52,8 @@ struct Pipe {
     ends: [Watch; 2],
     accepted: bool,
     lends: bool,
+    /// Its second end is a program's of the host, not another guest's.
+    has_program: bool,
 }
 
 type SharedPipe = Rc<RefCell<Pipe>>;
@@ -108,7 +112,7 @@ impl Net {
         self.0.borrow().calls
     }
 
-    fn pipe(&self, kind: Kind) -> SharedPipe {
+    fn pipe(&self, kind: Kind, has_program: bool) -> SharedPipe {
         let mut state = self.0.borrow_mut();
         state.rng = state.rng.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let capacity = match kind {
@@ -122,6 +126,7 @@ impl Net {
             ends: Default::default(),
             accepted: false,
             lends: state.rng >> 59 & 1 == 0,
+            has_program,
         }));
         if state.pipes.len() < PIPES_MAX {
             state.pipes.push(Rc::clone(&pipe));
@@ -131,7 +136,7 @@ impl Net {
 
     /// The device's end of a client's connection.
     pub(super) fn client(&self, kind: Kind) -> End {
-        End { pipe: self.pipe(kind), side: 0 }
+        End { pipe: self.pipe(kind, true), side: 0 }
     }
 
     fn chosen(&self, which: u8) -> Option<SharedPipe> {
@@ -140,9 +145,9 @@ impl Net {
         (count > 0).then(|| Rc::clone(&state.pipes[usize::from(which) % count]))
     }
 
-    /// A program, or a device, of which there is one for each end.
+    /// One whose second end is a program's. Another guest's end is its device's alone, also while it is on its way there.
     fn program(&self, which: u8) -> Option<SharedPipe> {
-        self.chosen(which).filter(|pipe| pipe.borrow().ends[1].owner.is_none())
+        self.chosen(which).filter(|pipe| pipe.borrow().has_program)
     }
 
     /// A program of the host writes: bytes, a message, or messages of nothing.
@@ -178,6 +183,14 @@ impl Net {
             pipe.ends[0].edge = true;
         } else {
             End { pipe, side: 1 }.close();
+        }
+    }
+
+    /// A program resets its connection: what its end has is lost, and the device's calls fail.
+    pub(super) fn fail(&self, which: u8) {
+        if let Some(pipe) = self.program(which) {
+            let end = &mut pipe.borrow_mut().ends[0];
+            (end.failed, end.edge, end.room) = (true, true, true);
         }
     }
 
@@ -279,6 +292,11 @@ impl Way {
 }
 
 impl End {
+    fn check(&self) -> io::Result<()> {
+        let failed = self.pipe.borrow().ends[self.side].failed;
+        if failed { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(()) }
+    }
+
     fn watch(&self, cid: u64, id: Id) {
         let mut pipe = self.pipe.borrow_mut();
         let end = &mut pipe.ends[self.side];
@@ -324,7 +342,7 @@ impl Sockets for World {
             };
         }
         let Some(other) = guest(key.peer_cid) else { return Connect::Refused };
-        let pipe = self.net.pipe(kind);
+        let pipe = self.net.pipe(kind, false);
         let theirs = End { pipe: Rc::clone(&pipe), side: 1 };
         let mut state = self.net.0.borrow_mut();
         state.mail[other].push((key.peer_port, kind, self.cid, theirs));
@@ -345,6 +363,7 @@ impl Sockets for World {
     fn receive(&mut self, socket: &End, bufs: &mut [IoBufMut<'_>]) -> io::Result<Received> {
         self.call();
         assert!(bufs.len() < IOV_MAX, "{} buffers, and one for the mark", bufs.len());
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
         assert!(!pipe.ends[socket.side].closed);
@@ -365,6 +384,7 @@ impl Sockets for World {
 
     fn front(&mut self, socket: &End) -> io::Result<Front> {
         self.call();
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, way) = (pipe.kind, &mut pipe.ways[1 - socket.side]);
         for _ in 0..EMPTY_MAX {
@@ -381,6 +401,7 @@ impl Sockets for World {
     fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
         self.call();
         assert!(bufs.len() <= IOV_MAX, "{} buffers", bufs.len());
+        socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
         let (kind, other) = (pipe.kind, 1 - socket.side);
         assert!(!pipe.ends[socket.side].closed && !pipe.ways[socket.side].ended, "bytes behind the end");

@@ -1,59 +1,57 @@
-//! Frames that leave by AF_XDP, on a veth pair whose other end is looked at by a packet socket of another network.
-//!
-//! ```text
-//!   a driver ── ring 1 ── Net ── AF_XDP ── out0 ═══ in0 ── packet socket, compared with the model of `segments`
-//!                          └──── tap0, for what cannot go so
-//! ```
-//! A veth has no zero-copy, so that the kernel copies what it is shown in the guest's memory; all else is as with a card
-//! that has it. `out0` makes no checksums, so that those that arrive are made here, or by the kernel in software.
-#![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
-
-mod common;
-#[path = "segments/model.rs"]
-mod model;
+//! A card with AF_XDP on a veth pair, a driver, and who looks at the other end.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::Served;
-use model::{Ip, Packet, Transport};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, eth, recv, socket_with, sockopt};
 use towline_frontend::net::feature;
-use towline_frontend::wire::Code;
 use towline_frontend::wire::feature::{EVENT_IDX, INDIRECT};
-use towline_frontend::{Buffer, Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
+use towline_frontend::{Buffer, Error, Frontend, GUEST_BASE, Memory, Queue, QueueOptions};
 use towline_lab::{Network, skip, wait_until};
 use towline_net::{Mode, Net, Options, QueueStatistics, Taps, Xdp};
 
-const WITHIN: Duration = Duration::from_secs(60);
+use crate::common::Served;
+use crate::model::{Ip, Packet, Transport};
+
+pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 const REGION: u64 = 16 << 20;
 const MTU: usize = 4500;
 /// Frames that are under way at once, each in a part of memory of its own.
-const SLOTS: u64 = 16;
+pub(crate) const SLOTS: u64 = 16;
 const SLOT: u64 = 512 << 10;
 /// The second slot lies across the border of both regions.
 const SLOTS_AT: u64 = GUEST_BASE + REGION - SLOT - (32 << 10);
 const RING: u16 = 256;
-const VIRTIO: usize = 12;
+pub(crate) const VIRTIO: usize = 12;
 
-struct Bench {
+pub(crate) struct Bench {
     /// First, as it ends before what it uses.
-    _served: Served,
-    near: Network,
+    pub(crate) served: Served,
+    pub(crate) near: Network,
     _far: Network,
-    net: Arc<Net>,
-    frontend: Frontend,
-    memory: Arc<Memory>,
-    queues: Vec<Queue>,
-    receiver: OwnedFd,
-    random: fastrand::Rng,
+    pub(crate) net: Arc<Net>,
+    pub(crate) frontend: Frontend,
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) queues: Vec<Queue>,
+    pub(crate) receiver: OwnedFd,
+    pub(crate) random: fastrand::Rng,
 }
 
 impl Bench {
     /// `None`, with the reason printed, where it cannot be had.
-    fn new(name: &str, pairs: u32, change: impl FnOnce(Xdp) -> Xdp) -> Option<Self> {
+    pub(crate) fn new(name: &str, pairs: u32, change: impl FnOnce(Xdp) -> Xdp) -> Option<Self> {
+        Self::on("out0", name, pairs, change)
+    }
+
+    /// By the interface `out0`, or by `mac0`, a macvlan on it, whose packets go through what `out0` has of queueing.
+    pub(crate) fn on(
+        interface: &str,
+        name: &str,
+        pairs: u32,
+        change: impl FnOnce(Xdp) -> Xdp,
+    ) -> Option<Self> {
         let networks = Network::new().and_then(|near| Ok((near, Network::new()?)));
         let (near, far) = match networks {
             Ok(networks) => networks,
@@ -76,7 +74,11 @@ impl Bench {
             skip(name, &format!("no queues: {error:#}"));
             return None;
         }
-        let xdp = near.enter(|| Xdp::new("out0", 0, None)).unwrap();
+        if interface == "mac0" {
+            run(&near, "ip link add link out0 name mac0 type macvlan mode vepa").unwrap();
+            run(&near, "ip link set mac0 up").unwrap();
+        }
+        let xdp = near.enter(|| Xdp::new(interface, 0, None)).unwrap();
         let xdp = match xdp {
             Ok(xdp) => change(xdp),
             Err(error) => {
@@ -89,8 +91,7 @@ impl Bench {
         let taps = near.enter(|| Taps::open("tap0", pairs as usize)).unwrap().unwrap();
         let net = Arc::new(Net::with_xdp(taps, Some(xdp), options));
         let (served, mut frontend) = Served::start(&near, &net);
-        let features = feature::OFFLOADS | feature::MRG_RXBUF;
-        let features = frontend.negotiate(features, EVENT_IDX | INDIRECT, 0).unwrap().features;
+        let features = agree(&mut frontend).unwrap();
         let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
         frontend.share(Some(&memory)).unwrap();
         let queue =
@@ -105,11 +106,11 @@ impl Bench {
             socket
         });
         let (receiver, random) = (receiver.unwrap(), fastrand::Rng::with_seed(5));
-        Some(Self { near, _far: far, net, frontend, memory, queues, receiver, random, _served: served })
+        Some(Self { served, near, _far: far, net, frontend, memory, queues, receiver, random })
     }
 
     /// Any frame that can go without the tap; what arrives of it.
-    fn packet(&mut self) -> (Vec<u8>, Vec<Vec<u8>>) {
+    pub(crate) fn packet(&mut self) -> (Vec<u8>, Vec<Vec<u8>>) {
         let random = &mut self.random;
         let v4 = Ip::V4 {
             addresses: [random.u8(..), 1, 2, 3, 4, 5, 6, 7],
@@ -146,7 +147,7 @@ impl Bench {
     }
 
     /// Transmits it in pieces at any places of its slot.
-    fn transmit(&mut self, queue: usize, slot: u64, bytes: &[u8]) {
+    pub(crate) fn transmit(&mut self, queue: usize, slot: u64, bytes: &[u8]) {
         let mut at = SLOTS_AT + slot * SLOT;
         let (mut left, mut buffers) = (bytes, Vec::new());
         let most = if self.random.bool() { 3000 } else { 70_000 };
@@ -163,7 +164,7 @@ impl Bench {
     }
 
     /// Transmits so many frames on this queue, and compares what arrives.
-    fn traffic(&mut self, queue: usize, frames: u64) {
+    pub(crate) fn traffic(&mut self, queue: usize, frames: u64) {
         for _ in 0..frames.div_ceil(SLOTS) {
             let mut wanted = Vec::new();
             for slot in 0..SLOTS {
@@ -181,7 +182,7 @@ impl Bench {
     }
 
     /// Waits for each slot to come back once.
-    fn all_back(&mut self, queue: usize) {
+    pub(crate) fn all_back(&mut self, queue: usize) {
         let queue = &mut self.queues[queue];
         let mut back = HashSet::new();
         while queue.in_flight() > 0 {
@@ -193,7 +194,7 @@ impl Bench {
     }
 
     /// The next packet that is one of the model's.
-    fn receive(&self) -> Vec<u8> {
+    pub(crate) fn receive(&self) -> Vec<u8> {
         let mut bytes = vec![0; 1 << 16];
         loop {
             let (length, _) = recv(&self.receiver, &mut bytes[..], RecvFlags::empty()).unwrap();
@@ -204,13 +205,19 @@ impl Bench {
         }
     }
 
-    fn statistics(&self, pair: usize) -> QueueStatistics {
+    pub(crate) fn statistics(&self, pair: usize) -> QueueStatistics {
         self.net.statistics()[pair][1]
     }
 
-    fn is_in(&self, mode: Mode) {
+    pub(crate) fn is_in(&self, mode: Mode) {
         wait_until("the mode", WITHIN, || Ok((self.net.modes()[0] == mode).then_some(()))).unwrap();
     }
+}
+
+/// What driver and card agree upon.
+pub(crate) fn agree(frontend: &mut Frontend) -> Result<u64, Error> {
+    let features = feature::OFFLOADS | feature::MRG_RXBUF;
+    Ok(frontend.negotiate(features, EVENT_IDX | INDIRECT, 0)?.features)
 }
 
 /// As a packet socket has it: without the outer VLAN tag, which the kernel tells elsewhere.
@@ -220,130 +227,4 @@ fn seen(packet: &Packet) -> Vec<u8> {
         frame.drain(12..16);
     }
     frame
-}
-
-#[test]
-fn frames_of_every_kind_arrive_from_anywhere() {
-    let name = "frames_of_every_kind_arrive_from_anywhere";
-    let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    bench.traffic(0, 400);
-    assert_eq!(bench.net.modes(), [Mode::Copy]);
-    let found = bench.statistics(0);
-    assert!(found.referenced > 100, "{found:?}");
-    assert_eq!((found.drops, found.zero_copy, found.pending), ([0; 6], 0, 0), "{found:?}");
-    wait_until("400 frames", WITHIN, || Ok((bench.statistics(0).packets == 400).then_some(()))).unwrap();
-    assert_eq!(bench.statistics(0).copied, 400, "the kernel copies on a veth");
-}
-
-#[test]
-fn checksums_are_made_here_as_well() {
-    let name = "checksums_are_made_here_as_well";
-    let Some(mut bench) = Bench::new(name, 1, Xdp::with_software_checksums) else { return };
-    bench.traffic(0, 400);
-    assert!(bench.statistics(0).referenced > 100, "{:?}", bench.statistics(0));
-}
-
-#[test]
-fn pairs_share_what_is_pinned() {
-    let name = "pairs_share_what_is_pinned";
-    let Some(mut bench) = Bench::new(name, 2, |xdp| xdp) else { return };
-    for _ in 0..4 {
-        bench.traffic(0, 32);
-        bench.traffic(1, 32);
-    }
-    assert_eq!(bench.net.modes(), [Mode::Copy; 2]);
-}
-
-#[test]
-fn memory_changes_and_rings_stop_under_way() {
-    let name = "memory_changes_and_rings_stop_under_way";
-    let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    for round in 0..6 {
-        bench.traffic(0, 32);
-        // What is under way when it is said is sent, and comes back.
-        let (sent, arrives) = bench.packet();
-        bench.transmit(0, 0, &sent);
-        bench.queues[0].publish();
-        if round % 2 == 0 {
-            let memory = Arc::clone(&bench.memory);
-            bench.frontend.share(Some(&memory)).unwrap();
-        } else {
-            let base = bench.frontend.stop(1).unwrap();
-            bench.frontend.start(&bench.queues[0], base).unwrap();
-            bench.queues[0].raise();
-        }
-        for wanted in arrives {
-            assert!(bench.receive() == wanted);
-        }
-        bench.all_back(0);
-        bench.is_in(Mode::Copy);
-    }
-}
-
-#[test]
-fn without_the_interface_frames_go_by_the_tap() {
-    let name = "without_the_interface_frames_go_by_the_tap";
-    let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    bench.traffic(0, 32);
-    bench.near.run(&["ip", "link", "set", "out0", "down"]).unwrap();
-    let frame = [&[0; VIRTIO][..], &[0x11; 600]].concat();
-    bench.transmit(0, 0, &frame);
-    bench.queues[0].publish();
-    bench.all_back(0);
-    bench.is_in(Mode::Tap);
-    bench.near.run(&["ip", "link", "set", "out0", "up"]).unwrap();
-    // It is tried again when there is something to send, and a link that is up does not carry yet.
-    let mut bytes = vec![0; 1 << 16];
-    wait_until("a frame by the interface again", WITHIN, || {
-        bench.transmit(0, 0, &frame);
-        bench.queues[0].publish();
-        bench.all_back(0);
-        let mut came = || match recv(&bench.receiver, &mut bytes[..], RecvFlags::DONTWAIT) {
-            Ok((length, _)) => Some(bytes[..length] == frame[VIRTIO..]),
-            Err(_) => None,
-        };
-        Ok(std::iter::from_fn(&mut came).any(|is_it| is_it).then_some(()))
-    })
-    .unwrap();
-    bench.is_in(Mode::Copy);
-}
-
-/// What the card does not do itself, and what nobody does, goes to the tap, which judges it.
-#[test]
-fn nonsense_is_left_to_the_tap() {
-    let name = "nonsense_is_left_to_the_tap";
-    let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    for _ in 0..100 {
-        for slot in 0..SLOTS {
-            let (mut bytes, _) = bench.packet();
-            for _ in 0..bench.random.usize(1..4) {
-                let at = bench.random.usize(..bytes.len().min(60));
-                bytes[at] = bench.random.u8(..);
-            }
-            bytes.truncate(bench.random.usize(1..bytes.len() * 2).min(bytes.len()));
-            bench.transmit(0, slot, &bytes);
-        }
-        bench.queues[0].publish();
-        bench.all_back(0);
-    }
-    assert_eq!(bench.net.modes(), [Mode::Copy]);
-    let known = |found: &QueueStatistics| found.packets + found.drops.iter().sum::<u64>() == 100 * SLOTS;
-    wait_until("all to be counted", WITHIN, || Ok(known(&bench.statistics(0)).then_some(()))).unwrap();
-}
-
-#[test]
-fn a_guest_whose_memory_comes_later_is_refused() {
-    const PAGEFAULT: u64 = 1 << 8;
-    let name = "a_guest_whose_memory_comes_later_is_refused";
-    let Some(mut bench) = Bench::new(name, 1, |xdp| xdp) else { return };
-    assert_eq!(bench.frontend.number(Code::GET_PROTOCOL_FEATURES).unwrap() & PAGEFAULT, 0);
-    let missing = bench.near.enter(|| Xdp::new("out7", 0, None)).unwrap().unwrap_err();
-    assert_eq!(missing.to_string(), "there is no interface out7 in this network to transmit by");
-    let file = tempfile().into();
-    let wrong = bench.near.enter(|| Xdp::new("out0", 0, Some(vec![file]))).unwrap().unwrap_err();
-    assert_eq!(wrong.to_string(), "descriptor 1 is no AF_XDP socket");
-}
-
-fn tempfile() -> std::fs::File {
-    std::fs::File::open("/dev/null").unwrap()
 }
