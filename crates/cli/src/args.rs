@@ -211,6 +211,9 @@ pub(crate) struct CheckArgs {
     /// Lanes that the guest would go by; 0: none
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) multifd_channels: usize,
+    /// For `move --postcopy`: the guest would run at DEST before all of its memory is there
+    #[arg(long)]
+    pub(crate) postcopy: bool,
     #[command(flatten)]
     pub(crate) output: Output,
 }

@@ -40,6 +40,15 @@ pub enum End {
     Control(PathBuf),
 }
 
+/// How the guest is to get there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Intent {
+    /// Lanes that it would go by; `None`: not known yet.
+    pub lanes: Option<usize>,
+    /// It is to run there before its memory has come.
+    pub is_postcopy: bool,
+}
+
 /// Why an end's facts are not known.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -122,11 +131,13 @@ impl End {
 ///
 /// # Errors
 /// [`Error`] of either end.
-pub fn check(source: &End, destination: &End, lanes: Option<usize>) -> Result<Report, Error> {
+pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
     let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
-    let mut report = judge(&Pair { source: &guest, destination: &there, lanes, is_live, is_one_host });
+    let Intent { lanes, is_postcopy } = intent;
+    let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
+    let mut report = judge(&pair);
     if let End::Attribute(_) | End::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),

@@ -98,7 +98,7 @@ fn precopy(image: &dyn StoredGuest, destination: &Destination, run: &Run<'_>) ->
 
 fn to_qemu(image: &dyn StoredGuest, path: &Path, run: &Run<'_>) -> Result<Report, Failure> {
     let mut destination = QmpDestination::prepare(path).map_err(Failure::untouched)?;
-    destination.check(&Guest::of_image(image), run.lanes, run.observer).map_err(Failure::untouched)?;
+    destination.check(&Guest::of_image(image), run).map_err(Failure::untouched)?;
     // QEMU reads the file itself as fast as it goes, and as it is.
     let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
     let loads = !run.options.stream && destination.loads_images() && is_plain;

@@ -70,7 +70,7 @@ impl Target {
             Destination::Qmp(path) => {
                 let mut destination = Box::new(QmpDestination::prepare(path)?);
                 if let Some(guest) = guest {
-                    destination.check(guest, run.lanes, run.observer)?;
+                    destination.check(guest, run)?;
                 }
                 Self::Qemu { destination, relay: None }
             }

@@ -36,7 +36,7 @@ impl End {
                 };
                 let machine_type = &stored.guest.configuration().machine_type;
                 let guest = Fits::of_blocks(machine_type, stored.guest.blocks());
-                qemu.check(&guest, run.lanes, run.observer)?;
+                qemu.check(&guest, run)?;
                 if options.recover && qemu.preempts() != options.preempt {
                     let (has, option) = match qemu.preempts() {
                         true => ("a preempt channel", "pass --postcopy-preempt"),

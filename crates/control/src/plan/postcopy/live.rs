@@ -87,7 +87,7 @@ fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDest
         source.takes_lanes_beside_postcopy()?;
         target.takes_lanes_beside_postcopy()?;
     }
-    target.check(&source.guest(true)?, run.lanes, run.observer)?;
+    target.check(&source.guest(true)?, run)?;
     Ok(target)
 }
 
