@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::Channel;
 use towline_migration::look_at_link;
 use towline_protocol::session::{FromDestination, FromSource, Run as RunWord, Settled};
 
 use super::context::Run;
 use super::destination::RunFailed;
+use super::endpoint::{DestinationEndpoint, Origin, Undo};
 use super::error::look_at;
 use super::error::{Error, Failure, GuestState};
 use super::peer::{Peer, Received};
@@ -24,7 +24,6 @@ use super::progress::Phase;
 use super::report::{DestinationState, SourceState};
 use super::source::QmpSource;
 use super::switch::{Switch, link};
-use super::target::{Target, Undo};
 use crate::switchover::{
     DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest, SourceView,
     Started,
@@ -42,21 +41,11 @@ const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 const PEER_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// The source of a command that is being concluded.
-pub(super) enum Origin {
-    /// A QEMU with its monitor.
-    Qemu(Box<QmpSource>),
-    /// A connection to a source that somebody else drives.
-    Stream(Arc<dyn Channel>),
-    /// An image, or memory of this process.
-    Stored,
-}
-
 /// Both ends and what is known by now.
 pub(super) struct Conclusion<'a> {
     pub(super) switch: &'a Switch,
-    pub(super) origin: Origin,
-    pub(super) target: Target,
+    pub(super) origin: Origin<'a>,
+    pub(super) target: &'a mut dyn DestinationEndpoint,
     pub(super) run: &'a Run<'a>,
     /// What failed, if something did.
     pub(super) error: Option<Error>,

@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
-use towline_migration::{Snapshot, Statistics, outgoing, synthetic};
+use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, synthetic};
 
 use super::error::Error;
 use super::options::Options;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
-use super::{blame, tls};
+use super::{blame, tls, zero_copy};
 
 /// What every part of a copy needs to know.
 pub(super) struct Run<'a> {
@@ -80,6 +80,18 @@ impl<'a> Run<'a> {
         let options = tls::connecting(self.options)?;
         let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
         connected.map_err(|error| blame::lanes_lost(error.into(), self.lanes, self.options.compression))
+    }
+
+    /// Passes on what comes in to these connections. `session` is that of the incoming migration.
+    pub(super) fn relay(
+        &self,
+        session: &Arc<Session>,
+        connections: outgoing::Connections,
+    ) -> Result<Box<Relay>, Error> {
+        let options = zero_copy::lane_options(self.options);
+        let relay = Relay::with_options(Arc::clone(session), connections, options)?;
+        self.set_sending(relay.statistics());
+        Ok(Box::new(relay))
     }
 
     /// Since the first question.

@@ -3,7 +3,7 @@
 use towline_channel::{Address, check_zero_copy};
 use towline_migration::{Compression, ZeroCopySend};
 
-use super::endpoint::{Destination, Source};
+use super::ends::{Destination, Source};
 use super::error::Error;
 use super::options::Options;
 use super::tls;
@@ -32,6 +32,7 @@ pub(super) fn checked(
     check_vsock(source, destination, options)?;
     check_base(destination, options)?;
     check_live(source, destination, options)?;
+    check_pair(source, destination, options)?;
     Ok((one_guest(source, destination, options)?, lanes))
 }
 
@@ -49,7 +50,7 @@ fn lanes(source: &Source, destination: &Destination, options: &Options) -> Resul
         let lanes = options.multifd_channels.unwrap_or(0);
         return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
-    let streams = [stream_address(source), destination_address(destination)];
+    let streams = [source.stream(), destination.stream()];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
     let lanes = options.multifd_channels.unwrap_or(default);
@@ -85,18 +86,33 @@ pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
     )))
 }
 
-fn stream_address(source: &Source) -> Option<&Address> {
-    match source {
-        Source::Stream(address) => Some(address),
-        _ => None,
-    }
-}
-
-fn destination_address(destination: &Destination) -> Option<&Address> {
-    match destination {
-        Destination::Stream(address) => Some(address),
-        _ => None,
-    }
+/// Refuses a source and a destination between which there is no way.
+fn check_pair(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+    let text = match (source, destination) {
+        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+        (Source::Qmp(_), _) if options.postcopy.is_some() => {
+            "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too"
+        }
+        (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
+            if options.postcopy.is_some() =>
+        {
+            return Ok(());
+        }
+        _ if options.postcopy.is_some() => {
+            "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it"
+        }
+        (Source::Memory(_), Destination::Qmp(_)) => {
+            "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream"
+        }
+        (Source::Memory(_), Destination::Null) => {
+            "null: takes a stream; mem: receives a synthetic guest and verifies it"
+        }
+        (source, Destination::Null) if source.is_image() => {
+            "null: takes a stream; to check an image, `inspect --verify` it"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
 }
 
 /// Sees to it that a copy does not end with two guests that run.
@@ -293,14 +309,7 @@ fn zero_copy_refused(why: &str) -> Error {
 
 /// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
 fn check_tls(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
-    let from = match source {
-        Source::Stream(address) => Some(address),
-        _ => None,
-    };
-    let to = match destination {
-        Destination::Stream(address) => Some(address),
-        _ => None,
-    };
+    let (from, to) = (source.stream(), destination.stream());
     let streams = || [from, to].into_iter().flatten();
     let Some(tls) = &options.tls else {
         return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. })) {

@@ -21,36 +21,27 @@ use super::super::blame;
 use super::super::conclude::{self as ends, Conclusion, conclude};
 use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
-use super::super::endpoint::Destination;
-use super::super::error::{Error, Failure, GuestState, look_at};
+use super::super::endpoint::{Origin, QemuDestination, asked};
+use super::super::error::{Error, Failure, look_at};
 use super::super::options::PostcopyOptions;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
 use super::super::report::{DestinationState, Report};
 use super::super::source::QmpSource;
 use super::super::switch::Switch;
-use super::super::target::Target;
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// How often the QEMUs are asked.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Moves or copies the guest of the QEMU at `path`.
+/// Moves or copies the guest of the QEMU at `from` to that at `to`.
 pub(in super::super) fn migrate(
-    path: &Path,
-    destination: &Destination,
+    from: &Path,
+    to: &Path,
     options: PostcopyOptions,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
-    let Destination::Qmp(to) = destination else {
-        return Err(Failure::untouched(Error::Usage(
-            "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too".into(),
-        )));
-    };
-    let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
-        let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
-        Failure { guest, ..Failure::untouched(error) }
-    })?;
+    let mut source = QmpSource::prepare(from, run.options).map_err(asked)?;
     let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
     let switch = Switch::new(SourceKind::Qemu, DestinationKind::Qemu, run.options);
     run.observer.phase(Phase::Connect);
@@ -63,8 +54,7 @@ pub(in super::super) fn migrate(
         Err(error) => {
             let error = target.explain(error);
             let directive = switch.failed(&error);
-            let origin = ends::Origin::Qemu(Box::new(source));
-            let target = Target::Qemu { destination: Box::new(target), relay: None };
+            let (origin, target) = (Origin::Qemu(&mut source), &mut QemuDestination::of(target));
             let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
             let concluded = conclude(ends, directive)?;
             return Ok(run.done(Snapshot::default(), concluded.source, concluded.destination));
