@@ -18,7 +18,8 @@ use super::context::Run;
 use super::destination::RunFailed;
 use super::endpoint::{DestinationEndpoint, Origin, Undo};
 use super::error::look_at;
-use super::error::{Error, Failure, GuestState};
+use super::error::{Error, Failure};
+use super::outcomes::{GuestState, Place};
 use super::peer::{Peer, Received};
 use super::progress::Phase;
 use super::report::{DestinationState, SourceState};
@@ -346,8 +347,8 @@ impl Conclude<'_> {
             Outcome::Done(placed) => placed,
             Outcome::Safe => return Err(self.failure(GuestState::Safe)),
             Outcome::Look(held) => {
-                let text = self.text(held);
-                return Err(self.failure(GuestState::LookAt(text)));
+                let guest = self.look_at(held);
+                return Err(self.failure(guest));
             }
         };
         let exited = self.ends.switch.state().has_source_exited();
@@ -359,7 +360,7 @@ impl Conclude<'_> {
         };
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
-            return Err(self.failure(GuestState::LookAt(WITHOUT_VSOCK.into())));
+            return Err(self.failure(GuestState::look_at(Place::WithoutVsock)));
         }
         self.notes.iter().for_each(|note| self.ends.run.observer.notice(note));
         let destination = match placed {
@@ -371,14 +372,11 @@ impl Conclude<'_> {
         Ok(Concluded { source, destination, downtime_ms: self.downtime_ms })
     }
 
-    fn text(&self, held: Held) -> String {
+    fn look_at(&self, held: Held) -> GuestState {
         match &self.ends.origin {
-            Origin::Stored => held.text_of_image().to_owned(),
-            Origin::Qemu(source) => {
-                let named = format!("its source, QEMU on {},", source.socket());
-                held.text().replace("its source's QEMU", &named)
-            }
-            Origin::Stream(_) => held.text().to_owned(),
+            Origin::Stored => GuestState::look_at(Place::HeldOfImage(held)),
+            Origin::Qemu(source) => GuestState::look_at_source(held, source.socket()),
+            Origin::Stream(_) => GuestState::look_at(Place::Held(held)),
         }
     }
 
@@ -402,18 +400,14 @@ pub(super) fn release_source(
     run: &Run<'_>,
 ) -> Result<(SourceState, Option<u64>), Failure> {
     if run.options.end_source {
-        let ended = source.end().map_err(|error| look_at(error, Held::SourceNotEnded.text()))?;
+        let ended = source.end().map_err(|error| look_at(error, Place::Held(Held::SourceNotEnded)))?;
         return Ok((SourceState::Ended, ended));
     }
     let released =
-        source.restore(false, false).map_err(|error| look_at(error, Held::SourceUnknown.text()))?;
+        source.restore(false, false).map_err(|error| look_at(error, Place::Held(Held::SourceUnknown)))?;
     released.notes.iter().for_each(|note| run.observer.notice(note));
     Ok((SourceState::Paused, released.downtime_ms))
 }
-
-/// Where a guest is that came without its vsock.
-const WITHOUT_VSOCK: &str =
-    "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)";
 
 impl<T> Received<T> {
     fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {

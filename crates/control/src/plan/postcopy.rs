@@ -29,8 +29,9 @@ use super::context::Run;
 use super::destination::Fate;
 use super::endpoint;
 use super::ends::Destination;
-use super::error::{Error, Failure, GuestState};
+use super::error::{Error, Failure, look_at};
 use super::options::PostcopyOptions;
+use super::outcomes::{GuestState, Place};
 use super::progress::{Phase, Progress};
 use super::report::PostcopyReport;
 use super::report::{Report, SourceState};
@@ -69,10 +70,10 @@ pub(super) fn restore(
 
 /// A guest that runs before its memory has come got zeros where the image was cut short meanwhile.
 fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
-    image.check_intact().map(|()| report).map_err(|error| {
-        let text = "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
-        Failure { error: Box::new(error.into()), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
-    })
+    match image.check_intact() {
+        Ok(()) => Ok(report),
+        Err(error) => Err(look_at(error.into(), Place::ImageCutShort)),
+    }
 }
 
 /// The destination, checked as far as it can be; nothing is changed.

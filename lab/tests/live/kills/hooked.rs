@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use towline_channel::Cancel;
-use towline_control::plan::{Destination, Error, GuestState, Observer, Options, Phase, Source, copy};
+use towline_control::plan::{Destination, Error, GuestState, Keeper, Observer, Options, Phase, Source, copy};
 use towline_lab::{Qemu, Towline};
 
 /// Where the orders are found.
@@ -74,10 +74,10 @@ fn towline_under_orders() {
         Err(failure) => {
             eprintln!("error: {}", failure.error);
             let (code, guest) = match (&*failure.error, &failure.guest) {
-                (Error::Usage(_), _) => (2, "untouched"),
-                (_, GuestState::Safe) => (1, "safe"),
-                (_, GuestState::Unreached) => (1, "unreached"),
-                (_, GuestState::LookAt(text)) => (3, text.as_str()),
+                (Error::Usage(_), _) => (2, "untouched".into()),
+                (_, GuestState::Safe) => (1, "safe".into()),
+                (_, GuestState::Unreached) => (1, "unreached".into()),
+                (_, guest @ GuestState::LookAt(_)) => (3, guest.text(Keeper::Qemu)),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));

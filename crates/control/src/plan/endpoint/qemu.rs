@@ -12,7 +12,8 @@ use towline_migration::{Compression, Relay, Session, Sink, Snapshot, Statistics}
 use super::super::blame;
 use super::super::context::Run;
 use super::super::destination::{QmpDestination, RunFailed};
-use super::super::error::{Error, Failure, GuestState};
+use super::super::error::{Error, Failure};
+use super::super::outcomes::GuestState;
 use super::super::progress::Phase;
 use super::super::receive::{Arriving, receive};
 use super::super::report::{DestinationState, SourceState};

@@ -8,6 +8,7 @@ use super::super::context::Run;
 use super::super::destination::Fate;
 use super::super::error::{Error, Failure, look_at};
 use super::super::options::PostcopyOptions;
+use super::super::outcomes::Place;
 use super::super::report::DestinationState;
 
 /// A QEMU that takes the guest. What the defaults say holds for one that nobody can ask.
@@ -65,7 +66,7 @@ pub(super) trait End {
 
     /// Nobody brings it its memory any more.
     fn left(&mut self, error: Error) -> Failure {
-        look_at(error, LEFT)
+        look_at(error, Place::PostcopyPaused)
     }
 
     /// What the guest does there when it has all of its memory.
@@ -80,5 +81,3 @@ pub(super) trait End {
         Ok(Vec::new())
     }
 }
-
-pub(super) const LEFT: &str = "it runs at its destination and stands still where it needs memory that has not come (postcopy-paused): `towline copy --postcopy --recover` with the same image and destination goes on; the image is as it was";

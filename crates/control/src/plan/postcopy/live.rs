@@ -24,6 +24,7 @@ use super::super::destination::{Fate, QmpDestination};
 use super::super::endpoint::{Origin, QemuDestination, asked};
 use super::super::error::{Error, Failure, look_at};
 use super::super::options::PostcopyOptions;
+use super::super::outcomes::Place;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
 use super::super::report::{DestinationState, Report};
@@ -214,20 +215,14 @@ impl Live<'_> {
     fn failed(&mut self, error: Error) -> Failure {
         self.source.forget();
         self.target.leave();
-        look_at(
-            error,
-            "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there",
-        )
+        look_at(error, Place::PostcopyRefused)
     }
 
     /// One of the monitors is lost, or the connection.
     fn lost(&mut self, error: Error) -> Failure {
         self.source.forget();
         self.target.leave();
-        look_at(
-            error,
-            "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on",
-        )
+        look_at(error, Place::PostcopySplit)
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
@@ -239,10 +234,7 @@ impl Live<'_> {
             Ok(notes) => notes,
             Err(error) => {
                 self.source.forget();
-                return Err(look_at(
-                    error,
-                    "at its destination, with all of its memory: look what it does there",
-                ));
+                return Err(look_at(error, Place::PostcopyArrived));
             }
         };
         notes.iter().for_each(|note| self.run.observer.notice(note));

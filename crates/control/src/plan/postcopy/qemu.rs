@@ -9,15 +9,13 @@ use towline_protocol::RamBlock;
 use super::super::blame;
 use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
-use super::super::error::{Error, Failure, GuestState, look_at};
+use super::super::error::{Error, Failure, look_at};
 use super::super::fit::Guest;
 use super::super::options::PostcopyOptions;
+use super::super::outcomes::{GuestState, Place};
 use super::super::report::DestinationState;
-use super::end::{End, LEFT};
+use super::end::End;
 use super::stored::Stored;
-
-const RAN: &str =
-    "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
 
 /// See the module's text.
 pub(super) struct QemuEnd(QmpDestination);
@@ -88,7 +86,7 @@ impl End for QemuEnd {
         let error = self.0.failed(text);
         self.0.leave();
         match had_loaded {
-            true => look_at(error, RAN),
+            true => look_at(error, Place::PostcopyEnded),
             false => Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.undo(false) },
         }
     }
@@ -97,14 +95,14 @@ impl End for QemuEnd {
         self.0.leave();
         match blame::is_gone(&error) {
             true if !had_loaded => Failure::untouched(error),
-            true => look_at(error, RAN),
-            false => look_at(error, LEFT),
+            true => look_at(error, Place::PostcopyEnded),
+            false => look_at(error, Place::PostcopyPaused),
         }
     }
 
     fn left(&mut self, error: Error) -> Failure {
         self.0.leave();
-        look_at(error, LEFT)
+        look_at(error, Place::PostcopyPaused)
     }
 
     fn state(&self, runs: bool) -> DestinationState {
@@ -115,8 +113,8 @@ impl End for QemuEnd {
         let qemu = &mut self.0;
         let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_runs() } else { Ok(()) });
         finished.and_then(|()| qemu.release()).map_err(|error| match blame::is_gone(&error) {
-            true => look_at(error, RAN),
-            false => look_at(error, "at its destination, with all of its memory: look what it does there"),
+            true => look_at(error, Place::PostcopyEnded),
+            false => look_at(error, Place::PostcopyArrived),
         })
     }
 }
