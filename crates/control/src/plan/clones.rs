@@ -26,9 +26,9 @@ use super::copy::stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::options::Options;
 use super::progress::{Observer, Phase};
 use super::report::Report;
+use super::request::Request;
 use super::validate::checked;
 
 /// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
@@ -56,7 +56,7 @@ pub type Outcome = Result<Report, Failure>;
 pub fn copy_to_all(
     source: &Source,
     recipients: &[Recipient<'_>],
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
     ended: &(dyn Fn(usize, &Outcome) + Sync),
@@ -111,8 +111,8 @@ fn one(image: &(dyn StoredGuest + 'static), recipient: &Recipient<'_>, run: &Run
 fn plans(
     source: &Source,
     recipients: &[Recipient<'_>],
-    options: &Options,
-) -> Result<Vec<(Options, usize)>, Error> {
+    options: &Request,
+) -> Result<Vec<(Request, usize)>, Error> {
     if recipients.len() > CLONES_MAX {
         let found = recipients.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));

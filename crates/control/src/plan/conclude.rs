@@ -163,7 +163,7 @@ impl Conclude<'_> {
 
     fn look_at_source(&mut self) -> Input {
         let limit = if self.ends.switch.state().cancels_next() { GIVE_UP_TIMEOUT } else { SOURCE_TIMEOUT };
-        let live = self.ends.run.options.live;
+        let live = self.ends.run.options.is_snapshot();
         let Origin::Qemu(source) = &mut self.ends.origin else { return Input::Failed };
         let view = source.view(live);
         let is_over = self.wait.since.elapsed() >= limit;
@@ -399,7 +399,7 @@ pub(super) fn release_source(
     source: &mut QmpSource,
     run: &Run<'_>,
 ) -> Result<(SourceState, Option<u64>), Failure> {
-    if run.options.end_source {
+    if run.options.ends_source() {
         let ended = source.end().map_err(|error| look_at(error, Place::Held(Held::SourceNotEnded)))?;
         return Ok((SourceState::Ended, ended));
     }

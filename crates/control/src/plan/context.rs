@@ -9,14 +9,14 @@ use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
 use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, synthetic};
 
 use super::error::Error;
-use super::options::Options;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
+use super::request::Request;
 use super::{blame, tls, zero_copy};
 
 /// What every part of a copy needs to know.
 pub(super) struct Run<'a> {
-    pub(super) options: &'a Options,
+    pub(super) options: &'a Request,
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
@@ -29,7 +29,7 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     pub(super) fn new(
-        options: &'a Options,
+        options: &'a Request,
         lanes: usize,
         cancel: &'a Cancel,
         observer: &'a dyn Observer,
@@ -44,7 +44,7 @@ impl<'a> Run<'a> {
     pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
         let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
         let writer = ImageWriter::create(path, existing, origin)?;
-        Ok(match &self.options.base {
+        Ok(match self.options.base() {
             Some(base) => writer.based_on(base)?,
             None => writer,
         })

@@ -11,10 +11,10 @@ use super::context::Run;
 use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::options::{Options, PostcopyOptions};
 use super::progress::{Observer, Phase, Progress};
 use super::receive::{Arriving, receive};
 use super::report::Report;
+use super::request::{PostcopyOptions, Request};
 use super::survey::Survey;
 use super::switch::Switch;
 use super::transfer::transfer;
@@ -29,15 +29,15 @@ use crate::switchover::{DestinationKind, SourceKind};
 pub fn copy(
     source: &Source,
     destination: &Destination,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, Failure> {
     let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
     let run = Run::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
-    fit::devices(&options.devices, observer).map_err(Failure::untouched)?;
-    match options.postcopy {
+    fit::devices(&options.devices(), observer).map_err(Failure::untouched)?;
+    match options.postcopy() {
         None => transfer(endpoint::source(source, &run)?.as_mut(), destination, &run),
         Some(how) => ahead(source, destination, how, &run),
     }
@@ -63,7 +63,7 @@ pub(super) fn stored(
     destination: &Destination,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
-    match run.options.postcopy {
+    match run.options.postcopy() {
         None => transfer(&mut StoredSource::new(image), destination, run),
         Some(how) => postcopy::restore(image, destination, how, run),
     }
@@ -76,7 +76,7 @@ pub(super) fn stored(
 pub fn survey(
     source: &Source,
     survey: &Survey,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {

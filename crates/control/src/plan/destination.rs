@@ -19,8 +19,8 @@ use towline_qmp::commands::{
 use super::context::Run;
 use super::error::Error;
 use super::fit::{Guest, uuid_bytes};
-use super::options::Options;
 use super::private_dir::PrivateDir;
+use super::request::Request;
 use super::vsock::Vsocks;
 use super::{blame, compression};
 use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
@@ -124,7 +124,7 @@ impl QmpDestination {
     pub(super) fn start(
         &mut self,
         lanes: usize,
-        options: &Options,
+        options: &Request,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         self.set(lanes, false, options.compression)?;

@@ -15,8 +15,8 @@ use towline_image::StoredGuest;
 use super::context::Run;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::options::Options;
 use super::progress::Observer;
+use super::request::Request;
 
 pub(super) use contract::{Departure, DestinationEndpoint, Origin, SourceEndpoint, Undo};
 pub(super) use image::{StoredSource, lost};
@@ -56,7 +56,7 @@ pub(super) fn destination(
 /// A stored guest, to be read by any number of copies.
 pub(super) fn open(
     source: &Source,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Box<dyn StoredGuest>, Error> {

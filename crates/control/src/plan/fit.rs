@@ -65,7 +65,7 @@ impl Guest {
             source,
             destination: &destination,
             lanes: Some(run.lanes),
-            is_postcopy: run.options.postcopy.is_some(),
+            is_postcopy: run.options.is_postcopy(),
             is_live,
             is_one_host: true,
         });

@@ -30,11 +30,11 @@ use super::destination::Fate;
 use super::endpoint;
 use super::ends::Destination;
 use super::error::{Error, Failure, look_at};
-use super::options::PostcopyOptions;
 use super::outcomes::{GuestState, Place};
 use super::progress::{Phase, Progress};
 use super::report::PostcopyReport;
 use super::report::{Report, SourceState};
+use super::request::PostcopyOptions;
 use super::supervise::supervised;
 use super::switch::Switch;
 use super::{blame, tls};
@@ -100,7 +100,7 @@ fn restore_stored(
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
-        max_bandwidth: run.options.max_bandwidth,
+        max_bandwidth: run.options.means().max_bandwidth,
         answer_timeout: run.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
     };
@@ -142,7 +142,7 @@ impl<'a> Restore<'a> {
     fn go(mut self, ran: bool) -> Result<Report, Failure> {
         let runs = match self.options.recover {
             true => self.end.ran(),
-            false => self.run.options.run.unwrap_or(ran),
+            false => self.run.options.run().unwrap_or(ran),
         };
         let mut running = match self.options.recover {
             true => self.recover(None)?,

@@ -38,9 +38,9 @@ pub(super) fn receive(
     run.observer.phase(Phase::Transfer);
     let options = incoming::Options {
         // A source that runs on in any case loses nothing by what it does not hear.
-        require_return_path: run.options.return_path && !run.options.live,
+        require_return_path: run.options.return_path && !run.options.is_snapshot(),
         compression: run.options.compression,
-        is_snapshot: run.options.live,
+        is_snapshot: run.options.is_snapshot(),
         receiver,
     };
     let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);

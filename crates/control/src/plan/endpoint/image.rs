@@ -11,9 +11,9 @@ use super::super::context::Run;
 use super::super::error::{Error, Failure};
 use super::super::fit::Guest;
 use super::super::local;
-use super::super::options::Options;
 use super::super::progress::Observer;
 use super::super::report::DestinationState;
+use super::super::request::Request;
 use super::super::switch::Switch;
 use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
@@ -21,7 +21,7 @@ use crate::switchover::{Directive, SourceKind};
 /// Opens the image at `path`, to be read by any number of copies.
 pub(in super::super) fn open(
     path: &Path,
-    options: &Options,
+    options: &Request,
     observer: &dyn Observer,
 ) -> Result<Image, Error> {
     let image = Image::open(path)?;

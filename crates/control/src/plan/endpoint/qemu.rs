@@ -76,8 +76,8 @@ impl SourceEndpoint for QemuSource {
     fn prepare(&mut self, is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
         // Nothing is changed before a device is detached, so that nothing has to be put back.
         let guest = self.qemu.guest(is_compared).map_err(asked)?;
-        let guest = if run.options.detach_vsock { guest.without_vsocks() } else { guest };
-        let how = if run.options.live { "qmp (background-snapshot)" } else { "qmp" };
+        let guest = if run.options.detaches_vsock() { guest.without_vsocks() } else { guest };
+        let how = if run.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
         let qemu = Some(self.qemu.version_text());
         let origin = ImageOrigin { source: how.into(), qemu, ..ImageOrigin::default() };
         Ok(Departure { guest: Some(guest), origin, file: None })
@@ -218,7 +218,8 @@ impl DestinationEndpoint for QemuDestination {
 
     fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
         // QEMU reads the file itself as fast as it goes, and as it is.
-        let is_plain = run.options.max_bandwidth.is_none() && run.options.compression == Compression::None;
+        let is_plain =
+            run.options.means().max_bandwidth.is_none() && run.options.compression == Compression::None;
         let loads = !run.options.stream && self.qemu.loads_images() && is_plain;
         let file = local.file.filter(|_| loads);
         self.is_handed_over = file.is_some();

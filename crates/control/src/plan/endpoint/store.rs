@@ -12,19 +12,19 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::super::context::Run;
 use super::super::error::Error;
 use super::super::local;
-use super::super::options::Options;
 use super::super::progress::{Phase, Progress};
 use super::super::report::DestinationState;
+use super::super::request::Request;
 use super::super::switch::Switch;
 use super::contract::{Departure, DestinationEndpoint, Local};
 
 /// Opens the image at `location`, to be read by any number of copies.
 pub(in super::super) fn open(
     location: &Location,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
 ) -> Result<StoredImage, Error> {
-    match options.postcopy {
+    match options.postcopy() {
         None => StoredImage::open(location, Some(cancel.clone())).map_err(failed),
         // Once its guest runs, nobody can cancel: it needs its memory.
         Some(_) => Ok(StoredImage::open(location, None).map_err(failed)?.given_back()),

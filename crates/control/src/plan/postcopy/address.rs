@@ -5,7 +5,7 @@ use towline_channel::Address;
 use super::super::context::Run;
 use super::super::destination::Fate;
 use super::super::error::Error;
-use super::super::options::PostcopyOptions;
+use super::super::request::PostcopyOptions;
 use super::end::End;
 
 /// See the module's text.

@@ -7,9 +7,9 @@ use towline_protocol::ram::PAGE_SIZE;
 use super::super::context::Run;
 use super::super::destination::Fate;
 use super::super::error::{Error, Failure, look_at};
-use super::super::options::PostcopyOptions;
 use super::super::outcomes::Place;
 use super::super::report::DestinationState;
+use super::super::request::PostcopyOptions;
 
 /// A QEMU that takes the guest. What the defaults say holds for one that nobody can ask.
 pub(super) trait End {

@@ -23,11 +23,11 @@ use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
 use super::super::endpoint::{Origin, QemuDestination, asked};
 use super::super::error::{Error, Failure, look_at};
-use super::super::options::PostcopyOptions;
 use super::super::outcomes::Place;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
 use super::super::report::{DestinationState, Report};
+use super::super::request::PostcopyOptions;
 use super::super::source::QmpSource;
 use super::super::switch::Switch;
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
@@ -61,7 +61,7 @@ pub(in super::super) fn migrate(
             return Ok(run.done(Snapshot::default(), concluded.source, concluded.destination));
         }
     };
-    let runs = run.options.run.unwrap_or(switched);
+    let runs = run.options.run().unwrap_or(switched);
     run.observer.phase(Phase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
     let mut live = Live { source, target, run, report, moved, runs, told: false };

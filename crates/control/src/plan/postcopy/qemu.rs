@@ -11,9 +11,9 @@ use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
 use super::super::error::{Error, Failure, look_at};
 use super::super::fit::Guest;
-use super::super::options::PostcopyOptions;
 use super::super::outcomes::{GuestState, Place};
 use super::super::report::DestinationState;
+use super::super::request::PostcopyOptions;
 use super::end::End;
 use super::stored::Stored;
 
