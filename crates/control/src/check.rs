@@ -10,6 +10,7 @@
 
 mod attribute;
 mod device;
+mod error;
 mod recorded;
 
 use std::path::{Path, PathBuf};
@@ -19,8 +20,9 @@ use towline_compat::{Facts, Pair, Report, attribute as judged, judge};
 use towline_image::{Image, StoredGuest};
 use towline_qmp as qmp;
 
-use crate::qemu::{self, Qemu};
+use crate::qemu::Qemu;
 
+pub use error::Error;
 pub use recorded::Error as RecordedError;
 
 /// One end of a check.
@@ -47,42 +49,6 @@ pub struct Intent {
     pub lanes: Option<usize>,
     /// It is to run there before its memory has come.
     pub is_postcopy: bool,
-}
-
-/// Why an end's facts are not known.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// A QEMU did not answer.
-    #[error(transparent)]
-    Qemu(#[from] qemu::Error),
-    /// A control socket did not answer, or not as one of a device.
-    #[error("ctl:{}: {source}", path.display())]
-    Control {
-        /// The socket.
-        path: PathBuf,
-        /// Why.
-        source: Box<qmp::Error>,
-    },
-    /// An image cannot be read.
-    #[error(transparent)]
-    Image(#[from] towline_image::Error),
-    /// Recorded facts cannot be read.
-    #[error("{from}: {source}")]
-    Recorded {
-        /// Where they should have come from.
-        from: String,
-        /// Why.
-        source: RecordedError,
-    },
-    /// An attribute's type cannot be told.
-    #[error("{}: {source}", path.display())]
-    Attribute {
-        /// The attribute.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
 }
 
 impl End {
