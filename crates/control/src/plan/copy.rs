@@ -36,7 +36,7 @@ pub fn copy(
     let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
     let run = Run::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
-    fit::devices(&options.devices(), observer).map_err(Failure::untouched)?;
+    fit::devices(options.devices(), observer).map_err(Failure::untouched)?;
     match options.postcopy() {
         None => transfer(endpoint::source(source, &run)?.as_mut(), destination, &run),
         Some(how) => ahead(source, destination, how, &run),

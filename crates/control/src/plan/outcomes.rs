@@ -99,84 +99,88 @@ impl Place {
 
 /// Of a guest that was stopped at its source.
 fn of_held(held: Held) -> Row {
-    let (id, text) = match held {
-        Held::DestinationHolds => (
-            "destination-holds",
-            "whole at its destination, paused; its source did not say whether it is done: look at the source, and run the guest at one of them only (`cont`)",
-        ),
-        Held::Undecided => (
-            "undecided",
-            "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there",
-        ),
-        Held::DestinationMayRun => (
-            "destination-may-run",
-            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and run it on at the source (`cont`) only if it does not run there",
-        ),
-        Held::BothMayRun => (
-            "both-may-run",
-            "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them",
-        ),
-        Held::SourceRunByOthers => (
-            "source-run-by-others",
-            "running at its source, where it was run by somebody else after the copy was complete; the destination holds a copy of it, paused: run only one of them",
-        ),
-        Held::BothPaused => {
-            ("both-paused", "paused at both ends: run it on where you want it (`cont`), not at both")
+    let text = match held {
+        Held::DestinationHolds => {
+            "whole at its destination, paused; its source did not say whether it is done: look at the source, and run the guest at one of them only (`cont`)"
         }
-        Held::StoppedAgain => (
-            "stopped-again",
-            "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them",
-        ),
-        Held::DestinationLost => (
-            "destination-lost",
-            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)",
-        ),
-        Held::DestinationUnknown => (
-            "destination-unknown",
-            "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)",
-        ),
-        Held::DestinationOnly => {
-            ("destination-only", "paused at the destination, whole (`cont` runs it on); its source has ended")
+        Held::Undecided => {
+            "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there"
         }
-        Held::DestinationAlone => (
-            "destination-alone",
-            "at its destination, which does not answer any more: look whether it runs there; its source has ended",
-        ),
-        Held::BothExited => ("both-exited", "lost: both QEMUs have ended"),
-        Held::SourceExited => (
-            "source-exited",
-            "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run",
-        ),
-        Held::SourceExitedSince => (
-            "source-exited-since",
-            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older",
-        ),
-        Held::SourceUnknown => (
-            "source-unknown",
-            "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)",
-        ),
-        Held::SourceNotEnded => (
-            "source-not-ended",
-            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there",
-        ),
-        Held::SourceNotResumed => {
-            ("source-not-resumed", "stored; at its source it is still paused: run it on (`cont`)")
+        Held::DestinationMayRun => {
+            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and run it on at the source (`cont`) only if it does not run there"
         }
-        Held::StoredOnly => ("stored-only", "stored, and nowhere else: its source's QEMU has ended"),
-        Held::PeerWaits => (
-            "peer-waits",
-            "paused at both ends: the connection to the destination's towline was lost before the outcome could be sent",
-        ),
-        Held::PeerUnknown => (
-            "peer-unknown",
-            "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them",
-        ),
-        Held::PeerDidNotRun => (
-            "peer-did-not-run",
-            "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both",
-        ),
+        Held::BothMayRun => {
+            "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them"
+        }
+        Held::SourceRunByOthers => {
+            "running at its source, where it was run by somebody else after the copy was complete; the destination holds a copy of it, paused: run only one of them"
+        }
+        Held::BothPaused => "paused at both ends: run it on where you want it (`cont`), not at both",
+        Held::StoppedAgain => {
+            "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
+        }
+        Held::DestinationLost => {
+            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)"
+        }
+        Held::DestinationUnknown => {
+            "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
+        }
+        Held::DestinationOnly => "paused at the destination, whole (`cont` runs it on); its source has ended",
+        Held::DestinationAlone => {
+            "at its destination, which does not answer any more: look whether it runs there; its source has ended"
+        }
+        Held::BothExited => "lost: both QEMUs have ended",
+        Held::SourceExited => {
+            "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
+        }
+        Held::SourceExitedSince => {
+            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older"
+        }
+        Held::SourceUnknown => {
+            "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)"
+        }
+        Held::SourceNotEnded => {
+            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there"
+        }
+        Held::SourceNotResumed => "stored; at its source it is still paused: run it on (`cont`)",
+        Held::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
+        Held::PeerWaits => {
+            "paused at both ends: the connection to the destination's towline was lost before the outcome could be sent"
+        }
+        Held::PeerUnknown => {
+            "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them"
+        }
+        Held::PeerDidNotRun => {
+            "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both"
+        }
     };
-    Row { id, exit_code: 3, text }
+    Row { id: id_of(held), exit_code: 3, text }
+}
+
+fn id_of(held: Held) -> &'static str {
+    match held {
+        Held::DestinationHolds => "destination-holds",
+        Held::Undecided => "undecided",
+        Held::DestinationMayRun => "destination-may-run",
+        Held::BothMayRun => "both-may-run",
+        Held::SourceRunByOthers => "source-run-by-others",
+        Held::BothPaused => "both-paused",
+        Held::StoppedAgain => "stopped-again",
+        Held::DestinationLost => "destination-lost",
+        Held::DestinationUnknown => "destination-unknown",
+        Held::DestinationOnly => "destination-only",
+        Held::DestinationAlone => "destination-alone",
+        Held::BothExited => "both-exited",
+        Held::SourceExited => "source-exited",
+        Held::SourceExitedSince => "source-exited-since",
+        Held::SourceUnknown => "source-unknown",
+        Held::SourceNotEnded => "source-not-ended",
+        Held::SourceNotResumed => "source-not-resumed",
+        Held::StoredOnly => "stored-only",
+        Held::PeerWaits => "peer-waits",
+        Held::PeerUnknown => "peer-unknown",
+        Held::PeerDidNotRun => "peer-did-not-run",
+    }
 }
 
 /// Of a guest whose image stays as it was.
