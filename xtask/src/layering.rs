@@ -1,6 +1,8 @@
-//! `cargo xtask layering`: who may use whom, read from `cargo metadata`.
+//! `cargo xtask layering`: who may use whom, read from `cargo metadata`, and that no files of `control` import each other in a circle.
 //!
 //! Only what is shipped counts: normal and build dependencies. Tests may use the lab.
+
+mod imports;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -45,11 +47,17 @@ const TABLE: &[(&str, May)] = &[
 /// The crate that knows bytes and no system calls, and what its root must say of it.
 const PURE_CRATE: &str = "crates/protocol/src/lib.rs";
 
-/// Fails on any edge that the table does not have, and if `protocol` is no longer pure.
+/// The crate whose files import each other in no circle: its plans did once, and a change of one was a change of all.
+const WITHOUT_CIRCLES: &str = "crates/control/src";
+
+/// Fails on any edge that the table does not have, if `protocol` is no longer pure, and on a circle of imports in `control`.
 pub(crate) fn run() -> Result<()> {
     let mut faults = faults(&metadata()?)?;
     let source = std::fs::read_to_string(root().join(PURE_CRATE));
     faults.extend(impurities(&source.with_context(|| format!("{PURE_CRATE} cannot be read"))?));
+    let circles = imports::circles(&root().join(WITHOUT_CIRCLES))?;
+    faults
+        .extend(circles.iter().map(|circle| format!("{WITHOUT_CIRCLES} has a circle of imports: {circle}")));
     if faults.is_empty() {
         return Ok(());
     }

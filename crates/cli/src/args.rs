@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use towline_control::plan::{PostcopyOptions, Tls};
+use towline_control::plan::Tls;
 use towline_migration::{Compression, ZeroCopySend};
 
 use crate::ctl::CtlArgs;
@@ -213,6 +213,9 @@ pub(crate) struct CheckArgs {
     /// Lanes that the guest would go by; 0: none
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) multifd_channels: usize,
+    /// For `move --postcopy`: the guest would run at DEST before all of its memory is there
+    #[arg(long)]
+    pub(crate) postcopy: bool,
     #[command(flatten)]
     pub(crate) output: Output,
 }
@@ -290,16 +293,6 @@ pub(crate) struct PostcopyArgs {
     /// Remember beside the image (IMAGE.working-set.json) what the guest needed at once, and send that first the next time
     #[arg(long, value_name = "ON|OFF", default_value = "on")]
     pub(crate) record_working_set: Switch,
-}
-
-impl PostcopyArgs {
-    pub(crate) fn options(&self) -> Option<PostcopyOptions> {
-        self.postcopy.then_some(PostcopyOptions {
-            preempt: self.postcopy_preempt,
-            recover: self.recover,
-            record_working_set: self.record_working_set == Switch::On,
-        })
-    }
 }
 
 /// Show what a guest consists of: blocks, pages, devices and their versions, checksums, sizes

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use towline_channel::Address;
 use towline_compat::{Finding, Report, Severity, Verdict, Way};
-use towline_control::check::{self, End};
+use towline_control::check::{self, End, Intent};
 
 use crate::Exit;
 use crate::args::CheckArgs;
@@ -35,7 +35,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<Exit> {
         Ok(destination) => destination,
         Err(refused) => return Ok(refused.tell(&reporter)),
     };
-    match check::check(&source, &destination, Some(args.multifd_channels)) {
+    let intent = Intent { lanes: Some(args.multifd_channels), is_postcopy: args.postcopy };
+    match check::check(&source, &destination, intent) {
         Ok(report) => Ok(tell(&reporter, args, to, &report)),
         Err(error) => Ok(Refused::Unknown(error.to_string()).tell(&reporter)),
     }

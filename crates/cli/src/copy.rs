@@ -2,26 +2,24 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
 use towline_control::monitor::Monitor;
-use towline_control::plan::{self, Destination, Observer, Options, Recipient, Source};
+use towline_control::plan::{self, Destination, Observer, Recipient, Request, Source};
 use towline_control::statistics::Counting;
-use towline_migration::Tuning;
 
 use crate::Exit;
-use crate::args::{CopyArgs, Method, MoveArgs, Switch, TransferArgs};
+use crate::args::{CopyArgs, MoveArgs, TransferArgs};
 use crate::endpoint::Endpoint;
 use crate::log::RequestId;
 use crate::notify::Notifier;
 use crate::outcome::Outcome;
 use crate::progress::Reporter;
-use crate::sandbox;
 use crate::signals::cancel_on_signals;
 use crate::sockets::private;
 use crate::watch::WatchArgs;
+use crate::{request, sandbox};
 
 /// Runs `copy`.
 pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
@@ -41,18 +39,14 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         );
         return Ok(outcome.usage(&text));
     }
-    if let Some(text) = level_of_nothing(&args.transfer) {
-        return Ok(outcome.usage(text));
-    }
     let destinations: Result<Vec<_>, _> = args.destinations.iter().map(Endpoint::destination).collect();
     let destinations = match destinations {
         Ok(destinations) => destinations,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    let base = match &args.base {
-        None => None,
-        Some(Endpoint::Image(path)) => Some(path.clone()),
-        Some(other) => return Ok(outcome.usage(&format!("--base {other}: a base is an image"))),
+    let options = match request::of_copy(args, &source) {
+        Ok(options) => options,
+        Err(text) => return Ok(outcome.usage(&text)),
     };
     let promise = match args.transfer.postcopy.postcopy {
         true => {
@@ -60,7 +54,6 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
         }
         false => "the source keeps its guest, unless that is being handed over already",
     };
-    let options = Options { resume: args.resume, base, live: args.live, ..options(&args.transfer) };
     if destinations.len() > 1 && args.transfer.watch.is_wanted() {
         return Ok(outcome.usage(
             "--qmp and --metrics show one copy, and there are several DESTs: start one towline for each",
@@ -90,7 +83,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
 }
 
 /// Leaves this process what a copy between these ends needs.
-fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Options) {
+fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], options: &Request) {
     match sandbox::of_copy(source, destinations, options, args.watch.qmp.as_deref()) {
         Some(mut policy) => {
             args.watch.metrics.iter().for_each(|address| policy.listens_tcp(address.port()));
@@ -104,7 +97,7 @@ fn confine(args: &TransferArgs, source: &Source, destinations: &[Destination], o
 fn watched(
     source: &Source,
     destination: &Destination,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
     watch: &WatchArgs,
@@ -130,7 +123,7 @@ fn clones(
     args: &CopyArgs,
     source: &Source,
     destinations: &[Destination],
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
 ) -> Exit {
     let (reporter, reporters) = Reporter::several(&args.output, &args.destinations);
@@ -187,18 +180,13 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
     if args.resume {
         return Ok(outcome.usage("move ends its SOURCE, --resume lets it run on: use `copy --resume`"));
     }
-    if let Some(text) = level_of_nothing(&args.transfer) {
-        return Ok(outcome.usage(text));
-    }
     let destination = match args.destination.destination() {
         Ok(destination) => destination,
         Err(text) => return Ok(outcome.usage(&text)),
     };
-    let options = Options {
-        end_source: true,
-        detach_vsock: args.detach_vsock,
-        devices: args.device_ctl.clone(),
-        ..options(&args.transfer)
+    let options = match request::of_move(args, &destination) {
+        Ok(options) => options,
+        Err(text) => return Ok(outcome.usage(&text)),
     };
     confine(&args.transfer, &source, std::slice::from_ref(&destination), &options);
     let cancel = cancel_on_signals("the source keeps its guest")?;
@@ -211,39 +199,4 @@ pub(crate) fn run_move(args: &MoveArgs, request: Option<RequestId>) -> Result<Ex
         }
         Err(failure) => outcome.failed(&args.destination, &failure),
     })
-}
-
-fn options(args: &TransferArgs) -> Options {
-    Options {
-        multifd_channels: args.multifd_channels,
-        compression: args.compression.at(args.multifd_zlib_level, args.multifd_zstd_level),
-        zero_copy_send: args.zero_copy_send.into(),
-        tls: args.tls.tls(),
-        max_bandwidth: args.max_bandwidth,
-        downtime_limit: Duration::from_millis(args.downtime_limit),
-        throttle: args.throttle,
-        verify: args.verify,
-        resume: false,
-        end_source: false,
-        detach_vsock: false,
-        devices: Vec::new(),
-        run: (args.run || args.paused).then_some(args.run),
-        return_path: args.return_path == Switch::On,
-        stream: args.stream,
-        overwrite: args.overwrite,
-        base: None,
-        live: false,
-        postcopy: args.postcopy.options(),
-        connect_timeout: args.connect_timeout,
-        tuning: Tuning::default(),
-    }
-}
-
-/// A level of what is not used was meant for something.
-fn level_of_nothing(args: &TransferArgs) -> Option<&'static str> {
-    if args.multifd_zlib_level.is_some() && args.compression != Method::Zlib {
-        return Some("--multifd-zlib-level is for --compression zlib");
-    }
-    let is_of_nothing = args.multifd_zstd_level.is_some() && args.compression != Method::Zstd;
-    is_of_nothing.then_some("--multifd-zstd-level is for --compression zstd")
 }

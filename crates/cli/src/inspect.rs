@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use towline_control::plan::{self, Options, Source, Survey};
+use towline_control::plan::{self, Means, Request, Source, Survey, Task};
 use towline_control::qemu::Qemu;
 #[cfg(feature = "store")]
 use towline_image::StoredGuest as _;
@@ -283,13 +283,14 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
     Ok(Exit::Done)
 }
 
-fn options(args: &InspectArgs) -> Options {
-    Options {
-        multifd_channels: Some(args.multifd_channels),
+fn options(args: &InspectArgs) -> Request {
+    let means = Means { multifd_channels: Some(args.multifd_channels), ..Means::default() };
+    let task = Task::Copy { means, run: None, resume: false, base: None };
+    Request {
         compression: args.compression.at(None, None),
         tls: args.tls.tls(),
         return_path: args.return_path == Switch::On,
-        ..Options::default()
+        ..Request::new(task)
     }
 }
 

@@ -25,6 +25,7 @@ mod notify;
 mod outcome;
 mod progress;
 mod repair;
+mod request;
 mod sandbox;
 mod sends;
 mod signals;

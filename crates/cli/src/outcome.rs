@@ -1,9 +1,7 @@
 //! How a copy or a move ended, for people and in JSON, and the exit code that says so.
 
 use serde_json::{Value, json};
-use towline_control::plan::{
-    self, DestinationState, Error, Failure, GuestState, PostcopyReport, Report, SourceState,
-};
+use towline_control::plan::{self, Error, Failure, Keeper, PostcopyReport, Report};
 use towline_image::checksum::CHUNK_BYTES;
 use towline_image::{Increment, Uploaded};
 
@@ -37,20 +35,7 @@ impl Outcome<'_> {
     /// It went well.
     pub(crate) fn done(&self, destination: &Endpoint, report: &Report) {
         let moved = &report.moved;
-        let source = match report.source {
-            SourceState::Running => "runs on",
-            SourceState::Paused => "paused (postmigrate); `cont` runs it on",
-            SourceState::Ended => "ended",
-            SourceState::Unchanged => "as it was",
-        };
-        let state = match report.destination {
-            DestinationState::Running => "runs",
-            DestinationState::Paused => "loaded, paused",
-            DestinationState::Stored => "stored, synced",
-            DestinationState::Loaded => "loaded",
-            DestinationState::Received => "received into memory, which is gone with this process",
-            DestinationState::Dropped => "counted and dropped",
-        };
+        let (source, state) = (report.source.text(), report.destination.text());
         self.reporter.event(
             "completed",
             json!({
@@ -145,19 +130,16 @@ impl Outcome<'_> {
 
     /// It failed.
     pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
-        let exit = match (failure.error.as_ref(), &failure.guest) {
-            (Error::Usage(_), _) => Exit::Usage,
-            (_, GuestState::Safe | GuestState::Unreached) => Exit::Safe,
-            (_, GuestState::LookAt(_)) => Exit::LookAt,
+        let keeper = match self.source {
+            Endpoint::Memory(_) => Keeper::Process,
+            source if source.is_image() => Keeper::Image,
+            _ => Keeper::Qemu,
         };
-        let guest = match &failure.guest {
-            GuestState::Safe if self.source.is_image() => "in its image, which is as it was",
-            GuestState::Safe if matches!(self.source, Endpoint::Memory(_)) => {
-                "gone, as a synthetic one goes with its process"
-            }
-            GuestState::Safe => "safe at its source",
-            GuestState::Unreached => "not touched; its QEMU could not be reached",
-            GuestState::LookAt(text) => text,
+        let (row, guest) = (failure.guest.row(keeper), failure.guest.text(keeper));
+        let exit = match failure.error.as_ref() {
+            Error::Usage(_) => Exit::Usage,
+            _ if row.exit_code == Exit::Safe.code() => Exit::Safe,
+            _ => Exit::LookAt,
         };
         self.reporter.event(
             "failed",
@@ -165,6 +147,7 @@ impl Outcome<'_> {
                 "destination": destination.to_string(),
                 "error": failure.error.to_string(),
                 "guest": guest,
+                "guest-state": row.id,
                 "notes": failure.notes,
                 "exit": exit.code(),
             }),

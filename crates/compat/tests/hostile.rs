@@ -11,7 +11,14 @@ pub fn facts(bytes: &[u8]) {
     for source in &read {
         assert!(Facts::parse(&source.to_json()).is_ok(), "what is written is read");
         for destination in &read {
-            let pair = Pair { source, destination, lanes: Some(2), is_live: true, is_one_host: true };
+            let pair = Pair {
+                source,
+                destination,
+                lanes: Some(2),
+                is_postcopy: true,
+                is_live: true,
+                is_one_host: true,
+            };
             let report = judge(&pair);
             let _ = (report.verdict(Way::Towline), report.notes(Way::ByHand), report.reasons(Way::Towline));
         }

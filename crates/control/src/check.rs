@@ -10,6 +10,7 @@
 
 mod attribute;
 mod device;
+mod error;
 mod recorded;
 
 use std::path::{Path, PathBuf};
@@ -19,8 +20,9 @@ use towline_compat::{Facts, Pair, Report, attribute as judged, judge};
 use towline_image::{Image, StoredGuest};
 use towline_qmp as qmp;
 
-use crate::qemu::{self, Qemu};
+use crate::qemu::Qemu;
 
+pub use error::Error;
 pub use recorded::Error as RecordedError;
 
 /// One end of a check.
@@ -40,40 +42,13 @@ pub enum End {
     Control(PathBuf),
 }
 
-/// Why an end's facts are not known.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// A QEMU did not answer.
-    #[error(transparent)]
-    Qemu(#[from] qemu::Error),
-    /// A control socket did not answer, or not as one of a device.
-    #[error("ctl:{}: {source}", path.display())]
-    Control {
-        /// The socket.
-        path: PathBuf,
-        /// Why.
-        source: Box<qmp::Error>,
-    },
-    /// An image cannot be read.
-    #[error(transparent)]
-    Image(#[from] towline_image::Error),
-    /// Recorded facts cannot be read.
-    #[error("{from}: {source}")]
-    Recorded {
-        /// Where they should have come from.
-        from: String,
-        /// Why.
-        source: RecordedError,
-    },
-    /// An attribute's type cannot be told.
-    #[error("{}: {source}", path.display())]
-    Attribute {
-        /// The attribute.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+/// How the guest is to get there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Intent {
+    /// Lanes that it would go by; `None`: not known yet.
+    pub lanes: Option<usize>,
+    /// It is to run there before its memory has come.
+    pub is_postcopy: bool,
 }
 
 impl End {
@@ -122,11 +97,13 @@ impl End {
 ///
 /// # Errors
 /// [`Error`] of either end.
-pub fn check(source: &End, destination: &End, lanes: Option<usize>) -> Result<Report, Error> {
+pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
     let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
-    let mut report = judge(&Pair { source: &guest, destination: &there, lanes, is_live, is_one_host });
+    let Intent { lanes, is_postcopy } = intent;
+    let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
+    let mut report = judge(&pair);
     if let End::Attribute(_) | End::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),

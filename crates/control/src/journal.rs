@@ -26,7 +26,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
-use rustix::process::getpid;
 
 use crate::process::{Process, ProcessState, start_time};
 
@@ -338,12 +337,6 @@ fn in_use(socket: &Path, path: &Path, text: &str) -> Error {
     let pid = record::parse(text).ok().and_then(|contents| contents.owner).map(|owner| owner.pid);
     tracing::debug!(path = %path.display(), "the journal is locked");
     Error::InUse { socket: socket.display().to_string(), pid }
-}
-
-/// Our own process, and when it started; 0 without a `/proc` that says so.
-pub(crate) fn own_process() -> (i32, u64) {
-    let pid = getpid().as_raw_pid();
-    (pid, start_time(pid).unwrap_or_default())
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
-use crate::plan::{Failure, Observer, Options, Phase, Progress, Report};
+use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
 use crate::statistics::{self, Counting, Number, Subject};
 
 const NAMES: [&str; 11] = [
@@ -87,7 +87,7 @@ struct State {
 
 impl Monitor {
     /// For a copy called `name` with these options, which `cancel` ends.
-    pub fn new(name: impl Into<String>, options: &Options, cancel: &Cancel) -> Self {
+    pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
         let state = State {
             begun: Instant::now(),
             status: "setup",
@@ -104,11 +104,11 @@ impl Monitor {
             name: name.into(),
             capabilities: capabilities(options),
             parameters: Parameters {
-                multifd_channels: options.multifd_channels,
-                max_bandwidth: options.max_bandwidth,
+                multifd_channels: options.means().multifd_channels,
+                max_bandwidth: options.means().max_bandwidth,
                 downtime_limit: options.downtime_limit,
             },
-            switched: if options.postcopy.is_some() { "postcopy-active" } else { "device" },
+            switched: if options.is_postcopy() { "postcopy-active" } else { "device" },
             tuning: options.tuning.clone(),
             state: Mutex::new(state),
             emitter: OnceLock::new(),
@@ -343,13 +343,17 @@ impl Commands for Monitor {
     }
 }
 
-fn capabilities(options: &Options) -> Vec<Capability> {
-    let postcopy = options.postcopy.as_ref();
+fn capabilities(options: &Request) -> Vec<Capability> {
+    let postcopy = options.postcopy();
     let known = [
-        ("auto-converge", options.throttle, "begin it anew with or without --throttle"),
-        ("background-snapshot", options.live, "begin it anew with or without --live"),
+        ("auto-converge", options.means().throttle, "begin it anew with or without --throttle"),
+        ("background-snapshot", options.is_snapshot(), "begin it anew with or without --live"),
         ("events", true, "its events always come"),
-        ("multifd", options.multifd_channels != Some(0), "begin it anew with another --multifd-channels"),
+        (
+            "multifd",
+            options.means().multifd_channels != Some(0),
+            "begin it anew with another --multifd-channels",
+        ),
         (
             "postcopy-preempt",
             postcopy.is_some_and(|postcopy| postcopy.preempt),

@@ -287,6 +287,12 @@ impl Status {
     }
 }
 
+/// Our own process, and when it started; 0 without a `/proc` that says so.
+pub(crate) fn own_process() -> (i32, u64) {
+    let pid = getpid().as_raw_pid();
+    (pid, start_time(pid).unwrap_or_default())
+}
+
 /// When a process started, in clock ticks since boot.
 pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat"))?;

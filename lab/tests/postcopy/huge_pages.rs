@@ -5,7 +5,8 @@ use std::fs;
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab, skip};
 
 use crate::support::{
-    Scratch, assert_each_page_once, completed, prove_alive, qmp, run, small, store, waiting,
+    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, prove_alive, qmp, run, small, statuses,
+    store, waiting,
 };
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
@@ -72,4 +73,29 @@ fn memory_of_huge_pages_comes_a_huge_page_at_a_time() {
         assert_each_page_once(&completed);
         prove_alive(&destination, count);
     }
+}
+
+#[test]
+fn a_move_between_different_pages_is_refused_before_anything_is_sent() {
+    let name = "a_move_between_different_pages_is_refused_before_anything_is_sent";
+    if !require_lab(name) {
+        return;
+    }
+    let Some(_pages) = HugePages::reserve() else {
+        return skip(
+            name,
+            &format!("{PAGES} huge pages of 2 MiB are neither there nor can be made ({POOL})"),
+        );
+    };
+    let (source, destination) = (small(Version::V10_0).start().unwrap(), waiting(&huge()));
+    let count = source.wait_counting(WITHIN).unwrap();
+    let finished = run(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));
+    let remedy = "back both with the same pages, or leave --postcopy out";
+    assert_ended(&finished, 1, &["in pages of 4096 bytes in the guest, there in pages of 2097152", remedy]);
+    assert_eq!(statuses(&source), Vec::<String>::new(), "its migration never began");
+    assert_eq!(destination.qmp().status().unwrap(), "inmigrate");
+    assert!(source.wait_counting(WITHIN).unwrap() > count);
+    let checked = run(&format!("check --postcopy {} {}", qmp(&source), qmp(&destination)));
+    assert_ended(&checked, 1, &[]);
+    assert!(checked.stdout.contains(remedy), "{}", checked.stdout);
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use towline_channel::Address;
 use towline_control::journal::Directory;
-use towline_control::plan::{Destination, Options, Source};
+use towline_control::plan::{Destination, Request, Source};
 
 use super::{Policy, Ports, directory};
 
@@ -39,7 +39,7 @@ pub(crate) const COMMANDS: &str = "exec: runs commands, which would be confined 
 pub(crate) fn of_copy(
     source: &Source,
     destinations: &[Destination],
-    options: &Options,
+    options: &Request,
     control: Option<&Path>,
 ) -> Option<Policy> {
     let mut policy = Policy { connects_unix: true, opens: true, ..Policy::default() };
@@ -60,11 +60,11 @@ pub(crate) fn of_copy(
         // Lanes between two halves of this process are connections to ourselves, at whatever port is free.
         (policy.bind, policy.connect) = (Ports::Any, Ports::Any);
     }
-    if let (Source::Image(path), Some(_)) = (source, &options.postcopy) {
+    if let (Source::Image(path), true) = (source, options.is_postcopy()) {
         // What a guest needed at once is remembered beside its image.
         policy.write.push(directory(path));
     }
-    if let Some(base) = &options.base {
+    if let Some(base) = options.base() {
         policy.reads_image(base);
     }
     if let Some(tls) = &options.tls {

@@ -7,7 +7,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use towline_control::plan::{Destination, Options, Source};
+use towline_control::plan::{Destination, Request, Source};
 
 use super::*;
 
@@ -169,7 +169,7 @@ fn ports_cannot_be_reached_past_their_rules() {
     let address = listener.local_addr().unwrap();
     let source = Source::Stream("tcp:127.0.0.1:0".parse().unwrap());
     let to = Destination::Stream("tcp:127.0.0.1:9".parse().unwrap());
-    let policy = of_copy(&source, &[to], &Options::default(), None).unwrap();
+    let policy = of_copy(&source, &[to], &Request::default(), None).unwrap();
     SandboxArgs { sandbox: Some(Setting::On) }.confine(&policy);
     let stream =
         |protocol| socket(AddressFamily::INET, SocketType::STREAM, protocol).map_err(io::Error::from);
@@ -198,7 +198,7 @@ fn an_ipv6_address_with_a_scope_is_resolved() {
         return;
     }
     let to = Destination::Stream("tcp:[fe80::1%lo]:5555".parse().unwrap());
-    let policy = of_copy(&Source::Image("a.img".into()), &[to], &Options::default(), None).unwrap();
+    let policy = of_copy(&Source::Image("a.img".into()), &[to], &Request::default(), None).unwrap();
     SandboxArgs { sandbox: Some(Setting::On) }.confine(&policy);
     let found: Vec<_> = ("fe80::1%lo", 5555).to_socket_addrs().unwrap().collect();
     assert_eq!(found.first().map(ToString::to_string).as_deref(), Some("[fe80::1%1]:5555"));
@@ -239,7 +239,7 @@ fn a_copy_has_its_ends_and_nothing_else() {
     std::fs::create_dir(&images).unwrap();
     let source = Source::Stream("tcp:127.0.0.1:0".parse().unwrap());
     let destination = Destination::Image(images.join("guest.img"));
-    let mut policy = of_copy(&source, &[destination], &Options::default(), None).unwrap();
+    let mut policy = of_copy(&source, &[destination], &Request::default(), None).unwrap();
     // The test's directory is below it.
     policy.write.retain(|path| *path != std::env::temp_dir());
     let has_landlock = has_landlock();
@@ -312,20 +312,20 @@ fn a_refused_call_waits_for_no_reader_of_standard_error() {
 #[test]
 fn a_copy_that_runs_commands_is_not_confined() {
     let exec = Destination::Stream("exec:cat".parse().unwrap());
-    assert!(of_copy(&Source::Image("a.img".into()), &[exec], &Options::default(), None).is_none());
+    assert!(of_copy(&Source::Image("a.img".into()), &[exec], &Request::default(), None).is_none());
 }
 
 #[test]
 fn ports_and_names_are_those_of_the_ends() {
     let source = Source::Stream("tcp:127.0.0.1:4444".parse().unwrap());
     let to = |text: &str| Destination::Stream(text.parse().unwrap());
-    let policy = of_copy(&source, &[to("tcp:[::1]:5555")], &Options::default(), None).unwrap();
+    let policy = of_copy(&source, &[to("tcp:[::1]:5555")], &Request::default(), None).unwrap();
     assert_eq!((policy.bind, policy.connect), (Ports::Only(vec![4444]), Ports::Only(vec![5555])));
     assert!(!policy.resolves);
-    let policy = of_copy(&source, &[to("ws://host.example/vm")], &Options::default(), None).unwrap();
+    let policy = of_copy(&source, &[to("ws://host.example/vm")], &Request::default(), None).unwrap();
     assert!(policy.resolves && policy.read.contains(&PathBuf::from("/etc")));
     let policy =
-        of_copy(&Source::Image("a.img".into()), &[Destination::Null], &Options::default(), None).unwrap();
+        of_copy(&Source::Image("a.img".into()), &[Destination::Null], &Request::default(), None).unwrap();
     assert_eq!(policy.connect, Ports::Any, "lanes of a copy within this process");
     assert_eq!(directory(Path::new("a.img")), Path::new("."));
 }

@@ -84,6 +84,8 @@ pub struct Pair<'a> {
     pub destination: &'a Facts,
     /// Lanes that towline would use; `None`: not known yet.
     pub lanes: Option<usize>,
+    /// towline is to switch to postcopy, and sets `postcopy-ram` for that.
+    pub is_postcopy: bool,
     /// The destination was asked just now, rather than at another time.
     pub is_live: bool,
     /// Both were asked on this host, so that files can be told to be the same.
@@ -162,11 +164,21 @@ mod testing {
 
     /// What it finds between any two.
     pub(crate) fn of(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
-        let (source, destination) = (Facts::from(source), Facts::from(destination));
+        found(rule, [source, destination], false)
+    }
+
+    /// What it finds before a move by postcopy.
+    pub(crate) fn of_postcopy(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
+        found(rule, [source, destination], true)
+    }
+
+    fn found(rule: &Rule, subjects: [Subject; 2], is_postcopy: bool) -> Vec<Finding> {
+        let [source, destination] = subjects.map(Facts::from);
         let pair = Pair {
             source: &source,
             destination: &destination,
             lanes: Some(4),
+            is_postcopy,
             is_live: true,
             is_one_host: true,
         };

@@ -13,14 +13,19 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let Some(there) = there.filter(|there| ![0, guest.page_bytes].contains(&there.page_bytes)) else {
             continue;
         };
-        let is_postcopy = source.capabilities.get("postcopy-ram") == Some(&true);
+        let is_set = source.capabilities.get("postcopy-ram") == Some(&true);
         let text = format!(
             "RAM block {:?} lies in pages of {} bytes in the guest, there in pages of {}",
             guest.name, guest.page_bytes, there.page_bytes
         );
-        if is_postcopy {
+        if is_set {
             let remedy = "back both with the same pages, or switch postcopy-ram off";
             findings.add(Severity::No, Some(Way::ByHand), text.clone(), remedy.into());
+        }
+        if pair.is_postcopy {
+            let remedy = "back both with the same pages, or leave --postcopy out";
+            findings.add(Severity::No, Some(Way::Towline), text, remedy.into());
+            continue;
         }
         findings.note(text, "only postcopy needs them alike");
     }
@@ -28,9 +33,9 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::between;
+    use super::super::testing::{between, of_postcopy};
     use super::*;
-    use crate::facts::Block;
+    use crate::facts::{Block, Qemu, Subject};
 
     #[test]
     fn only_postcopy_minds() {
@@ -43,5 +48,22 @@ mod tests {
         };
         assert_eq!(huge(false)[0].severity, Severity::Note);
         assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(Way::ByHand)));
+    }
+
+    #[test]
+    fn a_move_by_postcopy_is_refused_whatever_is_set() {
+        let qemu = |page_bytes| {
+            let block = Block { name: "pc.ram".into(), page_bytes, used_bytes: 1, max_bytes: 1 };
+            Subject::Qemu(Box::new(Qemu { blocks: vec![block], ..Qemu::default() }))
+        };
+        let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert_eq!((found[0].severity, found[0].way), (Severity::No, Some(Way::Towline)));
+        assert_eq!(
+            found[0].text,
+            "RAM block \"pc.ram\" lies in pages of 4096 bytes in the guest, there in pages of 2097152"
+        );
+        assert_eq!(found[0].remedy, "back both with the same pages, or leave --postcopy out");
+        assert!(of_postcopy(&RULE, qemu(4096), qemu(4096)).is_empty());
     }
 }

@@ -79,7 +79,7 @@ mod tests {
     }
 
     fn verdict(source: &End, destination: &End) -> (Verdict, String) {
-        let report = check(source, destination, None).unwrap();
+        let report = check(source, destination, crate::check::Intent::default()).unwrap();
         let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
         (report.verdict(Way::Towline), texts.join("; "))
     }

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use towline_compat::Facts;
 use towline_qmp::{self as qmp, Client};
 
-use super::Error;
+use super::error::Error;
 
 /// What it is, and its version.
 pub(super) fn facts(path: &Path) -> Result<Facts, Error> {

@@ -11,8 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use towline_qmp::commands::Capability;
 
-use super::own_process;
-use crate::process::{Process, start_time};
+use crate::process::{Process, own_process, start_time};
 
 /// The version of the lines.
 pub(super) const VERSION: u32 = 1;

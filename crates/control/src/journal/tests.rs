@@ -3,11 +3,12 @@ use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
 
 use std::time::{Duration, Instant};
 
-use rustix::process::{PidfdFlags, geteuid, pidfd_open};
+use rustix::process::{PidfdFlags, geteuid, getpid, pidfd_open};
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
+use crate::process::own_process;
 
 /// A runtime directory, and a socket's path in it.
 struct Place {

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
-use crate::journal::{now_ms, own_process, pid_namespace};
+use crate::journal::{now_ms, pid_namespace};
+use crate::process::own_process;
 use crate::process::{Process, start_time};
 use crate::switchover::{Decision, GuestRun, RunRequest, SourceAfter};
 

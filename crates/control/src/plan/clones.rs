@@ -18,16 +18,17 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use towline_channel::{Address, Cancel};
+use towline_channel::Cancel;
 use towline_image::StoredGuest;
 
 use super::context::Run;
-use super::endpoint::{Destination, Source};
+use super::copy::stored;
+use super::endpoint;
+use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::options::Options;
 use super::progress::{Observer, Phase};
 use super::report::Report;
-use super::restore;
+use super::request::Request;
 use super::validate::checked;
 
 /// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
@@ -55,7 +56,7 @@ pub type Outcome = Result<Report, Failure>;
 pub fn copy_to_all(
     source: &Source,
     recipients: &[Recipient<'_>],
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
     ended: &(dyn Fn(usize, &Outcome) + Sync),
@@ -67,9 +68,9 @@ pub fn copy_to_all(
         )));
     }
     let plans = plans(source, recipients, options).map_err(Failure::untouched)?;
-    let image = open(source, options, cancel, observer).map_err(Failure::untouched)?;
-    let destinations: Vec<_> = recipients.iter().map(|recipient| recipient.destination).collect();
-    let found = neighbours::look(&destinations);
+    let image = endpoint::open(source, options, cancel, observer).map_err(Failure::untouched)?;
+    let monitors: Vec<_> = recipients.iter().map(|recipient| recipient.destination.monitor()).collect();
+    let found = neighbours::look(&monitors);
     found.notes.iter().for_each(|note| observer.notice(note));
     let outcomes: Vec<OnceLock<Outcome>> = recipients.iter().map(|_| OnceLock::new()).collect();
     let end = |index: usize, outcome: Outcome| {
@@ -99,83 +100,27 @@ pub fn copy_to_all(
         .collect())
 }
 
-fn one(image: &dyn StoredGuest, recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
+fn one(image: &(dyn StoredGuest + 'static), recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
     // One that had to wait for its turn.
     run.check_cancelled().map_err(Failure::untouched)?;
     recipient.observer.phase(Phase::Prepare);
-    restore::restore_from(image, recipient.destination, run)
-}
-
-/// The image, to be read by all copies.
-fn open(
-    source: &Source,
-    options: &Options,
-    cancel: &Cancel,
-    observer: &dyn Observer,
-) -> Result<Box<dyn StoredGuest>, Error> {
-    match source {
-        Source::Image(path) => Ok(Box::new(restore::open(path, options, observer)?)),
-        #[cfg(feature = "store")]
-        Source::Store(location) => Ok(Box::new(super::store::open(location, options, cancel, observer)?)),
-        _ => {
-            // Asked before.
-            let _ = cancel;
-            Err(Error::Usage("only an image can be read several times".into()))
-        }
-    }
+    stored(image, recipient.destination, run)
 }
 
 /// Refuses what can be refused before anything is touched: all of it, as it is one command.
 fn plans(
     source: &Source,
     recipients: &[Recipient<'_>],
-    options: &Options,
-) -> Result<Vec<(Options, usize)>, Error> {
+    options: &Request,
+) -> Result<Vec<(Request, usize)>, Error> {
     if recipients.len() > CLONES_MAX {
         let found = recipients.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
     }
     let mut seen = HashSet::new();
-    let again = recipients.iter().find(|recipient| !seen.insert(Place::of(recipient.destination)));
+    let again = recipients.iter().find(|recipient| !seen.insert(recipient.destination.place()));
     if let Some(Recipient { destination, .. }) = again {
-        return Err(Error::Usage(format!("{} is named twice, and takes one guest", shown(destination))));
+        return Err(Error::Usage(format!("{destination} is named twice, and takes one guest")));
     }
     recipients.iter().map(|recipient| checked(source, recipient.destination, options)).collect()
-}
-
-/// What takes one guest only.
-#[derive(PartialEq, Eq, Hash)]
-enum Place {
-    Path(std::path::PathBuf),
-    Address(String),
-    /// Any number of them.
-    Many(usize),
-}
-
-impl Place {
-    fn of(destination: &Destination) -> Self {
-        match destination {
-            Destination::Qmp(path) | Destination::Image(path) => {
-                Self::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
-            }
-            Destination::Stream(address) if !matches!(address, Address::Exec(_)) => {
-                Self::Address(address.to_string())
-            }
-            #[cfg(feature = "store")]
-            Destination::Store(location) => Self::Address(location.to_string()),
-            other => Self::Many(std::ptr::from_ref(other).addr()),
-        }
-    }
-}
-
-fn shown(destination: &Destination) -> String {
-    match destination {
-        Destination::Qmp(path) => format!("qmp:{}", path.display()),
-        Destination::Image(path) => format!("file:{}", path.display()),
-        #[cfg(feature = "store")]
-        Destination::Store(location) => location.to_string(),
-        Destination::Stream(address) => address.to_string(),
-        Destination::Memory(_) => "mem:".into(),
-        Destination::Null => "null:".into(),
-    }
 }

@@ -11,20 +11,20 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_channel::Channel;
 use towline_migration::look_at_link;
 use towline_protocol::session::{FromDestination, FromSource, Run as RunWord, Settled};
 
 use super::context::Run;
 use super::destination::RunFailed;
+use super::endpoint::{DestinationEndpoint, Origin, Undo};
 use super::error::look_at;
-use super::error::{Error, Failure, GuestState};
+use super::error::{Error, Failure};
+use super::outcomes::{GuestState, Keeper, Place};
 use super::peer::{Peer, Received};
 use super::progress::Phase;
 use super::report::{DestinationState, SourceState};
 use super::source::QmpSource;
 use super::switch::{Switch, link};
-use super::target::{Target, Undo};
 use crate::switchover::{
     Decision, DestinationView, Directive, Held, Input, Link, Outcome, PeerMessage, Placed, RunRequest,
     SourceView, Started,
@@ -42,21 +42,11 @@ const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
 const PEER_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// The source of a command that is being concluded.
-pub(super) enum Origin {
-    /// A QEMU with its monitor.
-    Qemu(Box<QmpSource>),
-    /// A connection to a source that somebody else drives.
-    Stream(Arc<dyn Channel>),
-    /// An image, or memory of this process.
-    Stored,
-}
-
 /// Both ends and what is known by now.
 pub(super) struct Conclusion<'a> {
     pub(super) switch: &'a Switch,
-    pub(super) origin: Origin,
-    pub(super) target: Target,
+    pub(super) origin: Origin<'a>,
+    pub(super) target: &'a mut dyn DestinationEndpoint,
     pub(super) run: &'a Run<'a>,
     /// What failed, if something did.
     pub(super) error: Option<Error>,
@@ -174,7 +164,7 @@ impl Conclude<'_> {
 
     fn look_at_source(&mut self) -> Input {
         let limit = if self.ends.switch.state().cancels_next() { GIVE_UP_TIMEOUT } else { SOURCE_TIMEOUT };
-        let live = self.ends.run.options.live;
+        let live = self.ends.run.options.is_snapshot();
         let Origin::Qemu(source) = &mut self.ends.origin else { return Input::Failed };
         let view = source.view(live);
         let is_over = self.wait.since.elapsed() >= limit;
@@ -365,14 +355,17 @@ impl Conclude<'_> {
 
     fn end(mut self, outcome: Outcome) -> Result<Concluded, Failure> {
         let said = match outcome {
-            Outcome::Look(held) => self.text(held),
+            Outcome::Look(held) => self.look_at(held).text(Keeper::Qemu).into_owned(),
             Outcome::Done(_) | Outcome::Safe => String::new(),
         };
         self.notes.extend(self.ends.switch.ended(outcome, &said));
         let placed = match outcome {
             Outcome::Done(placed) => placed,
             Outcome::Safe => return Err(self.failure(GuestState::Safe)),
-            Outcome::Look(_) => return Err(self.failure(GuestState::LookAt(said))),
+            Outcome::Look(held) => {
+                let guest = self.look_at(held);
+                return Err(self.failure(guest));
+            }
         };
         let exited = self.ends.switch.state().has_source_exited();
         let source = match &self.ends.origin {
@@ -383,7 +376,7 @@ impl Conclude<'_> {
         };
         if let Some(error) = self.not_attached.take() {
             self.ends.error = Some(error);
-            return Err(self.failure(GuestState::LookAt(WITHOUT_VSOCK.into())));
+            return Err(self.failure(GuestState::look_at(Place::WithoutVsock)));
         }
         self.notes.iter().for_each(|note| self.ends.run.observer.notice(note));
         let destination = match placed {
@@ -395,14 +388,11 @@ impl Conclude<'_> {
         Ok(Concluded { source, destination, downtime_ms: self.downtime_ms })
     }
 
-    fn text(&self, held: Held) -> String {
+    fn look_at(&self, held: Held) -> GuestState {
         match &self.ends.origin {
-            Origin::Stored => held.text_of_image().to_owned(),
-            Origin::Qemu(source) => {
-                let named = format!("its source, QEMU on {},", source.socket());
-                held.text().replace("its source's QEMU", &named)
-            }
-            Origin::Stream(_) => held.text().to_owned(),
+            Origin::Stored => GuestState::look_at(Place::HeldOfImage(held)),
+            Origin::Qemu(source) => GuestState::look_at_source(held, source.socket()),
+            Origin::Stream(_) => GuestState::look_at(Place::Held(held)),
         }
     }
 
@@ -425,19 +415,15 @@ pub(super) fn release_source(
     source: &mut QmpSource,
     run: &Run<'_>,
 ) -> Result<(SourceState, Option<u64>), Failure> {
-    if run.options.end_source {
-        let ended = source.end().map_err(|error| look_at(error, Held::SourceNotEnded.text()))?;
+    if run.options.ends_source() {
+        let ended = source.end().map_err(|error| look_at(error, Place::Held(Held::SourceNotEnded)))?;
         return Ok((SourceState::Ended, ended));
     }
     let released =
-        source.restore(false, false).map_err(|error| look_at(error, Held::SourceUnknown.text()))?;
+        source.restore(false, false).map_err(|error| look_at(error, Place::Held(Held::SourceUnknown)))?;
     released.notes.iter().for_each(|note| run.observer.notice(note));
     Ok((SourceState::Paused, released.downtime_ms))
 }
-
-/// Where a guest is that came without its vsock.
-const WITHOUT_VSOCK: &str =
-    "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)";
 
 impl<T> Received<T> {
     fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {

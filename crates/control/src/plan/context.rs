@@ -6,18 +6,18 @@ use std::time::Instant;
 
 use towline_channel::{Address, Cancel};
 use towline_image::{Existing, ImageWriter, Increment, Origin, Uploaded};
-use towline_migration::{Snapshot, Statistics, outgoing, synthetic};
+use towline_migration::{Relay, Session, Snapshot, Statistics, outgoing, synthetic};
 
 use super::error::Error;
-use super::options::Options;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
-use super::{blame, tls};
+use super::request::Request;
+use super::{blame, tls, zero_copy};
 use crate::qemu::Qemu;
 
 /// What every part of a copy needs to know.
 pub(super) struct Run<'a> {
-    pub(super) options: &'a Options,
+    pub(super) options: &'a Request,
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
@@ -30,7 +30,7 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     pub(super) fn new(
-        options: &'a Options,
+        options: &'a Request,
         lanes: usize,
         cancel: &'a Cancel,
         observer: &'a dyn Observer,
@@ -45,7 +45,7 @@ impl<'a> Run<'a> {
     pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
         let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
         let writer = ImageWriter::create(path, existing, origin)?;
-        Ok(match &self.options.base {
+        Ok(match self.options.base() {
             Some(base) => writer.based_on(base)?,
             None => writer,
         })
@@ -81,6 +81,18 @@ impl<'a> Run<'a> {
         let options = tls::connecting(self.options)?;
         let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
         connected.map_err(|error| blame::lanes_lost(error.into(), self.lanes, self.options.compression))
+    }
+
+    /// Passes on what comes in to these connections. `session` is that of the incoming migration.
+    pub(super) fn relay(
+        &self,
+        session: &Arc<Session>,
+        connections: outgoing::Connections,
+    ) -> Result<Box<Relay>, Error> {
+        let options = zero_copy::lane_options(self.options);
+        let relay = Relay::with_options(Arc::clone(session), connections, options)?;
+        self.set_sending(relay.statistics());
+        Ok(Box::new(relay))
     }
 
     /// Since the first question.

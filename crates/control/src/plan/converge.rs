@@ -10,8 +10,8 @@ use towline_migration::convergence::{Decision, Limits, Patience, Policy, Sample,
 use towline_qmp::commands::{Capability, MigrationInfo, MigrationStatus};
 
 use super::error::Error;
-use super::options::Options;
 use super::progress::Progress;
+use super::request::Request;
 use crate::qemu::Facts;
 
 /// QEMU's own `max-cpu-throttle`, in percent.
@@ -32,11 +32,11 @@ pub(super) struct Convergence {
 }
 
 impl Convergence {
-    pub(super) fn new(options: &Options, facts: &Facts) -> Self {
+    pub(super) fn new(options: &Request, facts: &Facts) -> Self {
         let downtime = options.downtime_limit;
         let limits = Limits { downtime, switchover_cost: Duration::ZERO, patience: Patience::default() };
-        let throttles =
-            options.throttle || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
+        let throttles = options.means().throttle
+            || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
         Self {
             begun: Instant::now(),

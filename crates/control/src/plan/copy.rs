@@ -1,19 +1,26 @@
-//! The column of a copy: which source it has, and what that one does.
+//! A copy, from what is asked for to its column.
+
+use std::sync::Arc;
 
 use towline_channel::Cancel;
-use towline_migration::Snapshot;
+use towline_image::StoredGuest;
+use towline_migration::{Snapshot, Statistics};
+use towline_protocol::session::Receiver;
 
 use super::context::Run;
-use super::endpoint::{Destination, Source};
+use super::endpoint::{self, StoredSource};
+use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
-use super::options::Options;
-use super::progress::{Observer, Phase};
+use super::progress::{Observer, Phase, Progress};
+use super::receive::{Arriving, receive};
 use super::report::Report;
-#[cfg(feature = "store")]
-use super::store;
+use super::request::{PostcopyOptions, Request};
 use super::survey::Survey;
+use super::switch::Switch;
+use super::transfer::transfer;
 use super::validate::{checked, checked_survey};
-use super::{fit, memory, receive, restore};
+use super::{fit, postcopy};
+use crate::switchover::{DestinationKind, SourceKind};
 
 /// Copies a guest; returns when it is safe at its destination.
 ///
@@ -22,25 +29,43 @@ use super::{fit, memory, receive, restore};
 pub fn copy(
     source: &Source,
     destination: &Destination,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Report, Failure> {
     let (options, lanes) = checked(source, destination, options).map_err(Failure::untouched)?;
     let run = Run::new(&options, lanes, cancel, observer);
     observer.phase(Phase::Prepare);
-    fit::devices(&options.devices, observer).map_err(Failure::untouched)?;
-    match source {
-        Source::Image(path) => restore::restore(path, destination, &run),
-        #[cfg(feature = "store")]
-        Source::Store(location) => {
-            let image = store::open(location, run.options, run.cancel, observer);
-            let image = image.map_err(Failure::untouched)?;
-            restore::restore_from(&image, destination, &run)
-        }
-        Source::Qmp(path) => receive::from_qemu(path, destination, &run),
-        Source::Stream(address) => receive::from_stream(address, destination, &run),
-        Source::Memory(shape) => memory::from_memory(shape, destination, &run),
+    fit::devices(options.devices(), observer).map_err(Failure::untouched)?;
+    match options.postcopy() {
+        None => transfer(endpoint::source(source, &run)?.as_mut(), destination, &run),
+        Some(how) => ahead(source, destination, how, &run),
+    }
+}
+
+/// Has the guest run at its destination before its memory is there.
+fn ahead(
+    source: &Source,
+    destination: &Destination,
+    how: PostcopyOptions,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    if let (Some(from), Some(to)) = (source.monitor(), destination.monitor()) {
+        return postcopy::migrate(from, to, how, run);
+    }
+    let image = endpoint::open(source, run.options, run.cancel, run.observer);
+    postcopy::restore(image.map_err(Failure::untouched)?.as_ref(), destination, how, run)
+}
+
+/// Copies an image that is open, and that other copies may read at the same time.
+pub(super) fn stored(
+    image: &(dyn StoredGuest + 'static),
+    destination: &Destination,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    match run.options.postcopy() {
+        None => transfer(&mut StoredSource::new(image), destination, run),
+        Some(how) => postcopy::restore(image, destination, how, run),
     }
 }
 
@@ -51,13 +76,30 @@ pub fn copy(
 pub fn survey(
     source: &Source,
     survey: &Survey,
-    options: &Options,
+    options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {
-    let Source::Stream(address) = source else {
+    let Some(address) = source.stream() else {
         return Err(Failure::untouched(Error::Usage("only a stream can be surveyed".into())));
     };
     let lanes = checked_survey(source, options).map_err(Failure::untouched)?;
-    receive::survey(address, survey, &Run::new(options, lanes, cancel, observer))
+    let run = Run::new(options, lanes, cancel, observer);
+    let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, options);
+    let session = switch.session();
+    observer.phase(Phase::Connect);
+    let connections = endpoint::listen(address, &run).map_err(Failure::untouched)?;
+    let statistics = Arc::new(Statistics::default());
+    let arriving = Arriving {
+        connections: &connections,
+        session: &session,
+        statistics: &statistics,
+        switch: &switch,
+        sink: survey,
+        receiver: Receiver::Stores,
+    };
+    match receive(&arriving, &run, &mut || Ok(Progress::default())) {
+        Err(error) if !survey.is_complete() => Err(Failure::untouched(error)),
+        _ => Ok(statistics.snapshot()),
+    }
 }

@@ -16,11 +16,11 @@ use towline_qmp::commands::{
     AddFd, Capability, MigrateIncoming, MigrationParameters, MigrationStatus, RemoveFd, RunState, Status,
 };
 
+use super::context::Run;
 use super::error::Error;
 use super::fit::{Guest, uuid_bytes};
-use super::options::Options;
 use super::private_dir::PrivateDir;
-use super::progress::Observer;
+use super::request::Request;
 use super::vsock::Vsocks;
 use super::{blame, compression};
 use crate::qemu::{self, Facts, Incoming, Qemu, Settings, Wanted};
@@ -111,13 +111,8 @@ impl QmpDestination {
     }
 
     /// Refuses a guest that would not run in this QEMU.
-    pub(super) fn check(
-        &mut self,
-        guest: &Guest,
-        lanes: usize,
-        observer: &dyn Observer,
-    ) -> Result<(), Error> {
-        guest.check(&mut self.qemu, lanes, observer)
+    pub(super) fn check(&mut self, guest: &Guest, run: &Run<'_>) -> Result<(), Error> {
+        guest.check(&mut self.qemu, run)
     }
 
     /// Refuses if these could not be put in here.
@@ -134,7 +129,7 @@ impl QmpDestination {
     pub(super) fn start(
         &mut self,
         lanes: usize,
-        options: &Options,
+        options: &Request,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         self.set(lanes, false, options.compression)?;

@@ -1,74 +1,73 @@
-//! What is copied from where to where.
+//! The ends of a copy as values: each is built here from what was asked for, and nowhere else is it asked which one it is.
 
-use std::path::PathBuf;
+mod contract;
+mod image;
+mod memory;
+mod null;
+mod qemu;
+#[cfg(feature = "store")]
+mod store;
+mod stream;
 
-use towline_channel::Address;
-use towline_migration::synthetic;
+use towline_channel::Cancel;
+use towline_image::StoredGuest;
 
-/// Where a guest comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// A running QEMU, by its QMP socket.
-    Qmp(PathBuf),
-    /// Somebody's QEMU runs `migrate` to us, who listen there.
-    Stream(Address),
-    /// An image.
-    Image(PathBuf),
-    /// An image in an object store.
-    #[cfg(feature = "store")]
-    Store(towline_image::store::Location),
-    /// A synthetic guest of this process.
-    Memory(synthetic::Shape),
+use super::context::Run;
+use super::ends::{Destination, Source};
+use super::error::{Error, Failure};
+use super::progress::Observer;
+use super::request::Request;
+
+pub(super) use contract::{Departure, DestinationEndpoint, Origin, SourceEndpoint, Undo};
+pub(super) use image::{StoredSource, lost};
+pub(super) use qemu::{QemuDestination, asked};
+pub(super) use stream::listen;
+
+/// The source, which has been asked, but not changed.
+pub(super) fn source(source: &Source, run: &Run<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {
+    Ok(match source {
+        Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, run)?),
+        Source::Stream(address) => Box::new(stream::StreamSource::new(address)),
+        Source::Memory(shape) => Box::new(memory::MemorySource::new(shape).map_err(Failure::untouched)?),
+        stored => {
+            let image = open(stored, run.options, run.cancel, run.observer);
+            Box::new(StoredSource::new(image.map_err(Failure::untouched)?))
+        }
+    })
 }
 
-/// Where it goes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Destination {
-    /// A QEMU that waits with `-incoming defer`, by its QMP socket.
-    Qmp(PathBuf),
-    /// A QEMU or towline that listens there.
-    Stream(Address),
-    /// An image to be made.
-    Image(PathBuf),
-    /// An image to be made in an object store.
-    #[cfg(feature = "store")]
-    Store(towline_image::store::Location),
-    /// Memory of this process, where it is verified (or hashed) and then dropped.
-    Memory(MemoryRoom),
-    /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
-    Null,
+/// The destination of what departs. It has been asked whether it would take it, but not changed.
+pub(super) fn destination(
+    destination: &Destination,
+    departure: Departure<'_>,
+    run: &Run<'_>,
+) -> Result<Box<dyn DestinationEndpoint>, Error> {
+    Ok(match destination {
+        Destination::Qmp(path) => Box::new(QemuDestination::new(path, &departure, run)?),
+        Destination::Stream(address) => Box::new(stream::StreamDestination::new(address, &departure)),
+        Destination::Image(path) => Box::new(image::ImageDestination::new(path, departure.origin, run)?),
+        #[cfg(feature = "store")]
+        Destination::Store(location) => Box::new(store::StoreDestination::new(location, departure, run)?),
+        Destination::Memory(room) => Box::new(memory::MemoryDestination::new(room)?),
+        Destination::Null => Box::new(null::NullDestination::default()),
+    })
 }
 
-impl Source {
-    /// Whether it is a stored guest.
-    pub fn is_image(&self) -> bool {
-        match self {
-            Self::Image(_) => true,
-            #[cfg(feature = "store")]
-            Self::Store(_) => true,
-            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) => false,
+/// A stored guest, to be read by any number of copies.
+pub(super) fn open(
+    source: &Source,
+    options: &Request,
+    cancel: &Cancel,
+    observer: &dyn Observer,
+) -> Result<Box<dyn StoredGuest>, Error> {
+    match source {
+        Source::Image(path) => Ok(Box::new(image::open(path, options, observer)?)),
+        #[cfg(feature = "store")]
+        Source::Store(location) => Ok(Box::new(store::open(location, options, cancel, observer)?)),
+        Source::Qmp(_) | Source::Stream(_) | Source::Memory(_) => {
+            // Without object stores nothing is read that could be cancelled.
+            let _ = cancel;
+            Err(Error::Usage("only an image can be read several times".into()))
         }
     }
-}
-
-impl Destination {
-    /// Whether it becomes a stored guest.
-    pub fn is_image(&self) -> bool {
-        match self {
-            Self::Image(_) => true,
-            #[cfg(feature = "store")]
-            Self::Store(_) => true,
-            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) | Self::Null => false,
-        }
-    }
-}
-
-/// Memory of this process as a destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryRoom {
-    /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
-    /// says so.
-    pub length: Option<u64>,
-    /// In reserved huge pages; needs a length.
-    pub is_huge: bool,
 }

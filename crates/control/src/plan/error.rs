@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use towline_qmp as qmp;
 
+use super::outcomes::{GuestState, Place};
 use crate::qemu;
 
 /// Why.
@@ -119,17 +120,6 @@ impl From<qmp::Error> for Error {
     }
 }
 
-/// Where the guest is after a failure.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum GuestState {
-    /// At its source, as it was.
-    Safe,
-    /// Where it was, as far as this copy goes: its QEMU could not be reached, so nothing is known of it.
-    Unreached,
-    /// Somebody must look; the text says where and what.
-    LookAt(String),
-}
-
 /// A copy that failed.
 #[derive(Debug)]
 pub struct Failure {
@@ -149,8 +139,8 @@ impl Failure {
 }
 
 /// A failure after which somebody must look.
-pub(crate) fn look_at(error: Error, text: &str) -> Failure {
-    Failure { error: Box::new(error), guest: GuestState::LookAt(text.into()), notes: Vec::new() }
+pub(crate) fn look_at(error: Error, place: Place) -> Failure {
+    Failure { error: Box::new(error), guest: GuestState::look_at(place), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

@@ -10,10 +10,11 @@ use towline_compat::{Facts, Pair, Report, Severity, Way, judge};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
+use super::context::Run;
 use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
-use crate::check::{self, End};
+use crate::check::{self, End, Intent};
 use crate::qemu::Qemu;
 
 /// What is known of a guest that is to be sent.
@@ -54,20 +55,21 @@ impl Guest {
     }
 
     /// Refuses if it would not run in the QEMU that waits, and tells what else there is to know.
-    pub(super) fn check(
-        &self,
-        waiting: &mut Qemu,
-        lanes: usize,
-        observer: &dyn Observer,
-    ) -> Result<(), Error> {
+    pub(super) fn check(&self, waiting: &mut Qemu, run: &Run<'_>) -> Result<(), Error> {
         let Some(source) = &self.facts else { return Ok(()) };
         // One that has a part of the guest already, and may wait for the rest, is asked no more than it was.
         let is_live = waiting.facts().waits_for_migrate_incoming();
         let known = if is_live { waiting.compatibility()? } else { waiting.memory() };
         let destination = Subject::Qemu(Box::new(known)).into();
-        let lanes = Some(lanes);
-        let report = judge(&Pair { source, destination: &destination, lanes, is_live, is_one_host: true });
-        judged(&report, || format!("QEMU on {}", waiting.socket()), observer)
+        let report = judge(&Pair {
+            source,
+            destination: &destination,
+            lanes: Some(run.lanes),
+            is_postcopy: run.options.is_postcopy(),
+            is_live,
+            is_one_host: true,
+        });
+        judged(&report, || format!("QEMU on {}", waiting.socket()), run.observer)
     }
 }
 
@@ -75,7 +77,8 @@ impl Guest {
 /// backends shows only when the guest uses it.
 pub(super) fn devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
     for (here, there) in pairs {
-        let report = check::check(&End::Control(here.clone()), &End::Control(there.clone()), None)?;
+        let report =
+            check::check(&End::Control(here.clone()), &End::Control(there.clone()), Intent::default())?;
         judged(&report, || format!("the device on {}", there.display()), observer)?;
     }
     Ok(())

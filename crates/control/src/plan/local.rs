@@ -12,7 +12,6 @@ use super::context::Run;
 use super::error::Error;
 use super::switch::Switch;
 use super::{blame, send, zero_copy};
-use crate::switchover::{DestinationKind, SourceKind};
 
 /// Bytes on the way between the two halves of a copy without lanes.
 const PAIR_BYTES: usize = 4 << 20;
@@ -24,6 +23,7 @@ pub(super) fn copy(
     guest: &dyn Guest,
     sink: &dyn Sink,
     lanes: usize,
+    switch: &Arc<Switch>,
     run: &Run<'_>,
 ) -> Result<Snapshot, Error> {
     let (out, into) = connections(lanes, run)?;
@@ -36,8 +36,7 @@ pub(super) fn copy(
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
         });
-        let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run.options);
-        let sent = send::send(guest, &out, &switch, run, &mut || Ok(()));
+        let sent = send::send(guest, &out, switch, run, &mut || Ok(()));
         // Whether it failed or not, nothing more is to be sent.
         drop(out);
         if sent.is_err() {

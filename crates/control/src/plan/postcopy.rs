@@ -9,8 +9,10 @@
 //! the guest lives at the destination, which waits for its pages, and this process or another one (`--recover`) brings them.
 //! A running guest's two QEMUs do it themselves, see [`live`].
 
+mod address;
 mod end;
 mod live;
+mod qemu;
 mod stored;
 
 use std::sync::Arc;
@@ -19,27 +21,29 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, connect_with};
-use towline_image::WorkingSet;
+use towline_image::{StoredGuest, WorkingSet};
 use towline_migration::postcopy::{Link, Lost, Options as EngineOptions, Running};
 use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::Run;
 use super::destination::Fate;
-use super::endpoint::Destination;
-use super::error::{Error, Failure, GuestState};
-use super::options::PostcopyOptions;
+use super::endpoint;
+use super::ends::Destination;
+use super::error::{Error, Failure, look_at};
+use super::outcomes::{GuestState, Place};
 use super::progress::{Phase, Progress};
 use super::report::PostcopyReport;
-use super::report::{DestinationState, Report, SourceState};
+use super::report::{Report, SourceState};
+use super::request::PostcopyOptions;
 use super::supervise::supervised;
 use super::switch::Switch;
 use super::{blame, tls};
 use crate::switchover::{DestinationKind, SourceKind};
+use address::AddressEnd;
 use end::End;
-pub(super) use end::{INCOMPLETE, UNREADABLE};
 pub(super) use live::migrate;
-pub(super) use stored::Stored;
-use stored::{BREAK_AFTER, RECOVER_TIMEOUT};
+use qemu::QemuEnd;
+use stored::{BREAK_AFTER, RECOVER_TIMEOUT, Stored};
 
 /// How often a guest that is to run is looked at, and how often one that runs.
 const STARTS_INTERVAL: Duration = Duration::from_millis(1);
@@ -51,18 +55,52 @@ const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Connections in a row that bring nothing forward.
 const IDLE_RECOVERIES_MAX: u32 = 5;
 
-/// Runs it at `destination`.
+/// Runs the guest of an image at `destination`.
 pub(super) fn restore(
+    image: &dyn StoredGuest,
+    destination: &Destination,
+    options: PostcopyOptions,
+    run: &Run<'_>,
+) -> Result<Report, Failure> {
+    let ran = image.devices().run_state().is_none_or(|state| state == "running");
+    let stored = Stored { guest: image, ran, path: image.local_path() };
+    let restored = restore_stored(&stored, destination, options, run);
+    restored.and_then(|report| intact(image, report)).map_err(|failure| endpoint::lost(image, failure))
+}
+
+/// A guest that runs before its memory has come got zeros where the image was cut short meanwhile.
+fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
+    match image.check_intact() {
+        Ok(()) => Ok(report),
+        Err(error) => Err(look_at(error.into(), Place::ImageCutShort)),
+    }
+}
+
+/// The destination, checked as far as it can be; nothing is changed.
+fn end(
+    destination: &Destination,
+    stored: &Stored<'_>,
+    options: PostcopyOptions,
+    run: &Run<'_>,
+) -> Result<Box<dyn End>, Error> {
+    Ok(match (destination.monitor(), destination.stream()) {
+        (Some(path), _) => Box::new(QemuEnd::prepare(path, stored, options, run)?),
+        (None, Some(address)) => Box::new(AddressEnd(address.clone())),
+        (None, None) => return Err(Error::Usage(format!("--postcopy to {destination}: it runs no guest"))),
+    })
+}
+
+fn restore_stored(
     stored: &Stored<'_>,
     destination: &Destination,
     options: PostcopyOptions,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
-    let end = End::prepare(destination, stored, options, run).map_err(Failure::untouched)?;
+    let end = end(destination, stored, options, run).map_err(Failure::untouched)?;
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
-        max_bandwidth: run.options.max_bandwidth,
+        max_bandwidth: run.options.means().max_bandwidth,
         answer_timeout: run.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
     };
@@ -94,7 +132,7 @@ struct Restore<'a> {
     statistics: &'a Statistics,
     options: PostcopyOptions,
     run: &'a Run<'a>,
-    end: End,
+    end: Box<dyn End>,
     report: PostcopyReport,
     /// The user was told that it is too late to cancel.
     told: bool,
@@ -104,7 +142,7 @@ impl<'a> Restore<'a> {
     fn go(mut self, ran: bool) -> Result<Report, Failure> {
         let runs = match self.options.recover {
             true => self.end.ran(),
-            false => self.run.options.run.unwrap_or(ran),
+            false => self.run.options.run().unwrap_or(ran),
         };
         let mut running = match self.options.recover {
             true => self.recover(None)?,
@@ -280,11 +318,7 @@ impl<'a> Restore<'a> {
         self.run.observer.phase(Phase::Release);
         self.report.faults = self.engine.faults();
         self.tell_progress();
-        let state = match &self.end {
-            End::Qmp(_) if runs => DestinationState::Running,
-            End::Qmp(_) => DestinationState::Paused,
-            End::Stream(_) => DestinationState::Loaded,
-        };
+        let state = self.end.state(runs);
         let notes = self.end.finish(runs)?;
         if runs && self.report.running_after.is_none() && self.end.is_driven() {
             self.report.running_after = Some(self.run.elapsed());

@@ -6,7 +6,6 @@ use towline_protocol::session::MoveId;
 
 use super::context::Run;
 use super::error::Error;
-use super::target::Target;
 use crate::journal::Directory;
 use crate::moves::{self, End, Id, Ledger, Record, Stage, Wanted};
 use crate::switchover::{Decision, GuestRun, Outcome, Placed, RunRequest, SourceAfter, Switchover};
@@ -116,15 +115,4 @@ fn leaves_a_guest(placed: Placed, machine: &Switchover) -> bool {
         matches!(placed, Placed::Running | Placed::Loaded) && (is_live || request.run == RunRequest::Run);
     let stays = request.after != SourceAfter::Quit && !machine.has_source_exited();
     machine.drives_source() && stays && (runs_there || !is_live)
-}
-
-/// What a target is to a record.
-pub(super) fn destination(target: &Target) -> End {
-    match target {
-        Target::Qemu { destination, .. } => {
-            End::qemu(destination.qemu().socket(), destination.qemu().process())
-        }
-        Target::Stream { address, .. } => End::Peer { address: address.to_string() },
-        _ => End::Stored,
-    }
 }

@@ -24,7 +24,7 @@ pub(super) fn send(
     let statistics = Arc::new(Statistics::default());
     let options = outgoing::Options {
         return_path: run.options.return_path,
-        max_bandwidth: run.options.max_bandwidth,
+        max_bandwidth: run.options.means().max_bandwidth,
         downtime_limit: run.options.downtime_limit,
         answer_timeout: run.options.connect_timeout,
         compression: run.options.compression,

@@ -19,10 +19,10 @@ use towline_qmp::{self as qmp, Event};
 use super::converge::{self, Convergence};
 use super::error::Error;
 use super::fit::Guest;
-use super::options::Options;
 use super::private_dir::{PrivateDir, open_to_peer};
 use super::progress::Progress;
 use super::report::SourceState;
+use super::request::Request;
 use super::vsock::{self, Vsocks};
 use super::{blame, compression};
 use crate::moves::{self, End};
@@ -105,7 +105,7 @@ pub(super) struct Released {
 
 impl QmpSource {
     /// Connects and checks that this guest can be copied.
-    pub(super) fn prepare(path: &Path, options: &Options) -> Result<Self, Error> {
+    pub(super) fn prepare(path: &Path, options: &Request) -> Result<Self, Error> {
         let mut qemu = Qemu::connect(path, &qmp::Options::default())?;
         let socket = qemu.socket().to_owned();
         let facts = qemu.facts();
@@ -114,7 +114,7 @@ impl QmpSource {
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
-        let detached = |reason: &&String| options.detach_vsock && vsock::is_reason(reason);
+        let detached = |reason: &&String| options.detaches_vsock() && vsock::is_reason(reason);
         let reasons: Vec<String> =
             facts.blocked_reasons().iter().filter(|reason| !detached(reason)).cloned().collect();
         if !reasons.is_empty() {
@@ -125,7 +125,7 @@ impl QmpSource {
             return Err(Error::NoGuest { socket, status: status.as_str().into() });
         }
         let resumes = status == RunState::POSTMIGRATE;
-        if resumes && !options.resume {
+        if resumes && !options.resumes() {
             return Err(Error::NeedsCont { socket });
         }
         if resumes {
@@ -136,7 +136,7 @@ impl QmpSource {
         let (asked, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         let tuning = options.tuning.clone();
-        let vsocks = if options.detach_vsock { Vsocks::find(&mut qemu)? } else { Vsocks::default() };
+        let vsocks = if options.detaches_vsock() { Vsocks::find(&mut qemu)? } else { Vsocks::default() };
         Ok(Self {
             qemu,
             settings: None,
@@ -189,7 +189,7 @@ impl QmpSource {
     pub(super) fn start(
         &mut self,
         lanes: usize,
-        options: &Options,
+        options: &Request,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
         let wanted = self.wanted(lanes, options);
@@ -316,27 +316,27 @@ impl QmpSource {
         self.dir.join("source.sock")
     }
 
-    fn wanted(&self, lanes: usize, options: &Options) -> Wanted {
+    fn wanted(&self, lanes: usize, options: &Request) -> Wanted {
         let known = &self.qemu.facts().capabilities;
         let mut capabilities: BTreeMap<_, _> = MUST_BE_OFF
             .into_iter()
             .filter(|name| known.contains_key(name))
             .map(|name| (name, false))
             .collect();
-        capabilities.insert(Capability::RETURN_PATH, !options.live);
+        capabilities.insert(Capability::RETURN_PATH, !options.is_snapshot());
         capabilities.insert(Capability::EVENTS, true);
         capabilities.insert(Capability::MULTIFD, lanes > 0);
-        if options.throttle {
+        if options.means().throttle {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
         }
-        if options.live {
+        if options.is_snapshot() {
             let off = MUST_BE_OFF_LIVE.into_iter().filter(|name| known.contains_key(name));
             capabilities.extend(off.map(|name| (name, false)));
             capabilities.insert(Capability::BACKGROUND_SNAPSHOT, true);
         }
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
-            max_bandwidth: Some(options.max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
+            max_bandwidth: Some(options.means().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
             downtime_limit: Some(u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX)),
             tls_creds: Some(String::new()),
             ..compression::parameters(options.compression, lanes)
@@ -495,12 +495,12 @@ impl QmpSource {
     }
 
     /// What the guest does here when the copy is complete.
-    pub(super) fn state_after(&self, options: &Options, exited: bool, guest: GuestRun) -> SourceState {
-        if exited || options.end_source {
+    pub(super) fn state_after(&self, options: &Request, exited: bool, guest: GuestRun) -> SourceState {
+        if exited || options.ends_source() {
             return SourceState::Ended;
         }
-        let live = options.live && self.ran;
-        if live || options.resume && guest.is_live() { SourceState::Running } else { SourceState::Paused }
+        let live = options.is_snapshot() && self.ran;
+        if live || options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
     /// Whether QEMU is known to have ended, and the guest with it.

@@ -16,8 +16,8 @@ use crate::switchover::{
 
 use super::context::Run;
 use super::error::Error;
-use super::options::Options;
 use super::recorder::Recorder;
+use super::request;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -33,13 +33,17 @@ pub(super) struct Switch {
 
 impl Switch {
     /// The switchover of a command between these two kinds of ends.
-    pub(super) fn new(source: SourceKind, destination: DestinationKind, options: &Options) -> Arc<Self> {
-        let after = match (options.end_source, options.resume && !options.live) {
+    pub(super) fn new(
+        source: SourceKind,
+        destination: DestinationKind,
+        options: &request::Request,
+    ) -> Arc<Self> {
+        let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
             (true, _) => SourceAfter::Quit,
             (false, true) => SourceAfter::Resume,
             (false, false) => SourceAfter::Stay,
         };
-        let run = match options.run {
+        let run = match options.run() {
             None => RunRequest::AsItWas,
             Some(true) => RunRequest::Run,
             Some(false) => RunRequest::Pause,

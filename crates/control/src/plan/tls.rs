@@ -3,18 +3,18 @@
 use towline_channel::{ConnectOptions, ListenOptions, TlsClient, TlsServer};
 
 use super::error::Error;
-use super::options::Options;
-use super::options::Tls;
+use super::request::Request;
+use super::request::Tls;
 use super::zero_copy;
 
 /// How to listen for a stream.
-pub(super) fn listening(options: &Options) -> Result<ListenOptions, Error> {
+pub(super) fn listening(options: &Request) -> Result<ListenOptions, Error> {
     let tls = options.tls.as_ref().map(|tls| TlsServer::load(&tls.credentials)).transpose()?;
     Ok(ListenOptions { tls, ..ListenOptions::default() })
 }
 
 /// How to connect to one.
-pub(super) fn connecting(options: &Options) -> Result<ConnectOptions, Error> {
+pub(super) fn connecting(options: &Request) -> Result<ConnectOptions, Error> {
     let load = |tls: &Tls| TlsClient::load(&tls.credentials, tls.hostname.as_deref());
     let tls = options.tls.as_ref().map(load).transpose()?;
     let zero_copy = zero_copy::is_wanted(options);

@@ -3,9 +3,9 @@
 use towline_channel::{Address, check_zero_copy};
 use towline_migration::{Compression, ZeroCopySend};
 
-use super::endpoint::{Destination, Source};
+use super::ends::{Destination, Source};
 use super::error::Error;
-use super::options::Options;
+use super::request::Request;
 use super::tls;
 use crate::qemu::Qemu;
 
@@ -20,8 +20,8 @@ const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 pub(super) fn checked(
     source: &Source,
     destination: &Destination,
-    options: &Options,
-) -> Result<(Options, usize), Error> {
+    options: &Request,
+) -> Result<(Request, usize), Error> {
     let lanes = lanes(source, destination, options)?;
     check_compression(source, destination, options, lanes)?;
     check_tls(source, destination, options)?;
@@ -31,28 +31,29 @@ pub(super) fn checked(
     check_end(source, destination, options)?;
     check_vsock(source, destination, options)?;
     check_base(destination, options)?;
-    check_live(source, destination, options)?;
+    check_snapshot(source, destination, options)?;
+    check_pair(source, destination, options)?;
     Ok((one_guest(source, destination, options)?, lanes))
 }
 
 /// The same of a stream that is only looked at. Returns the lanes.
-pub(super) fn checked_survey(source: &Source, options: &Options) -> Result<usize, Error> {
+pub(super) fn checked_survey(source: &Source, options: &Request) -> Result<usize, Error> {
     let lanes = lanes(source, &Destination::Null, options)?;
     check_compression(source, &Destination::Null, options, lanes)?;
     check_tls(source, &Destination::Null, options)?;
     Ok(lanes)
 }
 
-fn lanes(source: &Source, destination: &Destination, options: &Options) -> Result<usize, Error> {
-    if options.postcopy.is_some() {
+fn lanes(source: &Source, destination: &Destination, options: &Request) -> Result<usize, Error> {
+    if options.is_postcopy() {
         check_postcopy(source, options)?;
-        let lanes = options.multifd_channels.unwrap_or(0);
+        let lanes = options.means().multifd_channels.unwrap_or(0);
         return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
-    let streams = [stream_address(source), destination_address(destination)];
+    let streams = [source.stream(), destination.stream()];
     let streams = || streams.iter().flatten();
-    let default = if streams().next().is_some() || options.live { 0 } else { LANES_DEFAULT };
-    let lanes = options.multifd_channels.unwrap_or(default);
+    let default = if streams().next().is_some() || options.is_snapshot() { 0 } else { LANES_DEFAULT };
+    let lanes = options.means().multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
         return Err(too_many(lanes));
     }
@@ -85,34 +86,49 @@ pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
     )))
 }
 
-fn stream_address(source: &Source) -> Option<&Address> {
-    match source {
-        Source::Stream(address) => Some(address),
-        _ => None,
-    }
-}
-
-fn destination_address(destination: &Destination) -> Option<&Address> {
-    match destination {
-        Destination::Stream(address) => Some(address),
-        _ => None,
-    }
+/// Refuses a source and a destination between which there is no way.
+fn check_pair(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+    let text = match (source, destination) {
+        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
+        (Source::Qmp(_), _) if options.is_postcopy() => {
+            "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too"
+        }
+        (_, Destination::Qmp(_) | Destination::Stream(Address::Tcp { .. } | Address::Unix(_)))
+            if options.is_postcopy() =>
+        {
+            return Ok(());
+        }
+        _ if options.is_postcopy() => {
+            "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it"
+        }
+        (Source::Memory(_), Destination::Qmp(_)) => {
+            "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream"
+        }
+        (Source::Memory(_), Destination::Null) => {
+            "null: takes a stream; mem: receives a synthetic guest and verifies it"
+        }
+        (source, Destination::Null) if source.is_image() => {
+            "null: takes a stream; to check an image, `inspect --verify` it"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::Usage(text.into()))
 }
 
 /// Sees to it that a copy does not end with two guests that run.
-fn one_guest(source: &Source, destination: &Destination, options: &Options) -> Result<Options, Error> {
-    let mut options = options.clone();
-    if !options.resume || !matches!(source, Source::Qmp(_)) {
+fn one_guest(source: &Source, destination: &Destination, options: &Request) -> Result<Request, Error> {
+    let options = options.clone();
+    if !options.resumes() || source.monitor().is_none() {
         return Ok(options);
     }
     match destination {
         Destination::Image(_) | Destination::Memory(_) | Destination::Null => {}
         #[cfg(feature = "store")]
         Destination::Store(_) => {}
-        Destination::Qmp(_) if options.run == Some(true) => {
+        Destination::Qmp(_) if options.run() == Some(true) => {
             return Err(Error::Usage("--resume with --run: the same guest would run twice".into()));
         }
-        Destination::Qmp(_) => options.run = Some(false),
+        Destination::Qmp(_) => return Ok(options.paused()),
         Destination::Stream(address) => {
             return Err(Error::Usage(format!(
                 "--resume with {address}, which may run the guest by itself: the same guest would run twice"
@@ -122,10 +138,10 @@ fn one_guest(source: &Source, destination: &Destination, options: &Options) -> R
     Ok(options)
 }
 
-fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
+fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
     match source {
         Source::Qmp(_) | Source::Memory(_) => Ok(()),
-        _ if options.throttle => Err(Error::Usage(
+        _ if options.means().throttle => Err(Error::Usage(
             "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
         )),
         _ => Ok(()),
@@ -133,38 +149,31 @@ fn check_throttle(source: &Source, options: &Options) -> Result<(), Error> {
 }
 
 /// A source is ended only where its guest goes on, or is kept.
-fn check_end(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+fn check_end(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let text = match (source, destination) {
-        _ if !options.end_source => return Ok(()),
-        (source, _) if !matches!(source, Source::Qmp(_)) => "only a qmp: source can be ended: copy this one",
+        _ if !options.ends_source() => return Ok(()),
+        (source, _) if source.monitor().is_none() => "only a qmp: source can be ended: copy this one",
         (_, Destination::Memory(_)) => {
             "mem: is gone with this process, so its source is not ended: copy to it"
         }
         (_, Destination::Null) => "null: keeps nothing, so its source is not ended: copy to it",
-        _ if options.resume => "a source that is ended cannot run on (--resume)",
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
 }
 
 /// A device that is taken out has to be put in somewhere.
-fn check_vsock(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
-    let text = match (source, destination) {
-        _ if !options.detach_vsock => return Ok(()),
-        (Source::Qmp(_), Destination::Qmp(_)) if !options.end_source => {
-            "--detach-vsock is for a move: after a copy both guests would claim one context"
-        }
-        (Source::Qmp(_), Destination::Qmp(_)) if options.postcopy.is_some() => {
-            "--detach-vsock goes with a guest whose memory comes first: leave --postcopy out"
-        }
-        (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
-        _ => "--detach-vsock needs a qmp: destination, where the device is put in again",
-    };
-    Err(Error::Usage(text.into()))
+fn check_vsock(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+    match (source.monitor(), destination.monitor()) {
+        (None, _) | (_, None) if options.detaches_vsock() => Err(Error::Usage(
+            "--detach-vsock needs a qmp: destination, where the device is put in again".into(),
+        )),
+        _ => Ok(()),
+    }
 }
 
-fn check_base(destination: &Destination, options: &Options) -> Result<(), Error> {
-    match (&options.base, destination) {
+fn check_base(destination: &Destination, options: &Request) -> Result<(), Error> {
+    match (options.base(), destination) {
         (None, _) | (Some(_), Destination::Image(_)) => Ok(()),
         (Some(_), _) => {
             Err(Error::Usage("--base is for an image that is to be stored: name one as DEST".into()))
@@ -172,29 +181,16 @@ fn check_base(destination: &Destination, options: &Options) -> Result<(), Error>
     }
 }
 
-/// QEMU's background-snapshot goes with little else.
-fn check_live(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
-    let text = match (source, destination) {
-        _ if !options.live => return Ok(()),
-        (Source::Qmp(_), Destination::Image(_)) => match options {
-            Options { multifd_channels: Some(1..), .. } => {
-                "--live with --multifd-channels: QEMU's background-snapshot has a single channel; leave the option out"
-            }
-            Options { max_bandwidth: Some(_), .. } => {
-                "--live with --max-bandwidth: QEMU sends a background snapshot as fast as it is taken; leave the limit out"
-            }
-            Options { throttle: true, .. } => {
-                "--live with --throttle: every page is sent once, whatever the guest writes; leave --throttle out"
-            }
-            Options { end_source: true, .. } => "--live lets its source run on: use `copy`",
-            _ => return Ok(()),
-        },
-        _ => "--live takes an image of a guest that runs on: from qmp: to an image",
-    };
-    Err(Error::Usage(text.into()))
+/// QEMU's background-snapshot goes from a QEMU to an image.
+fn check_snapshot(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+    match (source, destination) {
+        (Source::Qmp(_), Destination::Image(_)) => Ok(()),
+        _ if !options.is_snapshot() => Ok(()),
+        _ => Err(Error::Usage("--live takes an image of a guest that runs on: from qmp: to an image".into())),
+    }
 }
 
-fn check_return_path(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
+fn check_return_path(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     if options.return_path {
         return Ok(());
     }
@@ -221,7 +217,7 @@ fn only_streams() -> Error {
 fn check_compression(
     source: &Source,
     destination: &Destination,
-    options: &Options,
+    options: &Request,
     lanes: usize,
 ) -> Result<(), Error> {
     if options.compression == Compression::None {
@@ -245,7 +241,7 @@ fn check_compression(
 fn check_zero_copy_send(
     source: &Source,
     destination: &Destination,
-    options: &Options,
+    options: &Request,
     lanes: usize,
 ) -> Result<(), Error> {
     if options.zero_copy_send != ZeroCopySend::On {
@@ -269,7 +265,7 @@ fn check_zero_copy_send(
     Err(zero_copy_refused(&why))
 }
 
-fn zero_copy_over_tcp(options: &Options, lanes: usize) -> Result<(), Error> {
+fn zero_copy_over_tcp(options: &Request, lanes: usize) -> Result<(), Error> {
     if lanes == 0 {
         return Err(zero_copy_refused(
             "only lanes have it; give both ends the same --multifd-channels, at least 1",
@@ -292,15 +288,8 @@ fn zero_copy_refused(why: &str) -> Error {
 }
 
 /// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
-fn check_tls(source: &Source, destination: &Destination, options: &Options) -> Result<(), Error> {
-    let from = match source {
-        Source::Stream(address) => Some(address),
-        _ => None,
-    };
-    let to = match destination {
-        Destination::Stream(address) => Some(address),
-        _ => None,
-    };
+fn check_tls(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
+    let (from, to) = (source.stream(), destination.stream());
     let streams = || [from, to].into_iter().flatten();
     let Some(tls) = &options.tls else {
         return match streams().find(|address| matches!(address, Address::WebSocket { secure: true, .. })) {
@@ -346,9 +335,9 @@ fn check_tls(source: &Source, destination: &Destination, options: &Options) -> R
 }
 
 /// Refuses what does not go with it, before anything is touched.
-fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
-    let lanes = options.multifd_channels.unwrap_or(0);
-    let recovers = options.postcopy.is_some_and(|postcopy| postcopy.recover);
+fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
+    let lanes = options.means().multifd_channels.unwrap_or(0);
+    let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
     let text = match source {
         Source::Stream(_) => {
             "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
@@ -357,7 +346,6 @@ fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
         Source::Qmp(_) if recovers => {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }
-        Source::Qmp(_) if options.resume => "--resume with --postcopy: the same guest would run twice",
         source if lanes > 0 && !matches!(source, Source::Qmp(_)) => {
             "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU takes pages on lanes once it runs; leave it out"
         }
@@ -368,10 +356,94 @@ fn check_postcopy(source: &Source, options: &Options) -> Result<(), Error> {
             "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
         }
         _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
-        _ if recovers && options.run.is_some() => {
-            "--recover goes on with a guest that runs or is paused already: leave --run and --paused out"
-        }
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ends::MemoryRoom;
+    use super::super::request::{Means, PostcopyStart, Task};
+    use super::*;
+
+    fn postcopy() -> Request {
+        let start = PostcopyStart::Copy { run: None };
+        let means = Means::default();
+        Request::new(Task::Postcopy { means, start, preempt: false, record_working_set: true })
+    }
+
+    fn qmp() -> Destination {
+        Destination::Qmp("b.qmp".into())
+    }
+
+    #[test]
+    fn pairs_without_a_way_are_refused() {
+        let memory = Source::Memory(towline_migration::synthetic::Shape::of_length(64 << 20));
+        let (image, running) = (Source::Image("a.img".into()), Source::Qmp("a.qmp".into()));
+        let (file, tcp) =
+            (Destination::Image("b.img".into()), Destination::Stream("tcp:b:1".parse().unwrap()));
+        let exec = Destination::Stream("exec:cat".parse().unwrap());
+        let no_guest =
+            "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it";
+        let no_qemus = "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too";
+        for (source, destination, request, text) in [
+            (
+                &memory,
+                &qmp(),
+                Request::default(),
+                "a synthetic guest (mem:) has no devices, so no QEMU can load it: copy it to mem:, an image or a stream",
+            ),
+            (
+                &memory,
+                &Destination::Null,
+                Request::default(),
+                "null: takes a stream; mem: receives a synthetic guest and verifies it",
+            ),
+            (
+                &image,
+                &Destination::Null,
+                Request::default(),
+                "null: takes a stream; to check an image, `inspect --verify` it",
+            ),
+            (&image, &file, postcopy(), no_guest),
+            (&image, &exec, postcopy(), no_guest),
+            (&image, &Destination::Memory(MemoryRoom::default()), postcopy(), no_guest),
+            (&running, &tcp, postcopy(), no_qemus),
+            (&running, &file, postcopy(), no_qemus),
+        ] {
+            assert_eq!(checked(source, destination, &request).unwrap_err().to_string(), text);
+        }
+        for (source, destination) in [(&image, &qmp()), (&image, &tcp), (&running, &qmp())] {
+            assert!(checked(source, destination, &postcopy()).is_ok());
+        }
+        assert!(checked(&running, &Destination::Null, &Request::default()).is_ok());
+    }
+
+    #[test]
+    fn a_source_that_runs_on_leaves_its_copy_paused() {
+        let task = |run| Task::Copy { means: Means::default(), run, resume: true, base: None };
+        let source = Source::Qmp("a.qmp".into());
+        let (request, lanes) = checked(&source, &qmp(), &Request::new(task(None))).unwrap();
+        assert_eq!((request.run(), lanes), (Some(false), LANES_DEFAULT));
+        let error = checked(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
+        assert_eq!(error.to_string(), "--resume with --run: the same guest would run twice");
+    }
+
+    #[test]
+    fn a_move_that_keeps_nothing_is_refused() {
+        let (means, devices) = (Means::default(), Vec::new());
+        let task = Task::Move { means, run: None, detach_vsock: true, devices };
+        let request = Request::new(task);
+        let source = Source::Qmp("a.qmp".into());
+        for (destination, text) in [
+            (Destination::Null, "null: keeps nothing, so its source is not ended: copy to it"),
+            (
+                Destination::Image("a.img".into()),
+                "--detach-vsock needs a qmp: destination, where the device is put in again",
+            ),
+        ] {
+            assert_eq!(checked(&source, &destination, &request).unwrap_err().to_string(), text);
+        }
+    }
 }

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use towline_channel::Cancel;
-use towline_control::plan::{Destination, Error, GuestState, Observer, Options, Phase, Source, copy};
+use towline_control::plan::{
+    Destination, Error, GuestState, Keeper, Means, Observer, Phase, Request, Source, Task, copy,
+};
 use towline_lab::{Qemu, Towline};
 
 /// Where the orders are found.
@@ -58,26 +60,26 @@ fn towline_under_orders() {
     let Ok(orders) = std::env::var(ORDERS) else { return };
     let orders: Value = serde_json::from_str(&orders).unwrap();
     let path = |name: &str| PathBuf::from(orders[name].as_str().unwrap());
-    let options = Options {
-        multifd_channels: orders["lanes"].as_u64().map(|lanes| lanes as usize),
-        end_source: orders["end-source"] == true,
-        max_bandwidth: Some(BANDWIDTH),
-        downtime_limit: DOWNTIME_LIMIT,
-        ..Options::default()
+    let lanes = orders["lanes"].as_u64().map(|lanes| lanes as usize);
+    let means = Means { multifd_channels: lanes, max_bandwidth: Some(BANDWIDTH), throttle: false };
+    let task = match orders["end-source"] == true {
+        true => Task::Move { means, run: None, detach_vsock: false, devices: Vec::new() },
+        false => Task::Copy { means, run: None, resume: false, base: None },
     };
+    let request = Request { downtime_limit: DOWNTIME_LIMIT, ..Request::new(task) };
     let observer = Hook { hold: orders["hold"].as_str().map(str::to_owned), go: path("go") };
     let (source, destination) = (Source::Qmp(path("source")), Destination::Qmp(path("destination")));
-    let result = copy(&source, &destination, &options, &Cancel::new().unwrap(), &observer);
+    let result = copy(&source, &destination, &request, &Cancel::new().unwrap(), &observer);
     // As the command line does.
     std::process::exit(match result {
         Ok(_) => 0,
         Err(failure) => {
             eprintln!("error: {}", failure.error);
             let (code, guest) = match (&*failure.error, &failure.guest) {
-                (Error::Usage(_), _) => (2, "untouched"),
-                (_, GuestState::Safe) => (1, "safe"),
-                (_, GuestState::Unreached) => (1, "unreached"),
-                (_, GuestState::LookAt(text)) => (3, text.as_str()),
+                (Error::Usage(_), _) => (2, "untouched".into()),
+                (_, GuestState::Safe) => (1, "safe".into()),
+                (_, GuestState::Unreached) => (1, "unreached".into()),
+                (_, guest @ GuestState::LookAt(_)) => (3, guest.text(Keeper::Qemu)),
             };
             eprintln!("guest: {guest}");
             failure.notes.iter().for_each(|note| eprintln!("note: {note}"));

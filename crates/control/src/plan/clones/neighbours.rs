@@ -14,7 +14,6 @@ use serde_json::{Map, Value, json};
 use towline_qmp::commands::{BlockDevice, QomGet};
 use towline_qmp::{self as qmp, Client, Options};
 
-use super::super::endpoint::Destination;
 use super::super::error::Error;
 
 /// How long a QEMU may take for each answer here.
@@ -64,17 +63,14 @@ enum Medium {
     Name(String),
 }
 
-/// Asks all `qmp:` destinations at once, and compares them.
-pub(super) fn look(destinations: &[&Destination]) -> Found {
+/// Asks all QEMUs at once, by the monitors of those destinations that have one, and compares them.
+pub(super) fn look(monitors: &[Option<&Path>]) -> Found {
     let asked: Vec<Neighbour> = thread::scope(|scope| {
-        let ask = |(index, destination): (usize, &&Destination)| match destination {
-            Destination::Qmp(path) => {
-                let path = path.clone();
-                Some(scope.spawn(move || ask(index, &path)))
-            }
-            _ => None,
+        let ask = |(index, monitor): (usize, &Option<&Path>)| {
+            let path = monitor.map(Path::to_owned)?;
+            Some(scope.spawn(move || ask(index, &path)))
         };
-        let asking: Vec<_> = destinations.iter().enumerate().filter_map(ask).collect();
+        let asking: Vec<_> = monitors.iter().enumerate().filter_map(ask).collect();
         asking.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
     });
     compare(&asked)

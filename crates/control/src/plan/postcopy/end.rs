@@ -1,216 +1,112 @@
-//! The other end of a copy by postcopy: a QEMU whose monitor we have, or an address of somebody else's.
+//! The other end of a copy by postcopy.
 
 use towline_channel::Address;
-use towline_migration::Compression;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::super::blame;
 use super::super::context::Run;
-use super::super::destination::{Fate, QmpDestination};
-use super::super::endpoint::Destination;
-use super::super::error::{Error, Failure, GuestState, look_at};
-use super::super::fit::Guest as Fits;
-use super::super::options::PostcopyOptions;
-use super::stored::Stored;
+use super::super::destination::Fate;
+use super::super::error::{Error, Failure, look_at};
+use super::super::outcomes::Place;
+use super::super::report::DestinationState;
+use super::super::request::PostcopyOptions;
 
-/// See the module's text.
-pub(super) enum End {
-    Qmp(Box<QmpDestination>),
-    Stream(Address),
-}
-
-impl End {
-    /// Checks what can be checked; nothing is changed.
-    pub(super) fn prepare(
-        destination: &Destination,
-        stored: &Stored<'_>,
-        options: PostcopyOptions,
-        run: &Run<'_>,
-    ) -> Result<Self, Error> {
-        match destination {
-            Destination::Qmp(path) => {
-                let mut qemu = match options.recover {
-                    true => QmpDestination::prepare_lost(path)?,
-                    false => QmpDestination::prepare_postcopy(path)?,
-                };
-                run.tell_repaired(qemu.qemu());
-                let machine_type = &stored.guest.configuration().machine_type;
-                let guest = Fits::of_blocks(machine_type, stored.guest.blocks());
-                qemu.check(&guest, run.lanes, run.observer)?;
-                if options.recover && qemu.preempts() != options.preempt {
-                    let (has, option) = match qemu.preempts() {
-                        true => ("a preempt channel", "pass --postcopy-preempt"),
-                        false => ("no preempt channel", "leave --postcopy-preempt out"),
-                    };
-                    return Err(Error::Usage(format!("the guest was begun with {has}: {option}")));
-                }
-                Ok(Self::Qmp(Box::new(qemu)))
-            }
-            Destination::Stream(address @ (Address::Tcp { .. } | Address::Unix(_))) => {
-                Ok(Self::Stream(address.clone()))
-            }
-            _ => Err(Error::Usage(
-                "--postcopy is for a destination that runs the guest: qmp:, tcp: or unix: with a QEMU behind it".into(),
-            )),
-        }
-    }
-
+/// A QEMU that takes the guest. What the defaults say holds for one that nobody can ask.
+pub(super) trait End {
     /// Whether we can ask it, and tell it to listen again.
-    pub(super) fn is_driven(&self) -> bool {
-        matches!(self, Self::Qmp(_))
+    fn is_driven(&self) -> bool {
+        false
     }
 
     /// Whether the guest ran when we came.
-    pub(super) fn ran(&self) -> bool {
-        match self {
-            Self::Qmp(qemu) => qemu.ran(),
-            Self::Stream(_) => true,
-        }
+    fn ran(&self) -> bool {
+        true
     }
 
     /// The size of the pages behind each block; of one that cannot be asked 4 KiB.
-    pub(super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
-        match self {
-            Self::Qmp(qemu) => qemu.page_bytes(blocks),
-            Self::Stream(_) => vec![PAGE_SIZE; blocks.len()],
-        }
+    fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
+        vec![PAGE_SIZE; blocks.len()]
     }
 
     /// Where it listens, told to if it can be.
-    pub(super) fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error> {
-        match self {
-            Self::Qmp(qemu) => qemu.start_postcopy(options.preempt, runs, 0, Compression::None),
-            Self::Stream(address) => Ok(address.clone()),
-        }
-    }
+    fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error>;
 
     /// Whether the guest is seen to run.
-    pub(super) fn runs_now(&mut self) -> bool {
-        match self {
-            Self::Qmp(qemu) => qemu.runs_now().is_ok_and(|runs| runs == Some(true)),
-            Self::Stream(_) => false,
-        }
+    fn runs_now(&mut self) -> bool {
+        false
     }
 
     /// What became of it when its connection was lost.
-    pub(super) fn fate(&mut self) -> Result<Fate, Error> {
-        match self {
-            Self::Qmp(qemu) => qemu.fate(),
-            // Nobody to ask: it listens again when somebody has told it to.
-            Self::Stream(address) => Ok(Fate::Listens(address.clone())),
-        }
-    }
+    fn fate(&mut self) -> Result<Fate, Error>;
 
     /// It does not listen again by itself.
-    pub(super) fn wait_for_help(&mut self, why: &towline_migration::Error, run: &Run<'_>) {
-        match self {
-            Self::Qmp(qemu) => qemu.break_connection(),
-            Self::Stream(address) => run.observer.notice(&format!(
-                "{why}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, tell it `migrate-recover` with that uri"
-            )),
-        }
-    }
+    fn wait_for_help(&mut self, why: &towline_migration::Error, run: &Run<'_>);
 
     /// Before the guest runs: puts things back. Returns the reason, the destination's own if that is better, and notes.
-    pub(super) fn undo(&mut self, error: Error) -> (Error, Vec<String>) {
-        match self {
-            Self::Qmp(qemu) => (qemu.explain(error), qemu.undo(false)),
-            Self::Stream(_) => (error, Vec::new()),
-        }
+    fn undo(&mut self, error: Error) -> (Error, Vec<String>) {
+        (error, Vec::new())
     }
 
     /// The guest did not come to run here. Returns notes.
-    pub(super) fn give_back(&mut self) -> Vec<String> {
-        match self {
-            Self::Qmp(qemu) => qemu.undo(false),
-            Self::Stream(_) => Vec::new(),
-        }
+    fn give_back(&mut self) -> Vec<String> {
+        Vec::new()
     }
 
     /// The destination says that it could not take the guest.
-    pub(super) fn given_up(
-        &mut self,
-        why: towline_migration::Error,
-        text: &str,
-        had_loaded: bool,
-    ) -> Failure {
-        let Self::Qmp(qemu) = self else { return self.left(why.into()) };
-        let error = qemu.failed(text);
-        qemu.leave();
-        match had_loaded {
-            true => look_at(error, RAN),
-            false => Failure { error: Box::new(error), guest: GuestState::Safe, notes: qemu.undo(false) },
-        }
+    fn given_up(&mut self, why: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
+        let _ = (text, had_loaded);
+        self.left(why.into())
     }
 
     /// Its monitor is lost.
-    pub(super) fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
-        if let Self::Qmp(qemu) = self {
-            qemu.leave();
-        }
-        match blame::is_gone(&error) {
-            true if !had_loaded => {
-                Failure { error: Box::new(error), guest: GuestState::Safe, notes: Vec::new() }
-            }
-            true => look_at(error, RAN),
-            false => self.left(error),
-        }
+    fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
+        let _ = had_loaded;
+        self.left(error)
     }
 
     /// Nobody brings it its memory any more.
-    pub(super) fn left(&mut self, error: Error) -> Failure {
-        if let Self::Qmp(qemu) = self {
-            qemu.leave();
-        }
-        let text = match &error {
-            Error::Migration(error) if blame::is_of_guest(error) => UNREADABLE,
-            _ => INCOMPLETE,
-        };
-        look_at(error, text)
+    fn left(&mut self, error: Error) -> Failure {
+        stopped(error)
     }
 
-    /// All memory is there.
-    pub(super) fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
-        let Self::Qmp(qemu) = self else { return Ok(Vec::new()) };
-        let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_runs() } else { Ok(()) });
-        finished.and_then(|()| qemu.release()).map_err(|error| match blame::is_gone(&error) {
-            true => look_at(error, RAN),
-            false => look_at(error, "at its destination, with all of its memory: look what it does there"),
-        })
+    /// What the guest does there when it has all of its memory.
+    fn state(&self, runs: bool) -> DestinationState {
+        let _ = runs;
+        DestinationState::Loaded
+    }
+
+    /// All memory is there. Returns notes.
+    fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
+        let _ = runs;
+        Ok(Vec::new())
     }
 }
 
-/// What became of a guest whose connection is lost.
-pub(in super::super) const INCOMPLETE: &str = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: \
-     run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
-/// What became of a guest whose image can no longer be read.
-pub(in super::super) const UNREADABLE: &str = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: \
-     if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the \
-     same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
-const RAN: &str =
-    "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
+/// The guest runs without a part of its memory: because its connection was lost, or because its image cannot be read.
+pub(super) fn stopped(error: Error) -> Failure {
+    let place = match &error {
+        Error::Migration(error) if blame::is_of_guest(error) => Place::PostcopyUnreadable,
+        _ => Place::PostcopyPaused,
+    };
+    look_at(error, place)
+}
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::outcomes::GuestState;
     use super::*;
-
-    fn left(error: impl Into<Error>) -> GuestState {
-        End::Stream(Address::Unix("/run/vm/b.sock".into())).left(error.into()).guest
-    }
 
     #[test]
     fn a_lost_connection_and_a_damaged_image_are_told_apart() {
         let lost =
             || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
-        let expected = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
-        assert_eq!(left(lost()), GuestState::LookAt(expected.into()));
+        assert_eq!(stopped(lost().into()).guest, GuestState::look_at(Place::PostcopyPaused));
         let not_recovered =
             Error::NotRecovered { source: lost(), waited: std::time::Duration::from_secs(60) };
-        assert_eq!(left(not_recovered), GuestState::LookAt(expected.into()));
+        assert_eq!(stopped(not_recovered).guest, GuestState::look_at(Place::PostcopyPaused));
         let damaged =
             towline_migration::Error::guest(std::io::Error::other("block pc.ram, chunk 7: damaged"));
-        let expected = "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
-        assert_eq!(left(damaged), GuestState::LookAt(expected.into()));
+        assert_eq!(stopped(damaged.into()).guest, GuestState::look_at(Place::PostcopyUnreadable));
     }
 }

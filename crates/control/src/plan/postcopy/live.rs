@@ -21,36 +21,28 @@ use super::super::blame;
 use super::super::conclude::{self as ends, Conclusion, conclude};
 use super::super::context::Run;
 use super::super::destination::{Fate, QmpDestination};
-use super::super::endpoint::Destination;
-use super::super::error::{Error, Failure, GuestState, look_at};
-use super::super::options::PostcopyOptions;
+use super::super::endpoint::{Origin, QemuDestination, asked};
+use super::super::error::{Error, Failure, look_at};
+use super::super::outcomes::Place;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
 use super::super::report::{DestinationState, Report};
+use super::super::request::PostcopyOptions;
 use super::super::source::QmpSource;
 use super::super::switch::Switch;
-use super::super::target::Target;
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// How often the QEMUs are asked.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Moves or copies the guest of the QEMU at `path`.
+/// Moves or copies the guest of the QEMU at `from` to that at `to`.
 pub(in super::super) fn migrate(
-    path: &Path,
-    destination: &Destination,
+    from: &Path,
+    to: &Path,
     options: PostcopyOptions,
     run: &Run<'_>,
 ) -> Result<Report, Failure> {
-    let Destination::Qmp(to) = destination else {
-        return Err(Failure::untouched(Error::Usage(
-            "--postcopy of a running guest is between two qmp: QEMUs, which do it themselves; an image goes to tcp: and unix: too".into(),
-        )));
-    };
-    let mut source = QmpSource::prepare(path, run.options).map_err(|error| {
-        let guest = if blame::is_unreached(&error) { GuestState::Unreached } else { GuestState::Safe };
-        Failure { guest, ..Failure::untouched(error) }
-    })?;
+    let mut source = QmpSource::prepare(from, run.options).map_err(asked)?;
     run.tell_repaired(source.qemu());
     let mut target = prepare(to, &mut source, run).map_err(Failure::untouched)?;
     run.tell_repaired(target.qemu());
@@ -65,14 +57,13 @@ pub(in super::super) fn migrate(
         Err(error) => {
             let error = target.explain(error);
             let directive = switch.failed(&error);
-            let origin = ends::Origin::Qemu(Box::new(source));
-            let target = Target::Qemu { destination: Box::new(target), relay: None };
+            let (origin, target) = (Origin::Qemu(&mut source), &mut QemuDestination::of(target));
             let ends = Conclusion { switch: &switch, origin, target, run, error: Some(error) };
             let concluded = conclude(ends, directive)?;
             return Ok(run.done(Snapshot::default(), concluded.source, concluded.destination));
         }
     };
-    let runs = run.options.run.unwrap_or(switched);
+    let runs = run.options.run().unwrap_or(switched);
     run.observer.phase(Phase::Switchover);
     let (report, moved) = (PostcopyReport::default(), Snapshot::default());
     let mut live = Live { source, target, run, report, moved, runs, told: false };
@@ -89,7 +80,7 @@ fn prepare(path: &Path, source: &mut QmpSource, run: &Run<'_>) -> Result<QmpDest
         source.takes_lanes_beside_postcopy()?;
         target.takes_lanes_beside_postcopy()?;
     }
-    target.check(&source.guest(true)?, run.lanes, run.observer)?;
+    target.check(&source.guest(true)?, run)?;
     Ok(target)
 }
 
@@ -226,20 +217,14 @@ impl Live<'_> {
     fn failed(&mut self, error: Error) -> Failure {
         self.source.forget();
         self.target.leave();
-        look_at(
-            error,
-            "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there",
-        )
+        look_at(error, Place::PostcopyRefused)
     }
 
     /// One of the monitors is lost, or the connection.
     fn lost(&mut self, error: Error) -> Failure {
         self.source.forget();
         self.target.leave();
-        look_at(
-            error,
-            "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on",
-        )
+        look_at(error, Place::PostcopySplit)
     }
 
     fn finish(mut self, downtime_ms: Option<u64>) -> Result<Report, Failure> {
@@ -251,10 +236,7 @@ impl Live<'_> {
             Ok(notes) => notes,
             Err(error) => {
                 self.source.forget();
-                return Err(look_at(
-                    error,
-                    "at its destination, with all of its memory: look what it does there",
-                ));
+                return Err(look_at(error, Place::PostcopyArrived));
             }
         };
         notes.iter().for_each(|note| self.run.observer.notice(note));

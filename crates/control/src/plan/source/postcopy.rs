@@ -6,7 +6,7 @@ use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, Migration
 use super::super::converge;
 use super::super::destination::is_live;
 use super::super::error::Error;
-use super::super::options::Options;
+use super::super::request::Request;
 use super::super::validate::takes_lanes_beside_postcopy;
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
 use crate::qemu::Settings;
@@ -21,16 +21,16 @@ impl QmpSource {
         address: &Address,
         preempt: bool,
         lanes: usize,
-        options: &Options,
+        options: &Request,
     ) -> Result<(), Error> {
         let mut wanted = self.wanted(lanes, options);
         wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
         if preempt {
             wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
         }
-        wanted.parameters.max_bandwidth = Some(options.max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
+        wanted.parameters.max_bandwidth = Some(options.means().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
         // So much of what nobody waits for, too; 0 is QEMU's way to say "as fast as it goes".
-        wanted.parameters.max_postcopy_bandwidth = Some(options.max_bandwidth.unwrap_or(0));
+        wanted.parameters.max_postcopy_bandwidth = Some(options.means().max_bandwidth.unwrap_or(0));
         self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
         self.wait_tidy()?;
         self.begin(&Migrate::to_uri(address.to_string()))

@@ -1,0 +1,127 @@
+//! An image: read in place as a source, made as a destination. The source is any stored guest, those of object stores too.
+
+use std::ops::Deref;
+use std::path::Path;
+use std::sync::Arc;
+
+use towline_image::{Image, ImageWriter, Origin, StoredGuest};
+use towline_migration::{Sink, Snapshot};
+
+use super::super::context::Run;
+use super::super::error::{Error, Failure};
+use super::super::fit::Guest;
+use super::super::local;
+use super::super::outcomes::{GuestState, Place};
+use super::super::progress::Observer;
+use super::super::report::DestinationState;
+use super::super::request::Request;
+use super::super::switch::Switch;
+use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
+use crate::switchover::{Directive, SourceKind};
+
+/// Opens the image at `path`, to be read by any number of copies.
+pub(in super::super) fn open(
+    path: &Path,
+    options: &Request,
+    observer: &dyn Observer,
+) -> Result<Image, Error> {
+    let image = Image::open(path)?;
+    if image.manifest().is_none() {
+        let text = "has no manifest (made by QEMU itself?): there are no checksums to verify it by";
+        observer.notice(&format!("{} {text}", path.display()));
+    }
+    Ok(if options.verify { image.verify_on_read()? } else { image })
+}
+
+/// A stored guest that is open, and that other copies may read at the same time. It stays as it is.
+pub(in super::super) struct StoredSource<P> {
+    image: P,
+    moved: Snapshot,
+}
+
+impl<P> StoredSource<P> {
+    pub(in super::super) fn new(image: P) -> Self {
+        Self { image, moved: Snapshot::default() }
+    }
+}
+
+impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
+    fn kind(&self) -> SourceKind {
+        SourceKind::Stored
+    }
+
+    fn prepare(&mut self, is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
+        run.check_cancelled().map_err(Failure::untouched)?;
+        let origin = Origin { source: format!("image {}", self.image.name()), ..Origin::default() };
+        let guest = is_compared.then(|| Guest::of_image(&*self.image));
+        Ok(Departure { guest, origin, file: self.image.file_image() })
+    }
+
+    fn transfer(
+        &mut self,
+        to: &mut dyn DestinationEndpoint,
+        switch: &Arc<Switch>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        let local = Local { guest: &*self.image, file: self.image.file_image(), is_stored: true };
+        self.moved = to.take(&local, switch, run)?;
+        Ok(())
+    }
+
+    fn moved(&self) -> Snapshot {
+        self.moved
+    }
+
+    fn delivered(&self, to: &dyn DestinationEndpoint, switch: &Switch) -> Directive {
+        to.delivered(self.image.devices().run_state(), switch)
+    }
+
+    fn explain(&self, failure: Failure) -> Failure {
+        lost(&*self.image, failure)
+    }
+}
+
+/// Names the reason where an image was cut short: a send of what is not there only says "bad address".
+pub(in super::super) fn lost(image: &dyn StoredGuest, failure: Failure) -> Failure {
+    match image.check_intact() {
+        Err(error) => {
+            let guest = match failure.guest {
+                guest if guest == GuestState::look_at(Place::PostcopyPaused) => {
+                    GuestState::look_at(Place::PostcopyUnreadable)
+                }
+                guest => guest,
+            };
+            Failure { error: Box::new(error.into()), guest, notes: failure.notes }
+        }
+        Ok(()) => failure,
+    }
+}
+
+/// An image to be made.
+pub(in super::super) struct ImageDestination(ImageWriter);
+
+impl ImageDestination {
+    /// Begins the image that will be `path`.
+    pub(in super::super) fn new(path: &Path, origin: Origin, run: &Run<'_>) -> Result<Self, Error> {
+        Ok(Self(run.image_writer(path, origin)?))
+    }
+}
+
+impl DestinationEndpoint for ImageDestination {
+    fn sink(&self) -> &dyn Sink {
+        &self.0
+    }
+
+    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
+        local::copy(local.guest, &self.0, local.lanes(run), switch, run)
+    }
+
+    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
+        run.set_increment(&self.0);
+        Ok(Vec::new())
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        DestinationState::Stored
+    }
+}

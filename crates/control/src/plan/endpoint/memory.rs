@@ -1,0 +1,117 @@
+//! `mem:`: a synthetic guest of this process as source, memory of this process as destination.
+//!
+//! ```text
+//!   mem:SIZE ─► fill ─► load runs ─► tcp:, unix:, fd:, exec:          the other end verifies
+//!                                └─► image · mem:                     within this process
+//!   anything ─► mem:    populated ahead, verified (or hashed) before the source hears that its guest has arrived
+//! ```
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::thread;
+
+use towline_image::Origin;
+use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
+use towline_migration::{Memory, MemoryError, Sink, Snapshot};
+
+use super::super::context::Run;
+use super::super::ends::MemoryRoom;
+use super::super::error::{Error, Failure};
+use super::super::local;
+use super::super::report::DestinationState;
+use super::super::switch::Switch;
+use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
+use crate::switchover::SourceKind;
+
+/// A synthetic guest, which ends with this.
+pub(in super::super) struct MemorySource {
+    guest: Synthetic,
+    moved: Snapshot,
+}
+
+impl MemorySource {
+    /// Makes the guest.
+    pub(in super::super) fn new(shape: &Shape) -> Result<Self, Error> {
+        let guest = Synthetic::new(*shape).map_err(towline_migration::Error::from)?;
+        Ok(Self { guest, moved: Snapshot::default() })
+    }
+}
+
+impl SourceEndpoint for MemorySource {
+    fn kind(&self) -> SourceKind {
+        SourceKind::Stored
+    }
+
+    fn prepare(&mut self, _is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
+        run.check_cancelled().map_err(Failure::untouched)?;
+        let origin = Origin { source: "mem".into(), ..Origin::default() };
+        Ok(Departure { guest: None, origin, file: None })
+    }
+
+    fn transfer(
+        &mut self,
+        to: &mut dyn DestinationEndpoint,
+        switch: &Arc<Switch>,
+        run: &Run<'_>,
+    ) -> Result<(), Error> {
+        self.moved = self
+            .guest
+            .run(|guest| to.take(&Local { guest, file: None, is_stored: false }, switch, run))??;
+        Ok(())
+    }
+
+    fn moved(&self) -> Snapshot {
+        self.moved
+    }
+}
+
+/// Memory that takes a guest.
+pub(in super::super) struct MemoryDestination(Checked);
+
+impl MemoryDestination {
+    /// Makes room for a guest.
+    pub(in super::super) fn new(room: &MemoryRoom) -> Result<Self, Error> {
+        let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+        let memory = match room.length {
+            None => Memory::adopting(available_bytes()),
+            Some(length) => {
+                let failed = |source| {
+                    let block = synthetic::BLOCK_NAME.to_owned();
+                    towline_migration::Error::from(MemoryError::Map { block, length, source })
+                };
+                let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
+                // Its pages stay when this mapping of it goes.
+                synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
+                Memory::adopting_into(file, length)
+            }
+        };
+        Ok(Self(Checked::new(memory, threads)))
+    }
+}
+
+impl DestinationEndpoint for MemoryDestination {
+    fn sink(&self) -> &dyn Sink {
+        &self.0
+    }
+
+    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
+        local::copy(local.guest, &self.0, run.lanes, switch, run)
+    }
+
+    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
+        run.set_memory(self.0.outcome());
+        Ok(Vec::new())
+    }
+
+    fn stored_state(&self) -> DestinationState {
+        DestinationState::Received
+    }
+}
+
+/// What the kernel says can be had without others losing theirs.
+fn available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib * 1024)
+}

@@ -1,0 +1,145 @@
+//! What is copied from where to where, as it is asked for.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use towline_channel::Address;
+use towline_migration::synthetic;
+
+/// Where a guest comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A running QEMU, by its QMP socket.
+    Qmp(PathBuf),
+    /// Somebody's QEMU runs `migrate` to us, who listen there.
+    Stream(Address),
+    /// An image.
+    Image(PathBuf),
+    /// An image in an object store.
+    #[cfg(feature = "store")]
+    Store(towline_image::store::Location),
+    /// A synthetic guest of this process.
+    Memory(synthetic::Shape),
+}
+
+/// Where it goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Destination {
+    /// A QEMU that waits with `-incoming defer`, by its QMP socket.
+    Qmp(PathBuf),
+    /// A QEMU or towline that listens there.
+    Stream(Address),
+    /// An image to be made.
+    Image(PathBuf),
+    /// An image to be made in an object store.
+    #[cfg(feature = "store")]
+    Store(towline_image::store::Location),
+    /// Memory of this process, where it is verified (or hashed) and then dropped.
+    Memory(MemoryRoom),
+    /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
+    Null,
+}
+
+/// What takes one guest only.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub(super) enum Place {
+    Path(PathBuf),
+    Address(String),
+    /// Any number of them.
+    Many(usize),
+}
+
+impl Source {
+    /// Whether it is a stored guest.
+    pub fn is_image(&self) -> bool {
+        match self {
+            Self::Image(_) => true,
+            #[cfg(feature = "store")]
+            Self::Store(_) => true,
+            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) => false,
+        }
+    }
+
+    /// The QMP socket of a QEMU.
+    pub(super) fn monitor(&self) -> Option<&Path> {
+        match self {
+            Self::Qmp(path) => Some(path),
+            _ => None,
+        }
+    }
+
+    /// The address of a stream.
+    pub(super) fn stream(&self) -> Option<&Address> {
+        match self {
+            Self::Stream(address) => Some(address),
+            _ => None,
+        }
+    }
+}
+
+impl Destination {
+    /// Whether it becomes a stored guest.
+    pub fn is_image(&self) -> bool {
+        match self {
+            Self::Image(_) => true,
+            #[cfg(feature = "store")]
+            Self::Store(_) => true,
+            Self::Qmp(_) | Self::Stream(_) | Self::Memory(_) | Self::Null => false,
+        }
+    }
+
+    /// The QMP socket of a QEMU.
+    pub(super) fn monitor(&self) -> Option<&Path> {
+        match self {
+            Self::Qmp(path) => Some(path),
+            _ => None,
+        }
+    }
+
+    /// The address of a stream.
+    pub(super) fn stream(&self) -> Option<&Address> {
+        match self {
+            Self::Stream(address) => Some(address),
+            _ => None,
+        }
+    }
+
+    /// What it takes up, which no second guest can have.
+    pub(super) fn place(&self) -> Place {
+        match self {
+            Self::Qmp(path) | Self::Image(path) => {
+                Place::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
+            }
+            Self::Stream(address) if !matches!(address, Address::Exec(_)) => {
+                Place::Address(address.to_string())
+            }
+            #[cfg(feature = "store")]
+            Self::Store(location) => Place::Address(location.to_string()),
+            Self::Stream(_) | Self::Memory(_) | Self::Null => Place::Many(std::ptr::from_ref(self).addr()),
+        }
+    }
+}
+
+impl fmt::Display for Destination {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Qmp(path) => write!(f, "qmp:{}", path.display()),
+            Self::Image(path) => write!(f, "file:{}", path.display()),
+            #[cfg(feature = "store")]
+            Self::Store(location) => write!(f, "{location}"),
+            Self::Stream(address) => write!(f, "{address}"),
+            Self::Memory(_) => f.write_str("mem:"),
+            Self::Null => f.write_str("null:"),
+        }
+    }
+}
+
+/// Memory of this process as a destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryRoom {
+    /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
+    /// says so.
+    pub length: Option<u64>,
+    /// In reserved huge pages; needs a length.
+    pub is_huge: bool,
+}
