@@ -29,7 +29,8 @@ rows! {
     unreached: Place::Unreached => "unreached", 1, "not touched; its QEMU could not be reached";
     without_vsock: Place::WithoutVsock => "without-vsock", 3, "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)";
     image_cut_short: Place::ImageCutShort => "image-cut-short", 3, "it has its memory at its destination, but pages that were sent after the image was cut short may be zeros there: end it, and restore another copy of the image";
-    postcopy_paused: Place::PostcopyPaused => "postcopy-paused", 3, "it runs at its destination and stands still where it needs memory that has not come (postcopy-paused): `towline copy --postcopy --recover` with the same image and destination goes on; the image is as it was";
+    postcopy_paused: Place::PostcopyPaused => "postcopy-paused", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image is complete and unchanged: run `towline copy --postcopy --recover` with the same image and destination, which sends the rest";
+    postcopy_unreadable: Place::PostcopyUnreadable => "postcopy-unreadable", 3, "at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and restore another image of the guest";
     postcopy_ended: Place::PostcopyEnded => "postcopy-ended", 3, "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored";
     postcopy_arrived: Place::PostcopyArrived => "postcopy-arrived", 3, "at its destination, with all of its memory: look what it does there";
     postcopy_refused: Place::PostcopyRefused => "postcopy-refused", 3, "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there";
@@ -52,7 +53,7 @@ rows! {
     source_not_ended: Place::Held(Held::SourceNotEnded) => "source-not-ended", 3, "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there";
     source_not_resumed: Place::Held(Held::SourceNotResumed) => "source-not-resumed", 3, "stored; at its source it is still paused: run it on (`cont`)";
     stored_only: Place::Held(Held::StoredOnly) => "stored-only", 3, "stored, and nowhere else: its source's QEMU has ended";
-    peer_waits: Place::Held(Held::PeerWaits) => "peer-waits", 3, "paused at both ends: the connection to the destination's towline was lost before the outcome could be sent";
+    peer_waits: Place::Held(Held::PeerWaits) => "peer-waits", 3, "paused at both ends: the outcome could not be sent to the destination's towline";
     peer_unknown: Place::Held(Held::PeerUnknown) => "peer-unknown", 3, "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them";
     peer_did_not_run: Place::Held(Held::PeerDidNotRun) => "peer-did-not-run", 3, "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both";
     destination_may_run_of_an_image: Place::HeldOfImage(Held::DestinationMayRun) => "destination-may-run", 3, "at its destination, which was sent everything and may run it: look there; the image is as it was";
