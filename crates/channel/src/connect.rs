@@ -3,7 +3,7 @@
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
 use crate::tls::{TlsChannel, TlsClient};
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
@@ -45,14 +45,12 @@ pub fn connect_with(
     options: &ConnectOptions,
 ) -> Result<Box<dyn Channel>> {
     address.check_tls(options.tls.is_some())?;
-    let patience = Patience::new("connect", address, deadline, cancel);
+    let until = Deadline::new("connect", address, deadline, cancel);
     loop {
         cancel.check()?;
-        match once(address, &patience, options) {
-            Err(error)
-                if options.retry && may_come_yet(address, &error) && !patience.remaining().is_zero() =>
-            {
-                patience.pause(RETRY_INTERVAL)?;
+        match once(address, &until, options) {
+            Err(error) if options.retry && may_come_yet(address, &error) && !until.remaining().is_zero() => {
+                until.pause(RETRY_INTERVAL)?;
             }
             Ok(channel) => {
                 let channel = secured(channel, address, options, deadline, cancel)?;
@@ -83,13 +81,13 @@ fn secured(
     Ok(Box::new(TlsChannel::client(channel, tls, host, deadline, cancel)?))
 }
 
-fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
+fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
     Ok(match address {
         Address::Tcp { host, port } => {
-            Box::new(tcp::connect(host, *port, patience)?.with_zero_copy(options.zero_copy)?)
+            Box::new(tcp::connect(host, *port, until)?.with_zero_copy(options.zero_copy)?)
         }
-        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, patience)?),
-        Address::Unix(path) => Box::new(unix::connect(path, patience)?),
+        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, until)?),
+        Address::Unix(path) => Box::new(unix::connect(path, until)?),
         Address::Fd(number) => fd::open(*number)?,
         Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),
         Address::File { path, offset } => Box::new(FileChannel::create(path, *offset)?),

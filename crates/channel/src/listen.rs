@@ -2,12 +2,12 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
-use crate::opening::{Open, Openings};
+use crate::pending_handshakes::{Handshake, PendingHandshakes};
 use crate::tcp::{self, TcpChannel};
 use crate::tls::{TlsChannel, TlsServer};
 use crate::unix::UnixChannel;
 use crate::unix_listen::UnixListener;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd};
 use rustix::event::PollFlags;
@@ -35,7 +35,7 @@ pub struct ListenOptions {
 pub struct Listener {
     address: Address,
     // Before the socket that it watches.
-    openings: Option<Openings>,
+    pending: Option<PendingHandshakes>,
     kind: Kind,
     options: ListenOptions,
 }
@@ -105,11 +105,11 @@ impl Listener {
                 single(Single::Open(Box::new(FileChannel::open(path, *offset)?)))
             }
         };
-        let openings = match (opening(address, options), kind.as_fd()) {
-            (Some(open), Some(fd)) => Some(Openings::new(fd, open)?),
+        let pending = match (handshake_for(address, options), kind.as_fd()) {
+            (Some(open), Some(fd)) => Some(PendingHandshakes::new(fd, open)?),
             _ => None,
         };
-        Ok(Self { address: local, openings, kind, options: options.clone() })
+        Ok(Self { address: local, pending, kind, options: options.clone() })
     }
 
     /// A Unix socket that another process has bound to `path` and handed over; its file is removed with this one.
@@ -117,7 +117,7 @@ impl Listener {
         let kind = Kind::Unix(UnixListener::adopt(fd, path));
         Self {
             address: Address::Unix(path.to_owned()),
-            openings: None,
+            pending: None,
             kind,
             options: ListenOptions::default(),
         }
@@ -137,8 +137,8 @@ impl Listener {
 
     /// The descriptor to poll for peers; `None` where there is nothing to wait for.
     pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.openings {
-            Some(openings) => Some(openings.fd()),
+        match &self.pending {
+            Some(pending) => Some(pending.fd()),
             None => self.kind.as_fd(),
         }
     }
@@ -151,46 +151,46 @@ impl Listener {
     /// if there is only one channel and it was fetched before, otherwise [`Error::Io`], which may pass ([`is_exhausted`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
-        let patience = Patience::new("accept", &self.address, deadline, cancel);
+        let until = Deadline::new("accept", &self.address, deadline, cancel);
         if let Kind::Single(single) = &self.kind {
-            let channel = take(single, &patience)?;
+            let channel = take(single, &until)?;
             return Ok(match &self.options.tls {
                 Some(tls) => Box::new(TlsChannel::server(channel, tls, deadline, cancel)?),
                 None => channel,
             });
         }
         let fd = self.kind.as_fd().expect("all but single ones have a socket");
-        let Some(openings) = &self.openings else {
+        let Some(pending) = &self.pending else {
             loop {
-                patience.wait(fd, PollFlags::IN)?;
-                if let Some(channel) = self.next(fd, &patience)? {
+                until.wait(fd, PollFlags::IN)?;
+                if let Some(channel) = self.next(fd, &until)? {
                     return Ok(channel);
                 }
             }
         };
         loop {
-            if let Some(opened) = openings.take() {
+            if let Some(opened) = pending.take() {
                 return opened;
             }
-            patience.wait(openings.fd(), PollFlags::IN)?;
+            until.wait(pending.fd(), PollFlags::IN)?;
             for _ in 0..ACCEPTED_AT_ONCE_MAX {
-                let Some(connection) = self.next(fd, &patience)? else { break };
-                openings.begin(connection)?;
+                let Some(connection) = self.next(fd, &until)? else { break };
+                pending.start(connection)?;
             }
         }
     }
 
     /// Who has connected; `None` if another thread was quicker.
-    fn next(&self, listener: BorrowedFd<'_>, patience: &Patience<'_>) -> Result<Option<Box<dyn Channel>>> {
+    fn next(&self, listener: BorrowedFd<'_>, until: &Deadline<'_>) -> Result<Option<Box<dyn Channel>>> {
         let fd = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(fd) => fd,
             // Or the peer gave up before we came.
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => return Ok(None),
-            Err(errno) => return Err(Error::io(patience.op(), patience.peer(), errno)),
+            Err(errno) => return Err(Error::io(until.op(), until.peer(), errno)),
         };
         Ok(Some(match &self.kind {
             Kind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
-            _ => Box::new(UnixChannel::new(fd, patience.peer())?),
+            _ => Box::new(UnixChannel::new(fd, until.peer())?),
         }))
     }
 }
@@ -206,7 +206,7 @@ impl Kind {
 }
 
 /// What a connection has to settle before it is a channel, if there is something.
-fn opening(address: &Address, options: &ListenOptions) -> Option<Arc<Open>> {
+fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Handshake>> {
     let tls = options.tls.clone();
     let path = match address {
         Address::WebSocket { path, .. } => Some(path.clone()),
@@ -235,10 +235,10 @@ fn opening(address: &Address, options: &ListenOptions) -> Option<Arc<Open>> {
     }))
 }
 
-fn take(single: &Mutex<Option<Single>>, patience: &Patience<'_>) -> Result<Box<dyn Channel>> {
+fn take(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
     match single.lock().expect("no panic while it is held").take() {
         Some(Single::Open(channel)) => Ok(channel),
         Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
-        None => Err(Error::unsupported(patience.peer(), "a second connection; use tcp: or unix:")),
+        None => Err(Error::unsupported(until.peer(), "a second connection; use tcp: or unix:")),
     }
 }

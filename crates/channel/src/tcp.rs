@@ -8,7 +8,7 @@ use crate::cancel::{event, raise};
 use crate::channel::forward_channel;
 use crate::socket::{STREAM, Socket};
 use crate::sys::zero_copy::Enabled;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::zero_copy::ZeroCopy;
 use crate::{
     Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyLease, ZeroCopyStatistics, sys,
@@ -165,11 +165,11 @@ pub fn check_zero_copy() -> Result<()> {
 }
 
 /// Tries each address of the host in turn; each gets its share of the time that is left.
-pub(crate) fn connect(host: &str, port: u16, patience: &Patience<'_>) -> Result<TcpChannel> {
-    let addresses = resolve(host, port, patience)?;
+pub(crate) fn connect(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<TcpChannel> {
+    let addresses = resolve(host, port, deadline)?;
     let mut failure = None;
     for (i, address) in addresses.iter().enumerate() {
-        match connect_one(address, &patience.share(addresses.len() - i)) {
+        match connect_one(address, &deadline.share(addresses.len() - i)) {
             Ok(fd) => return TcpChannel::new(fd),
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => failure = Some(error),
@@ -205,18 +205,18 @@ fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
     sockopt::set_tcp_keepcnt(fd, KEEPALIVE_COUNT)
 }
 
-fn connect_one(address: &SocketAddr, patience: &Patience<'_>) -> Result<OwnedFd> {
-    let fd = socket(address).map_err(|errno| patience.io(errno))?;
+fn connect_one(address: &SocketAddr, deadline: &Deadline<'_>) -> Result<OwnedFd> {
+    let fd = socket(address).map_err(|errno| deadline.io(errno))?;
     match net::connect(&fd, address) {
         Ok(()) => return Ok(fd),
         // Interrupted, it goes on by itself, just as if it were in progress.
         Err(Errno::INPROGRESS | Errno::INTR) => {}
-        Err(errno) => return Err(patience.io(errno)),
+        Err(errno) => return Err(deadline.io(errno)),
     }
-    patience.wait(fd.as_fd(), PollFlags::OUT)?;
+    deadline.wait(fd.as_fd(), PollFlags::OUT)?;
     match sockopt::socket_error(&fd) {
         Ok(Ok(())) => Ok(fd),
-        Ok(Err(errno)) | Err(errno) => Err(patience.io(errno)),
+        Ok(Err(errno)) | Err(errno) => Err(deadline.io(errno)),
     }
 }
 
@@ -237,7 +237,7 @@ fn socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
     net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
 }
 
-fn resolve(host: &str, port: u16, patience: &Patience<'_>) -> Result<Vec<SocketAddr>> {
+fn resolve(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<Vec<SocketAddr>> {
     if host.is_empty() {
         return Ok(addresses([Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()], port));
     }
@@ -253,8 +253,8 @@ fn resolve(host: &str, port: u16, patience: &Patience<'_>) -> Result<Vec<SocketA
         let _ = answer.send(look_up(&name, port));
         raise(bell.as_fd());
     };
-    thread.spawn(work).map_err(|source| patience.io(source))?;
-    patience.wait(done.as_fd(), PollFlags::IN)?;
+    thread.spawn(work).map_err(|source| deadline.io(source))?;
+    deadline.wait(done.as_fd(), PollFlags::IN)?;
     answers.recv().unwrap_or_else(|_| Err(nothing_found(host)))
 }
 

@@ -2,7 +2,7 @@
 
 use crate::channel::{check_recv, check_send, forward_channel};
 use crate::socket::{STREAM, Socket};
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Address, Capabilities, Channel, Error, FDS_MAX, RecvFlags, Result, SendFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::Timeout;
@@ -99,13 +99,13 @@ impl Channel for UnixChannel {
 }
 
 /// Connects to the socket at `path`.
-pub(crate) fn connect(path: &Path, patience: &Patience<'_>) -> Result<UnixChannel> {
+pub(crate) fn connect(path: &Path, deadline: &Deadline<'_>) -> Result<UnixChannel> {
     loop {
         match try_connect(&socket_address(path)?) {
-            Ok(fd) => return UnixChannel::new(fd, patience.peer()),
-            Err(Errno::AGAIN) if patience.remaining().is_zero() => return Err(patience.timeout()),
-            Err(Errno::AGAIN) => patience.pause(QUEUE_INTERVAL)?,
-            Err(errno) => return Err(patience.io(errno)),
+            Ok(fd) => return UnixChannel::new(fd, deadline.peer()),
+            Err(Errno::AGAIN) if deadline.remaining().is_zero() => return Err(deadline.timeout()),
+            Err(Errno::AGAIN) => deadline.pause(QUEUE_INTERVAL)?,
+            Err(errno) => return Err(deadline.io(errno)),
         }
     }
 }

@@ -43,7 +43,7 @@ pub(crate) fn wait(
 
 /// How long one attempt to reach somebody may take, and what to say if it takes longer.
 #[derive(Debug)]
-pub(crate) struct Patience<'a> {
+pub(crate) struct Deadline<'a> {
     op: &'static str,
     peer: String,
     started: Instant,
@@ -51,7 +51,7 @@ pub(crate) struct Patience<'a> {
     cancel: &'a Cancel,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> Deadline<'a> {
     pub(crate) fn new(op: &'static str, address: &Address, deadline: Instant, cancel: &'a Cancel) -> Self {
         Self::of_peer(op, address.to_string(), deadline, cancel)
     }

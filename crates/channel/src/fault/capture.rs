@@ -21,7 +21,7 @@ pub struct Capture {
 
 /// Bytes recorded in memory. A clone is the same tape.
 #[derive(Clone, Default)]
-pub struct Tape(Arc<Mutex<Vec<u8>>>);
+pub struct Recording(Arc<Mutex<Vec<u8>>>);
 
 impl Capture {
     /// Records what passes over `inner`: what is sent to one writer, what is received to the other. A writer that
@@ -35,8 +35,8 @@ impl Capture {
     }
 
     /// Records to memory; returns the tapes of what is sent and of what is received.
-    pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Tape, Tape) {
-        let (sent, received) = (Tape::default(), Tape::default());
+    pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Recording, Recording) {
+        let (sent, received) = (Recording::default(), Recording::default());
         (Self::new(inner, Box::new(sent.clone()), Box::new(received.clone())), sent, received)
     }
 
@@ -89,14 +89,14 @@ impl fmt::Debug for Capture {
     }
 }
 
-impl Tape {
+impl Recording {
     /// All that is recorded so far.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl Write for Tape {
+impl Write for Recording {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
         Ok(bytes.len())
@@ -107,7 +107,7 @@ impl Write for Tape {
     }
 }
 
-impl fmt::Debug for Tape {
+impl fmt::Debug for Recording {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Tape({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
     }

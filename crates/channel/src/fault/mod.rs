@@ -24,7 +24,7 @@ mod pause;
 mod short_io;
 mod throttle;
 
-pub use capture::{Capture, Tape};
+pub use capture::{Capture, Recording};
 pub use cut::Cut;
 pub use delay::Delay;
 pub use flip::Flip;
@@ -46,18 +46,18 @@ pub enum Direction {
 
 /// A generator for each direction.
 #[derive(Debug)]
-struct Dice {
+struct FaultRng {
     send: Mutex<Rng>,
     recv: Mutex<Rng>,
 }
 
-impl Dice {
+impl FaultRng {
     fn new(seed: u64) -> Self {
         let mut root = Rng::with_seed(seed);
         Self { send: Mutex::new(root.fork()), recv: Mutex::new(root.fork()) }
     }
 
-    fn roll<T>(&self, direction: Direction, draw: impl FnOnce(&mut Rng) -> T) -> T {
+    fn draw<T>(&self, direction: Direction, draw: impl FnOnce(&mut Rng) -> T) -> T {
         let rng = match direction {
             Direction::Send => &self.send,
             Direction::Recv => &self.recv,

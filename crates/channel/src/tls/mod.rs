@@ -17,20 +17,20 @@
 //! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not go through a
 //! cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
 
+mod alert;
 mod credentials;
-mod failure;
 mod handshake;
 mod keys;
 mod record;
 mod recv;
 mod send;
 
+pub use alert::describe_plain;
 pub use credentials::{TlsClient, TlsServer};
-pub use failure::describe_plain;
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Cancel, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use handshake::Handshaken;
 use recv::Opener;
@@ -66,14 +66,14 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         let name = ServerName::try_from(host.to_owned()).map_err(|_| {
             let why =
                 format!("\"{host}\" is no name that a certificate could be for: give it with tls-hostname");
             Error::tls(inner.peer(), why)
         })?;
         can_carry(inner.as_ref())?;
-        let done = handshake::client(inner.as_ref(), tls, name, &patience)?;
+        let done = handshake::client(inner.as_ref(), tls, name, &deadline)?;
         Ok(Self::new(inner, done))
     }
 
@@ -87,9 +87,9 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         can_carry(inner.as_ref())?;
-        let done = handshake::server(inner.as_ref(), tls, &patience)?;
+        let done = handshake::server(inner.as_ref(), tls, &deadline)?;
         Ok(Self::new(inner, done))
     }
 
@@ -196,17 +196,17 @@ mod tests {
             (TlsClient::load(directory, None).unwrap(), TlsServer::load(directory).unwrap());
         let cancel = Cancel::new().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
-        let patience = |peer: &str| Patience::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
+        let deadline = |peer: &str| Deadline::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
         let worn = |inner, done: Handshaken| {
             TlsChannel::new(inner, Handshaken { tx: done.tx.wears_out_after(records), ..done })
         };
         std::thread::scope(|scope| {
             let far = scope.spawn(|| {
-                let done = handshake::server(far.as_ref(), &server, &patience("client")).unwrap();
+                let done = handshake::server(far.as_ref(), &server, &deadline("client")).unwrap();
                 worn(far, done)
             });
             let name = ServerName::try_from("localhost").unwrap();
-            let done = handshake::client(near.as_ref(), &client, name, &patience("server")).unwrap();
+            let done = handshake::client(near.as_ref(), &client, name, &deadline("server")).unwrap();
             (worn(near, done), far.join().unwrap())
         })
     }

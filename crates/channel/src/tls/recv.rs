@@ -1,6 +1,6 @@
 //! What is received: records, each opened where it lies.
 
-use super::failure;
+use super::alert;
 use super::keys::Keys;
 use super::record::{Content, Fault, INCOMING_BYTES_MAX, Protection, record_length};
 use crate::framed::{Unpack, Unpacked};
@@ -52,7 +52,7 @@ impl Unpack for Opener {
         match (content, &bytes[range.clone()]) {
             (Content::Data, _) => return Ok(Unpacked::Data(range, length)),
             (Content::Alert, [_, 0]) => return Ok(Unpacked::End),
-            (Content::Alert, &[_, alert]) => return Err(failure::alert(peer, alert.into())),
+            (Content::Alert, &[_, alert]) => return Err(alert::alert(peer, alert.into())),
             (Content::Alert, _) => return Err(Error::tls(peer, "it sent a TLS alert that is none")),
             (Content::Handshake, message) => self.handshake(message, peer)?,
         }

@@ -17,7 +17,7 @@ mod handshake;
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Cancel, Channel, Error, Result};
 use frame::{FrameReader, FrameWriter, Pings, Side};
 use std::sync::Arc;
@@ -42,8 +42,8 @@ impl WebSocketChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
-        handshake::client(inner.as_ref(), host, path, &patience)?;
+        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::client(inner.as_ref(), host, path, &deadline)?;
         Ok(Self::new(inner, Side::Client))
     }
 
@@ -52,8 +52,8 @@ impl WebSocketChannel {
     /// # Errors
     /// As [`Self::client`].
     pub fn server(inner: Box<dyn Channel>, path: &str, deadline: Instant, cancel: &Cancel) -> Result<Self> {
-        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
-        handshake::server(inner.as_ref(), path, &patience)?;
+        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::server(inner.as_ref(), path, &deadline)?;
         Ok(Self::new(inner, Side::Server))
     }
 

@@ -37,7 +37,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// How long a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
-const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most entries that are read at a time: whoever floods us with errors does not keep us from sending.
 const ENTRIES_MAX: usize = 1024;
 /// The longest wait without a look at the books, as another thread may have read what we wait for.
@@ -150,7 +150,7 @@ impl ZeroCopy {
         }
         let _turn = self.turn.lock().expect("no panic while it is held");
         let (mut finished, _) = self.drain()?;
-        let patience = self.socket.timeout(Timeout::Send).map_or(MEMORY_PATIENCE, |t| t.min(MEMORY_PATIENCE));
+        let timeout = self.socket.timeout(Timeout::Send).map_or(MEMORY_TIMEOUT, |t| t.min(MEMORY_TIMEOUT));
         let mut hungry_since = None;
         loop {
             let source = match self.call(&limit(bufs, most), flags) {
@@ -165,8 +165,8 @@ impl ZeroCopy {
                 (finished, hungry_since) = (now_finished, None);
             } else if !outstanding && most > SHORTEST {
                 most /= 2;
-            } else if hungry_since.get_or_insert_with(Instant::now).elapsed() >= patience {
-                return Err(no_memory(self.socket.peer(), patience, source));
+            } else if hungry_since.get_or_insert_with(Instant::now).elapsed() >= timeout {
+                return Err(no_memory(self.socket.peer(), timeout, source));
             } else {
                 self.doze(SLICE)?;
             }
