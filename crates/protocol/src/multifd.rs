@@ -73,19 +73,19 @@ impl Init {
 
 /// Checks that the lanes of one migration number themselves 0..N-1 and carry one uuid.
 #[derive(Debug)]
-pub struct Roster {
+pub struct LaneRegistry {
     seen: Vec<bool>,
     uuid: Option<[u8; 16]>,
 }
 
-impl Roster {
+impl LaneRegistry {
     /// For `lanes` lanes.
     pub fn new(lanes: usize) -> Self {
         Self { seen: alloc::vec![false; lanes], uuid: None }
     }
 
     /// Takes a lane in; returns its index.
-    pub fn admit(&mut self, init: &Init) -> Result<usize> {
+    pub fn register(&mut self, init: &Init) -> Result<usize> {
         let index = usize::from(init.id);
         let lanes = self.seen.len();
         let taken = self.seen.get_mut(index);

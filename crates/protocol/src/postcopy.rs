@@ -129,9 +129,9 @@ pub struct Discarded(RamWriter);
 
 /// In a PART of pages that are sent ahead.
 #[derive(Debug)]
-pub struct AheadPart(RamWriter);
+pub struct PrefetchSection(RamWriter);
 
-impl AheadPart {
+impl PrefetchSection {
     /// Records go here.
     pub fn records(&mut self) -> &mut RamWriter {
         &mut self.0
@@ -146,9 +146,9 @@ impl AheadPart {
 
 impl Discarded {
     /// Opens a PART for pages that are sent ahead.
-    pub fn part(self, out: &mut Vec<u8>) -> AheadPart {
+    pub fn part(self, out: &mut Vec<u8>) -> PrefetchSection {
         self.0.open(SectionType::Part, out);
-        AheadPart(self.0)
+        PrefetchSection(self.0)
     }
 
     /// Writes the package with these device sections, but for its last byte. A connection that breaks before that byte leaves
@@ -276,7 +276,7 @@ impl Resuming {
 
 /// What a message of the return path means to a postcopy source.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
+pub enum ReturnMessage {
     /// PONG to the PING of this number.
     Pong(u32),
     /// Somebody waits for this memory, whole host pages of one block.
@@ -313,16 +313,16 @@ impl Answers {
     ///
     /// # Errors
     /// The destination failed, or says what cannot be: a request outside its blocks, SHUT too early, a PONG to nothing.
-    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<Said> {
+    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<ReturnMessage> {
         let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
         Ok(match message {
             Message::Shut(0) if !self.awaits_shut => {
                 return Err(unexpected("SHUT before the last page".into(), "requests for pages").into());
             }
-            Message::Shut(0) => Said::Shut,
+            Message::Shut(0) => ReturnMessage::Shut,
             Message::Shut(status) => return Err(PeerMisbehaved::ShutWithError { status: *status }.into()),
             Message::Pong(value @ (PING_SETUP | PING_PACKAGE | PING_LOADED | PING_LISTENS)) => {
-                Said::Pong(*value)
+                ReturnMessage::Pong(*value)
             }
             Message::Pong(found) => return Err(PeerMisbehaved::Pong { found: *found }.into()),
             Message::RequestPages { start, length, block } => {
@@ -332,12 +332,12 @@ impl Answers {
                 let Some(block) = self.last else { return Err(InvalidMessage::NothingToContinue.into()) };
                 request(blocks, block, *start, u64::from(*length))?
             }
-            Message::ReceivedBitmap(name) => Said::Bitmap(find(blocks, name)?),
-            Message::ResumeAck(1) => Said::ResumeAck,
+            Message::ReceivedBitmap(name) => ReturnMessage::Bitmap(find(blocks, name)?),
+            Message::ResumeAck(1) => ReturnMessage::ResumeAck,
             Message::ResumeAck(value) => {
                 return Err(unexpected(alloc::format!("RESUME_ACK {value}"), "RESUME_ACK 1").into());
             }
-            Message::SwitchoverAck | Message::Other { .. } => Said::Other,
+            Message::SwitchoverAck | Message::Other { .. } => ReturnMessage::Other,
         })
     }
 }
@@ -349,7 +349,7 @@ fn find(blocks: &[Block], name: &str) -> Result<BlockIndex> {
 }
 
 /// Whole host pages within the block, of which there is at least one.
-fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<Said> {
+fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<ReturnMessage> {
     let block = &blocks[index.index()];
     let is_aligned = start.is_multiple_of(block.page_bytes) && length.is_multiple_of(PAGE_SIZE);
     let end = start.checked_add(length).filter(|&end| end <= block.host_pages() * block.page_bytes);
@@ -357,7 +357,7 @@ fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Resu
         Some(_) if is_aligned && length > 0 => {
             // The last host page may reach beyond what the guest uses.
             let length = length.min(block.ram.length - start);
-            Ok(Said::Request { page: PageRef { block: index, offset: start }, length })
+            Ok(ReturnMessage::Request { page: PageRef { block: index, offset: start }, length })
         }
         _ => {
             let (name, total) = (block.ram.name.clone(), block.ram.length);

@@ -166,7 +166,7 @@ impl FromSource {
 
 /// What became of the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Settled {
+pub enum GuestPlacement {
     /// It runs.
     Running,
     /// It is paused.
@@ -181,7 +181,7 @@ pub enum Settled {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromDestination {
     /// The guest is there.
-    Settled(Settled),
+    Settled(GuestPlacement),
     /// It is held there, and could not be run: why.
     NotRun(String),
 }
@@ -192,10 +192,10 @@ impl FromDestination {
         let data = match self {
             Self::Settled(settled) => {
                 let settled = match settled {
-                    Settled::Running => 0,
-                    Settled::Paused => 1,
-                    Settled::Loaded => 2,
-                    Settled::Stored => 3,
+                    GuestPlacement::Running => 0,
+                    GuestPlacement::Paused => 1,
+                    GuestPlacement::Loaded => 2,
+                    GuestPlacement::Stored => 3,
                 };
                 [SETTLED, settled].into()
             }
@@ -211,10 +211,10 @@ impl FromDestination {
     pub fn of(message: &Message) -> Option<Self> {
         let Message::Other { kind: KIND, data } = message else { return None };
         match data.as_slice() {
-            [SETTLED, 0] => Some(Self::Settled(Settled::Running)),
-            [SETTLED, 1] => Some(Self::Settled(Settled::Paused)),
-            [SETTLED, 2] => Some(Self::Settled(Settled::Loaded)),
-            [SETTLED, 3] => Some(Self::Settled(Settled::Stored)),
+            [SETTLED, 0] => Some(Self::Settled(GuestPlacement::Running)),
+            [SETTLED, 1] => Some(Self::Settled(GuestPlacement::Paused)),
+            [SETTLED, 2] => Some(Self::Settled(GuestPlacement::Loaded)),
+            [SETTLED, 3] => Some(Self::Settled(GuestPlacement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             _ => None,
         }
@@ -274,7 +274,8 @@ mod tests {
     #[test]
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
-        for frame in [FromDestination::Settled(Settled::Paused), FromDestination::NotRun(long.clone())] {
+        for frame in [FromDestination::Settled(GuestPlacement::Paused), FromDestination::NotRun(long.clone())]
+        {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = Message::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

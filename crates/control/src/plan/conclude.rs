@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
 use towline_migration::look_at_link;
-use towline_protocol::session::{FromDestination, FromSource, Run as RunWord, Settled};
+use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as RunWord};
 
 use super::context::Run;
 use super::destination::RunFailed;
@@ -449,10 +449,10 @@ fn peer_outcome(frame: FromSource) -> PeerMessage {
 fn peer_settled(frame: FromDestination) -> PeerMessage {
     match frame {
         FromDestination::Settled(settled) => PeerMessage::Settled(match settled {
-            Settled::Running => Placed::Running,
-            Settled::Paused => Placed::Paused,
-            Settled::Loaded => Placed::Loaded,
-            Settled::Stored => Placed::Stored,
+            GuestPlacement::Running => Placed::Running,
+            GuestPlacement::Paused => Placed::Paused,
+            GuestPlacement::Loaded => Placed::Loaded,
+            GuestPlacement::Stored => Placed::Stored,
         }),
         FromDestination::NotRun(reason) => {
             tracing::warn!(reason, "the destination's towline could not run the guest");
@@ -469,11 +469,11 @@ fn run_word(run: RunRequest) -> RunWord {
     }
 }
 
-fn settled_word(placed: Placed) -> Settled {
+fn settled_word(placed: Placed) -> GuestPlacement {
     match placed {
-        Placed::Running => Settled::Running,
-        Placed::Paused => Settled::Paused,
-        Placed::Loaded => Settled::Loaded,
-        Placed::Stored => Settled::Stored,
+        Placed::Running => GuestPlacement::Running,
+        Placed::Paused => GuestPlacement::Paused,
+        Placed::Loaded => GuestPlacement::Loaded,
+        Placed::Stored => GuestPlacement::Stored,
     }
 }

@@ -13,7 +13,7 @@ use towline_channel::{
     describe_plain,
 };
 use towline_protocol::configuration;
-use towline_protocol::multifd::{self, INIT_BYTES, Init, Roster};
+use towline_protocol::multifd::{self, INIT_BYTES, Init, LaneRegistry};
 
 use super::refuse::{drain, refuse};
 use super::wait::{Ready, wait};
@@ -70,13 +70,13 @@ pub fn gather(
         gathering.refuse(&listener);
         return Err(error);
     }
-    let Gathering { main, lanes, roster, candidates, refused } = gathering;
+    let Gathering { main, lanes, registry, candidates, refused } = gathering;
     let main = main.expect("complete");
     let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
     // Of a single channel there are no others.
     let others = listener.as_fd().is_some().then_some(());
     let others = others.map(|()| Others { listener, unknown: Mutex::new(candidates) });
-    Ok(Connections { main, lanes, uuid: roster.uuid(), others, refused: Mutex::new(refused) })
+    Ok(Connections { main, lanes, uuid: registry.uuid(), others, refused: Mutex::new(refused) })
 }
 
 fn gather_into(
@@ -135,7 +135,7 @@ impl Connections {
             gathering.read_lane(lane, timeout)?;
         }
         let lanes = gathering.lanes.into_iter().flatten().collect();
-        Ok(Self { main, lanes, uuid: gathering.roster.uuid(), others: None, refused: Mutex::default() })
+        Ok(Self { main, lanes, uuid: gathering.registry.uuid(), others: None, refused: Mutex::default() })
     }
 
     /// The channel that carries everything but lanes.
@@ -216,7 +216,7 @@ impl Connections {
 struct Gathering {
     main: Option<Arc<dyn Channel>>,
     lanes: Vec<Option<Arc<dyn Channel>>>,
-    roster: Roster,
+    registry: LaneRegistry,
     /// Connections that have not said what they are, the oldest first.
     candidates: Vec<Candidate>,
     /// Lanes that were not admitted.
@@ -244,9 +244,9 @@ enum Seen {
 
 impl Gathering {
     fn new(lanes: usize) -> Self {
-        let roster = Roster::new(lanes);
+        let registry = LaneRegistry::new(lanes);
         let lanes = (0..lanes).map(|_| None).collect();
-        Self { main: None, lanes, roster, candidates: Vec::new(), refused: Vec::new() }
+        Self { main: None, lanes, registry, candidates: Vec::new(), refused: Vec::new() }
     }
 
     /// Ends what came so far, and what is on its way.
@@ -299,15 +299,15 @@ impl Gathering {
     fn read_lane(&mut self, channel: &Arc<dyn Channel>, timeout: Duration) -> Result<()> {
         let init = receive_init(channel.as_ref(), timeout)?;
         channel.set_timeouts(None, None)?;
-        self.admit(channel, &init)
+        self.register(channel, &init)
     }
 
-    fn admit(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
+    fn register(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
         if usize::from(init.id) >= self.lanes.len() {
             self.refused.push(Arc::clone(channel));
             return Err(Error::LaneTooMany { id: init.id, expected: self.lanes.len() });
         }
-        let index = self.roster.admit(init).map_err(Error::protocol(channel.peer()))?;
+        let index = self.registry.register(init).map_err(Error::protocol(channel.peer()))?;
         self.lanes[index] = Some(Arc::clone(channel));
         Ok(())
     }
@@ -326,7 +326,7 @@ impl Gathering {
                 }
                 Seen::Lane(init) => {
                     candidate.channel.set_timeouts(None, None)?;
-                    self.admit(&candidate.channel, &init)?;
+                    self.register(&candidate.channel, &init)?;
                 }
                 Seen::Main | Seen::Stranger => candidate.dropped(),
                 Seen::Unknown => self.candidates.push(candidate),

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::postcopy::{Answers, Block, Said, decode_bitmap};
+use towline_protocol::postcopy::{Answers, Block, ReturnMessage, decode_bitmap};
 use towline_protocol::return_path::Message;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
@@ -205,23 +205,23 @@ impl Inbox {
             }
             let Some(message) = Message::decode(&mut reader)? else { break };
             match heard.answers.handle(&message, &self.blocks)? {
-                Said::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
-                Said::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
+                ReturnMessage::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
+                ReturnMessage::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
                     heard.requests.push_back(Request { page, length, at });
                     self.asked.notify_one();
                 }
-                Said::Request { .. } => {
+                ReturnMessage::Request { .. } => {
                     let found = format!("{REQUESTS_MAX} requests for pages and none of them served");
                     let expected = "one for each thread that waits";
                     return Err(towline_protocol::PeerMisbehaved::Unexpected { found, expected }.into());
                 }
-                Said::Bitmap(index) => heard.bitmap = Some(index),
-                Said::ResumeAck => heard.resume_ack = true,
-                Said::Shut => {
+                ReturnMessage::Bitmap(index) => heard.bitmap = Some(index),
+                ReturnMessage::ResumeAck => heard.resume_ack = true,
+                ReturnMessage::Shut => {
                     heard.shut = true;
                     return Ok((reader.position(), true));
                 }
-                Said::Pong(_) | Said::Other => {}
+                ReturnMessage::Pong(_) | ReturnMessage::Other => {}
             }
         }
         Ok((reader.position(), false))

@@ -3,7 +3,7 @@
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{Barriers, Destination, Event, RamSection, SectionKind};
 use towline_protocol::device_state::{Collector, DeviceState};
-use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Packet, Roster};
+use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::section::Command;
 use towline_protocol::{PageRef, RamBlock, Reader};
 
@@ -45,7 +45,7 @@ pub(crate) struct Receiver {
     page: Option<PageRef>,
     collector: Option<Collector>,
     barriers: Barriers,
-    roster: Roster,
+    registry: LaneRegistry,
     total: u64,
     /// The main channel waits for the lanes; what it says afterwards.
     leading: Option<Deed>,
@@ -93,7 +93,7 @@ impl Receiver {
             page: None,
             collector: None,
             barriers: Barriers::default(),
-            roster: Roster::new(lanes.len()),
+            registry: LaneRegistry::new(lanes.len()),
             total: 0,
             leading: None,
             is_complete: false,
@@ -246,7 +246,7 @@ impl Receiver {
         if !lane.is_known {
             let init =
                 Init::decode(bytes[..].try_into().expect("as wanted")).map_err(|error| error.to_string())?;
-            let admitted = self.roster.admit(&init).map_err(|error| error.to_string())?;
+            let admitted = self.registry.register(&init).map_err(|error| error.to_string())?;
             assert_eq!(admitted, index);
             lane.is_known = true;
             return Ok((true, None));

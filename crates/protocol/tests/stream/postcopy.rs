@@ -1,7 +1,7 @@
 //! The postcopy source: its bytes, written out by hand from QEMU's format, and what it takes from a destination.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::postcopy::{Answers, Block, Recovery, Said, decode_bitmap, put_bitmap};
+use towline_protocol::postcopy::{Answers, Block, Recovery, ReturnMessage, decode_bitmap, put_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::source::Setup;
@@ -113,7 +113,7 @@ fn requests_name_their_block_once_and_lie_within_it() {
     let (blocks, mut answers) = (blocks(), Answers::default());
     let mut handle = |message| answers.handle(&message, &blocks);
     assert_eq!(handle(request(None, 0, 4096)), Err(InvalidMessage::NothingToContinue.into()));
-    let said = |block, offset, length| Ok(Said::Request { page: page(block, offset), length });
+    let said = |block, offset, length| Ok(ReturnMessage::Request { page: page(block, offset), length });
     assert_eq!(handle(request(Some("rom"), PAGE_SIZE, 4096)), said(1, PAGE_SIZE, 4096));
     assert_eq!(handle(request(None, 0, 12288)), said(1, 0, 12288));
     assert_eq!(handle(request(Some("pc.ram"), HUGE, HUGE as u32)), said(0, HUGE, HUGE));
@@ -143,7 +143,7 @@ fn a_destination_is_done_only_when_it_was_given_everything() {
     );
     assert_eq!(answers.handle(&Message::Pong(5), &blocks), Err(PeerMisbehaved::Pong { found: 5 }.into()));
     answers.expect_shut();
-    assert_eq!(answers.handle(&Message::Shut(0), &blocks), Ok(Said::Shut));
+    assert_eq!(answers.handle(&Message::Shut(0), &blocks), Ok(ReturnMessage::Shut));
 }
 
 #[test]
