@@ -122,13 +122,13 @@ pub enum Error {
     },
     /// The connection is lost.
     #[error("the connection to QEMU on {socket} was lost during {during}: {by}")]
-    Gone {
+    Disconnected {
         /// The socket.
         socket: String,
         /// What was being done.
         during: String,
         /// Who ended it.
-        by: GoneBy,
+        by: DisconnectReason,
     },
 }
 
@@ -141,30 +141,30 @@ impl Error {
 
     /// Whether the connection is lost.
     #[must_use]
-    pub fn is_gone(&self) -> bool {
-        matches!(self, Self::Gone { .. })
+    pub fn is_disconnected(&self) -> bool {
+        matches!(self, Self::Disconnected { .. })
     }
 }
 
 /// Who ended a connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GoneBy {
+pub enum DisconnectReason {
     /// The peer closed it: QEMU ended, crashed, or removed the monitor.
-    Qemu,
+    PeerClosed,
     /// The peer sent something other than QMP, so the client closed it.
-    Garbage(CodecError),
+    InvalidData(CodecError),
     /// A command could be sent only in part before its deadline, so no further one can be sent.
-    HalfSent,
+    PartialSend,
     /// A system call failed.
     System(String),
 }
 
-impl fmt::Display for GoneBy {
+impl fmt::Display for DisconnectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Qemu => f.write_str("QEMU closed it (ended, crashed, or the monitor was taken away)"),
-            Self::Garbage(error) => write!(f, "closed by us, {error}"),
-            Self::HalfSent => f.write_str("closed by us, QEMU stopped reading in the middle of a command"),
+            Self::PeerClosed => f.write_str("QEMU closed it (ended, crashed, or the monitor was taken away)"),
+            Self::InvalidData(error) => write!(f, "closed by us, {error}"),
+            Self::PartialSend => f.write_str("closed by us, QEMU stopped reading in the middle of a command"),
             Self::System(text) => write!(f, "{text}"),
         }
     }

@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{TestQemu, WAIT, binaries, until};
 use serde_json::{Map, Value};
 use towline_qmp::commands::*;
-use towline_qmp::{Client, Error, GoneBy, Options};
+use towline_qmp::{Client, DisconnectReason, Error, Options};
 
 const SHORT: Duration = Duration::from_millis(300);
 
@@ -212,7 +212,7 @@ fn a_dead_qemu_is_named() {
             path.display()
         );
         assert_eq!(error.to_string(), expected);
-        assert!(matches!(client.next_event(WAIT), Err(Error::Gone { by: GoneBy::Qemu, .. })));
+        assert!(matches!(client.next_event(WAIT), Err(Error::Disconnected { by: DisconnectReason::PeerClosed, .. })));
         assert!(matches!(Client::connect(&path, &short()), Err(Error::Refused { .. })));
     }
 }
