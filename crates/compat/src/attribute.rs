@@ -18,7 +18,7 @@ const ENODEV: i32 = 19;
 /// the types agree and the source gave one; its error is why the device refuses it, in words.
 ///
 /// Nothing is added unless both are attributes, or devices of ours.
-pub fn judge(
+pub fn evaluate(
     report: &mut Report,
     source: &Facts,
     destination: &Facts,
@@ -91,7 +91,7 @@ fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
 mod tests {
     use super::*;
     use crate::facts;
-    use crate::report::{Verdict, Way};
+    use crate::report::{ConfiguredBy, Verdict};
 
     fn attribute(device_type: &str, version: Option<&str>, errno: Option<i32>) -> Facts {
         let version = version.map(str::to_owned);
@@ -100,11 +100,11 @@ mod tests {
 
     fn verdict(source: &Facts, answer: Result<(), String>) -> (Verdict, Option<String>) {
         let (mut report, mut written) = (Report::default(), None);
-        judge(&mut report, source, &attribute("net", None, None), |version| {
+        evaluate(&mut report, source, &attribute("net", None, None), |version| {
             written = Some(version.to_owned());
             answer
         });
-        (report.verdict(Way::Towline), written)
+        (report.verdict(ConfiguredBy::Towline), written)
     }
 
     #[test]
@@ -143,7 +143,7 @@ mod tests {
     fn other_facts_are_no_pair_of_attributes() {
         let image: Facts = Subject::Image(facts::Image::default()).into();
         let mut report = Report::default();
-        judge(&mut report, &image, &image, |_| panic!("nothing is written"));
+        evaluate(&mut report, &image, &image, |_| panic!("nothing is written"));
         assert_eq!(report, Report::default());
     }
 }

@@ -9,8 +9,8 @@
 //!                              Report: findings (no · could not tell · note), each with its reason and the way out
 //! ```
 //!
-//! A verdict has two readings, because QEMU negotiates nothing: what [`Way::Towline`] sets alike at both ends has to be alike
-//! already where somebody says `migrate` [`Way::ByHand`].
+//! A verdict has two readings, because QEMU negotiates nothing: what [`ConfiguredBy::Towline`] sets alike at both ends has to be alike
+//! already where somebody says `migrate` [`ConfiguredBy::ByHand`].
 //!
 //! What it is not: it asks nobody and opens nothing. Facts come as values or as the JSON that [`Facts::to_json`] writes, which
 //! is bounded when it is read ([`limits`]) and whose unknown keys are ignored.
@@ -27,5 +27,5 @@ mod report;
 mod rules;
 
 pub use facts::{Error, Facts, Subject};
-pub use report::{Finding, Report, Severity, Verdict, Way};
-pub use rules::{Pair, RULES, Rule, judge};
+pub use report::{ConfiguredBy, Finding, Report, Severity, Verdict};
+pub use rules::{Pair, RULES, Rule, evaluate};

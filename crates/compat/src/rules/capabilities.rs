@@ -2,7 +2,7 @@
 
 use super::{Pair, Rule};
 use crate::facts::Qemu;
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "capabilities",
@@ -38,7 +38,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
                     word(theirs)
                 );
                 let remedy = "migrate-set-capabilities at both, or let towline do it";
-                findings.add(Severity::No, Some(Way::ByHand), text, remedy.into());
+                findings.add(Severity::No, Some(ConfiguredBy::ByHand), text, remedy.into());
             }
         }
     }
@@ -47,7 +47,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             if !qemu.capabilities.is_empty() && !qemu.capabilities.contains_key("multifd") {
                 let text = format!("QEMU {} at the {side} has no multifd", qemu.version);
                 let remedy = format!("--multifd-channels 0 instead of {needed}");
-                findings.add(Severity::No, Some(Way::Towline), text, remedy);
+                findings.add(Severity::No, Some(ConfiguredBy::Towline), text, remedy);
             }
         }
     }
@@ -80,7 +80,7 @@ mod tests {
         ] {
             let found = found(name, mine, theirs);
             assert_eq!(found.len(), count, "{name} {mine} {theirs}: {found:?}");
-            assert!(found.iter().all(|found| found.way == Some(Way::ByHand)));
+            assert!(found.iter().all(|found| found.way == Some(ConfiguredBy::ByHand)));
         }
     }
 
@@ -91,6 +91,6 @@ mod tests {
             destination.capabilities.insert("xbzrle".into(), false);
         });
         assert_eq!(found[0].text, "QEMU 10.0.2 at the destination has no multifd");
-        assert_eq!(found[0].way, Some(Way::Towline));
+        assert_eq!(found[0].way, Some(ConfiguredBy::Towline));
     }
 }

@@ -11,7 +11,7 @@ pub(super) const RULE: Rule = Rule {
 };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     let there = destination.drives.as_deref().unwrap_or_default();
     let guest: &[Drive] = match &pair.source.subject {
         Subject::Qemu(source) => source.drives.as_deref().unwrap_or_default(),

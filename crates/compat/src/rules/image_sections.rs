@@ -15,7 +15,9 @@ const CPU: &str = "cpu";
 const SLIRP: &str = "slirp";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let (Subject::Image(image), Some(destination)) = (&pair.source.subject, pair.taker()) else { return };
+    let (Subject::Image(image), Some(destination)) = (&pair.source.subject, pair.destination_qemu()) else {
+        return;
+    };
     devices(image, destination, findings);
     let count = |name: &str| image.sections.iter().filter(|section| section.name == name).count();
     if let Some(cpus) = destination.cpus.as_ref().map(Vec::len)

@@ -92,7 +92,7 @@ pub struct Pair<'a> {
 
 /// Applies every rule.
 #[must_use]
-pub fn judge(pair: &Pair<'_>) -> Report {
+pub fn evaluate(pair: &Pair<'_>) -> Report {
     let mut report = Report::default();
     for rule in RULES {
         (rule.run)(pair, &mut Findings { rule: rule.id, report: &mut report });
@@ -110,7 +110,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The QEMU that would take the guest.
-    fn taker(&self) -> Option<&'a Qemu> {
+    fn destination_qemu(&self) -> Option<&'a Qemu> {
         match &self.destination.subject {
             Subject::Qemu(qemu) => Some(qemu),
             _ => None,

@@ -1,7 +1,7 @@
 //! Pages of the memory behind a block.
 
 use super::{Pair, Rule};
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule =
     Rule { id: "page-size", about: "postcopy needs the same page size behind each RAM block", run };
@@ -20,7 +20,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         );
         if is_postcopy {
             let remedy = "back both with the same pages, or switch postcopy-ram off";
-            findings.add(Severity::No, Some(Way::ByHand), text.clone(), remedy.into());
+            findings.add(Severity::No, Some(ConfiguredBy::ByHand), text.clone(), remedy.into());
         }
         findings.note(text, "only postcopy needs them alike");
     }
@@ -42,6 +42,6 @@ mod tests {
             })
         };
         assert_eq!(huge(false)[0].severity, Severity::Note);
-        assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(Way::ByHand)));
+        assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(ConfiguredBy::ByHand)));
     }
 }

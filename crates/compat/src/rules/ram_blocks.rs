@@ -8,7 +8,7 @@ use crate::report::Findings;
 pub(super) const RULE: Rule = Rule { id: "ram-blocks", about: "each RAM block is there, and as long", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     let there: BTreeMap<_, _> = destination.blocks.iter().map(|block| (&block.name, block)).collect();
     for guest in pair.guest_blocks() {
         let (name, length) = (&guest.name, guest.used_bytes);
