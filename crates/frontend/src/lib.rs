@@ -20,9 +20,9 @@ mod sys;
 pub mod vsock;
 pub mod wire;
 
-pub use frontend::{Agreed, Frontend};
+pub use frontend::{Frontend, Negotiated};
 pub use memory::{GUEST_BASE, Memory, USER_BASE};
-pub use queue::{Buffer, Places, Queue, QueueOptions, QueueStatistics, Used, needs_event, wait_any};
+pub use queue::{Buffer, Queue, QueueOptions, QueueStatistics, RingAddresses, Used, needs_event, wait_any};
 
 /// Why a backend cannot be driven.
 #[derive(Debug, thiserror::Error)]
@@ -37,13 +37,13 @@ pub enum Error {
     },
     /// The backend hung up.
     #[error("the backend hung up when it was told {request}")]
-    HungUp {
+    Disconnected {
         /// The request.
         request: &'static str,
     },
     /// It answered something else, or with an error.
     #[error("the backend answers {request} with {found}, expected {expected}")]
-    Answer {
+    Reply {
         /// The request.
         request: &'static str,
         /// What came.
@@ -73,7 +73,7 @@ pub enum Error {
     },
     /// Nothing happened for too long.
     #[error("{what} did not come within {seconds} s")]
-    Late {
+    Timeout {
         /// What was waited for.
         what: &'static str,
         /// How long.

@@ -144,12 +144,12 @@ impl Pair {
         let held = (0..size).map(|at| buffers + at * stride(options.receive_bytes)).collect();
         let free = (0..options.size).rev().collect();
         let mut pair = Self { options, memory: Arc::clone(memory), rx, tx, slots, free, held };
-        pair.give_back();
-        pair.rx.disarm();
-        pair.tx.disarm();
+        pair.recycle();
+        pair.rx.disable_callback();
+        pair.tx.disable_callback();
         frontend.start(&pair.rx, 0)?;
         frontend.start(&pair.tx, 0)?;
-        pair.rx.raise();
+        pair.rx.force_kick();
         Ok(pair)
     }
 
@@ -168,7 +168,7 @@ impl Pair {
         (&mut self.rx, &mut self.tx)
     }
 
-    fn give_back(&mut self) {
+    fn recycle(&mut self) {
         while let Some(guest) = self.held.pop() {
             let pages = Pages::new(guest, self.options.receive_bytes);
             if !self.rx.add(&[], pages.all(), guest) {
@@ -183,10 +183,10 @@ impl Pair {
     /// Takes what came and gives the buffers back.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gave back what it cannot have; [`Error::Late`]: a frame of which a part is missing.
+    /// [`Error::Used`]: the device gave back what it cannot have; [`Error::Timeout`]: a frame of which a part is missing.
     pub fn receive(&mut self, mut each: impl FnMut(&Frame<'_>)) -> Result<usize> {
         let (mut count, mut parts) = (0, Vec::new());
-        while let Some(used) = self.rx.take()? {
+        while let Some(used) = self.rx.pop_used()? {
             parts.clear();
             self.part(used.token, used.len, &mut parts)?;
             let buffers = match self.options.features & feature::MRG_RXBUF {
@@ -199,15 +199,15 @@ impl Pair {
             }
             for _ in 1..buffers {
                 // All of a frame comes back at once.
-                let next = self.rx.take()?;
-                let next = next.ok_or(Error::Late { what: "the rest of a frame", seconds: 0 })?;
+                let next = self.rx.pop_used()?;
+                let next = next.ok_or(Error::Timeout { what: "the rest of a frame", seconds: 0 })?;
                 self.part(next.token, next.len, &mut parts)?;
             }
             each(&Frame { memory: &self.memory, parts: &parts });
             count += 1;
         }
         if !self.held.is_empty() {
-            self.give_back();
+            self.recycle();
         }
         Ok(count)
     }
@@ -255,7 +255,7 @@ impl Pair {
         read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
     ) -> io::Result<Option<usize>> {
         let Some(slot) = self.free.last() else { return Ok(None) };
-        if self.tx.room() < self.options.transmit_bytes.div_ceil(PAGE) + 1 {
+        if self.tx.free_descriptors() < self.options.transmit_bytes.div_ceil(PAGE) + 1 {
             return Ok(None);
         }
         let at = offset(self.slot(*slot));
@@ -274,7 +274,7 @@ impl Pair {
     /// [`Error::Used`].
     pub fn reclaim(&mut self) -> Result<usize> {
         let before = self.free.len();
-        while let Some(used) = self.tx.take()? {
+        while let Some(used) = self.tx.pop_used()? {
             self.free.push(u16::try_from(used.token).expect("it is a slot"));
         }
         Ok(self.free.len() - before)
@@ -283,14 +283,14 @@ impl Pair {
     /// Sleeps until most of what is being transmitted has come back.
     ///
     /// # Errors
-    /// [`Error::Late`].
+    /// [`Error::Timeout`].
     pub fn wait_room(&mut self, within: Duration) -> Result<()> {
         let share = (self.tx.in_flight() / 4 * 3).max(1);
-        if !self.tx.arm(share) && !crate::wait_any(&[self.tx.call()], within)? {
-            return Err(Error::Late { what: "a transmitted frame", seconds: within.as_secs() });
+        if !self.tx.enable_callback(share) && !crate::wait_any(&[self.tx.call()], within)? {
+            return Err(Error::Timeout { what: "a transmitted frame", seconds: within.as_secs() });
         }
-        self.tx.heard();
-        self.tx.disarm();
+        self.tx.drain_call();
+        self.tx.disable_callback();
         Ok(())
     }
 

@@ -159,7 +159,7 @@ struct Stream {
     peer_taken: u32,
     received: u32,
     taken: u32,
-    /// What of `taken` the host was last told.
+    /// What of `consumed` the host was last told.
     told: u32,
 }
 
@@ -174,7 +174,7 @@ pub struct Options {
     pub receive_bytes: usize,
     /// Negotiated features.
     pub features: u64,
-    /// Whether data counts as taken when it is received; if not, [`Guest::taken`] says so.
+    /// Whether data counts as taken when it is received; if not, [`Guest::consumed`] says so.
     pub takes_at_once: bool,
 }
 
@@ -227,12 +227,12 @@ impl Guest {
             waiting: VecDeque::new(),
         };
         guest.held = (0..size).map(|index| guest.rx_buffers + index * stride).collect();
-        guest.give_back();
-        guest.tx.disarm();
+        guest.recycle();
+        guest.tx.disable_callback();
         frontend.start(&guest.rx, 0)?;
         frontend.start(&guest.tx, 0)?;
         // A kick before the ring was there may have been lost.
-        guest.rx.raise();
+        guest.rx.force_kick();
         Ok(guest)
     }
 
@@ -251,7 +251,7 @@ impl Guest {
         &self.memory
     }
 
-    fn give_back(&mut self) {
+    fn recycle(&mut self) {
         let len = u32::try_from(self.options.receive_bytes).expect("a buffer is short");
         for guest in self.held.drain(..) {
             assert!(self.rx.add(&[], &[Buffer { guest, len }], guest), "a receive buffer too many");
@@ -266,7 +266,7 @@ impl Guest {
     pub fn poll(&mut self, mut each: impl FnMut(&mut Self, Event)) -> Result<usize> {
         self.reclaim()?;
         let mut count = 0;
-        while let Some(used) = self.rx.take()? {
+        while let Some(used) = self.rx.pop_used()? {
             count += 1;
             self.held.push(used.token);
             let mut bytes = [0; HEADER_BYTES];
@@ -281,7 +281,7 @@ impl Guest {
                 each(self, event);
             }
         }
-        self.give_back();
+        self.recycle();
         self.tx.publish();
         Ok(count)
     }
@@ -309,7 +309,7 @@ impl Guest {
             op::RW => {
                 stream.received = stream.received.wrapping_add(header.len);
                 if self.options.takes_at_once {
-                    self.taken(ports, header.len);
+                    self.consumed(ports, header.len);
                 }
                 let guest = buffer + HEADER_BYTES as u64;
                 Some(Event::Data { ports, guest, len: header.len, flags: header.flags })
@@ -324,7 +324,7 @@ impl Guest {
 
     /// The application has taken so much of what was received. The host is told when it would have less than a packet's
     /// room, as Linux does it.
-    pub fn taken(&mut self, ports: Ports, len: u32) {
+    pub fn consumed(&mut self, ports: Ports, len: u32) {
         let Some(stream) = self.streams.get_mut(&ports) else { return };
         stream.taken = stream.taken.wrapping_add(len);
         let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.told));
@@ -338,7 +338,7 @@ impl Guest {
     /// # Errors
     /// [`Error::Used`].
     pub fn reclaim(&mut self) -> Result<()> {
-        while let Some(used) = self.tx.take()? {
+        while let Some(used) = self.tx.pop_used()? {
             self.tx_free.push(u16::try_from(used.token).expect("it is a slot"));
         }
         while let Some(header) = self.waiting.front().copied()
@@ -490,7 +490,7 @@ impl Guest {
 
     /// Whether there is a slot left to send from.
     pub fn has_room(&self) -> bool {
-        self.tx.room() >= 2 && !self.tx_free.is_empty()
+        self.tx.free_descriptors() >= 2 && !self.tx_free.is_empty()
     }
 
     /// Sleeps until the host has sent something, or, if `for_room`, a share of the transmit ring came back. False if
@@ -501,12 +501,12 @@ impl Guest {
     pub fn wait(&mut self, for_room: bool, within: Duration) -> Result<bool> {
         self.tx.publish();
         let share = self.tx.in_flight() / 4 * 3;
-        let ready = self.rx.arm(1) || (for_room && self.tx.arm(share.max(1)));
+        let ready = self.rx.enable_callback(1) || (for_room && self.tx.enable_callback(share.max(1)));
         let heard = ready || wait_any(&[self.rx.call(), self.tx.call()], within)?;
-        self.rx.heard();
-        self.tx.heard();
-        self.rx.disarm();
-        self.tx.disarm();
+        self.rx.drain_call();
+        self.tx.drain_call();
+        self.rx.disable_callback();
+        self.tx.disable_callback();
         Ok(heard)
     }
 }

@@ -92,7 +92,7 @@ impl Bench {
         let features = feature::OFFLOADS | feature::MRG_RXBUF;
         let features = frontend.negotiate(features, EVENT_IDX | INDIRECT, 0).unwrap().features;
         let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let queue =
             |index| Queue::new(&memory, 2 * index + 1, QueueOptions { size: RING, features }).unwrap();
         let queues: Vec<Queue> = (0..pairs).map(queue).collect();
@@ -185,7 +185,7 @@ impl Bench {
         let queue = &mut self.queues[queue];
         let mut back = HashSet::new();
         while queue.in_flight() > 0 {
-            match queue.take().unwrap() {
+            match queue.pop_used().unwrap() {
                 Some(used) => assert!(back.insert(used.token), "slot {} came back twice", used.token),
                 None => queue.wait(WITHIN).unwrap(),
             }
@@ -266,11 +266,11 @@ fn memory_changes_and_rings_stop_under_way() {
         bench.queues[0].publish();
         if round % 2 == 0 {
             let memory = Arc::clone(&bench.memory);
-            bench.frontend.share(Some(&memory)).unwrap();
+            bench.frontend.set_mem_table(Some(&memory)).unwrap();
         } else {
             let base = bench.frontend.stop(1).unwrap();
             bench.frontend.start(&bench.queues[0], base).unwrap();
-            bench.queues[0].raise();
+            bench.queues[0].force_kick();
         }
         for wanted in arrives {
             assert!(bench.receive() == wanted);
