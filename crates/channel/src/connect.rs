@@ -8,16 +8,16 @@ use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
 
-/// How long to wait before a peer that does not listen yet is tried again.
+/// Time to wait before a peer that does not listen yet is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How to connect.
+/// Options of a connection.
 #[derive(Debug, Clone, Default)]
 pub struct ConnectOptions {
-    /// Whether a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
+    /// True if a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
     pub retry: bool,
-    /// Whether zero-copy sends shall be possible. Where they are not (another kind, an old kernel), the channel opens
-    /// all the same and lacks [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
+    /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the channel
+    /// opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
     /// Speak TLS: the server has to show a certificate.
     pub tls: Option<TlsClient>,
@@ -75,7 +75,7 @@ fn secured(
         (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
         (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => host,
         (None, _) => {
-            return Err(address.bad("it names no host: say which its certificate is for (--tls-hostname)"));
+            return Err(address.bad("it names no host; give the name in its certificate (--tls-hostname)"));
         }
     };
     Ok(Box::new(TlsChannel::client(channel, tls, host, deadline, cancel)?))
@@ -107,7 +107,7 @@ fn upgraded(
     Ok(Box::new(WebSocketChannel::client(channel, &host, path, deadline, cancel)?))
 }
 
-/// Whether this is how it looks when the peer is not there yet.
+/// Returns true if this is how it looks when the peer is not there yet.
 fn may_come_yet(address: &Address, error: &Error) -> bool {
     match address {
         Address::Tcp { .. } | Address::WebSocket { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),

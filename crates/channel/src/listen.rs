@@ -18,15 +18,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// The most connections that are accepted before it is looked who is through its handshake.
+/// Maximum number of connections accepted before completed handshakes are checked.
 const ACCEPTED_AT_ONCE_MAX: usize = 64;
 
-/// How to listen.
+/// Options of a listener.
 #[derive(Debug, Clone, Default)]
 pub struct ListenOptions {
-    /// Whether zero-copy sends shall be possible on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
+    /// True if zero-copy sends are wanted on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
     pub zero_copy: bool,
-    /// Speak TLS: whoever connects has to show a certificate.
+    /// TLS credentials; a client has to present a certificate.
     pub tls: Option<TlsServer>,
 }
 
@@ -44,18 +44,18 @@ pub struct Listener {
 enum Kind {
     Tcp(OwnedFd),
     Unix(UnixListener),
-    /// What is there from the beginning, until it is fetched.
+    /// The only channel, until it is accepted.
     Single(Mutex<Option<Single>>),
 }
 
 #[derive(Debug)]
 enum Single {
     Open(Box<dyn Channel>),
-    /// Started when it is fetched: it should not run for a caller who gives up.
+    /// Started when it is accepted: it must not run for a caller that gives up.
     Command(String),
 }
 
-/// Whether [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
+/// Returns true if [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
 /// `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener is as readable as before: wait before the next
 /// attempt.
 pub fn is_exhausted(error: &Error) -> bool {
@@ -75,12 +75,12 @@ impl Listener {
     /// Listens at an address.
     ///
     /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that can be had.
-    /// - `unix:` replaces a socket file that nobody listens on, and removes its own when it is dropped.
+    /// - `unix:` replaces a socket file without a listener, and removes its own when it is dropped.
     /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened for
     ///   reading. Each of them yields one channel.
     ///
     /// # Errors
-    /// [`Error::InUse`] if the socket file belongs to somebody else, [`Error::BadAddress`], [`Error::Resolve`],
+    /// [`Error::InUse`] if the socket file belongs to another process, [`Error::BadAddress`], [`Error::Resolve`],
     /// otherwise [`Error::Io`].
     pub fn bind_with(address: &Address, options: &ListenOptions) -> Result<Self> {
         address.check_tls(options.tls.is_some())?;
@@ -123,14 +123,14 @@ impl Listener {
         }
     }
 
-    /// The socket's file stays when this is dropped: who was handed the socket removes it.
+    /// Keeps the socket file when this is dropped: the process that takes over the socket removes it.
     pub fn leave_file(&mut self) {
         if let Kind::Unix(listener) = &mut self.kind {
             listener.leave_file();
         }
     }
 
-    /// Where it listens, with the port really chosen when 0 was asked for, and the numeric host.
+    /// Its address, with the port that was chosen for 0, and the numeric host.
     pub fn local_address(&self) -> &Address {
         &self.address
     }
@@ -143,12 +143,13 @@ impl Listener {
         }
     }
 
-    /// Waits for a peer; with TLS or WebSocket, for one that is through its handshake.
+    /// Waits for a peer; with TLS or WebSocket, for a completed handshake.
     ///
     /// # Errors
-    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: there may be others, so the listener goes on.
-    /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Unsupported`]
-    /// if there is only one channel and it was fetched before, otherwise [`Error::Io`], which may pass ([`is_exhausted`]).
+    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: the listener continues with others.
+    /// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
+    /// [`Error::Unsupported`] if there is only one channel and it was accepted before, otherwise [`Error::Io`], which
+    /// may be temporary ([`is_exhausted`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
         let until = Deadline::new("accept", &self.address, deadline, cancel);
@@ -180,7 +181,7 @@ impl Listener {
         }
     }
 
-    /// Who has connected; `None` if another thread was quicker.
+    /// Accepts a connection; `None` if another thread accepted it.
     fn next(&self, listener: BorrowedFd<'_>, until: &Deadline<'_>) -> Result<Option<Box<dyn Channel>>> {
         let fd = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(fd) => fd,
@@ -205,7 +206,7 @@ impl Kind {
     }
 }
 
-/// What a connection has to settle before it is a channel, if there is something.
+/// The handshake of an accepted connection, if its kind has one.
 fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Handshake>> {
     let tls = options.tls.clone();
     let path = match address {

@@ -1,5 +1,5 @@
-//! Connections that have something to settle before they are channels (a handshake), each in a thread of its own, so that
-//! one that is slow, or says nothing, holds up no other.
+//! Handshakes of accepted connections, each in a thread of its own, so that a slow or silent peer does not block
+//! others.
 //!
 //! ```text
 //!   listening socket ─┐                      ┌─ thread: handshake ─┐
@@ -17,12 +17,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The most connections that are in their handshakes at once.
+/// Maximum number of connections that are in their handshakes at once.
 const PENDING_HANDSHAKES_MAX: usize = 64;
-/// How long a handshake may take.
+/// The time that a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What makes a channel of a connection.
+/// The handshake that turns a connection into a channel.
 pub(crate) type Handshake =
     dyn Fn(Box<dyn Channel>, Instant, &Cancel) -> Result<Box<dyn Channel>> + Send + Sync;
 
@@ -36,7 +36,7 @@ pub(crate) struct PendingHandshakes {
 
 struct Finished {
     results: Mutex<VecDeque<Result<Box<dyn Channel>>>>,
-    /// Readable while somebody is through.
+    /// Eventfd; readable while there are results.
     ready: OwnedFd,
 }
 
@@ -52,7 +52,7 @@ impl PendingHandshakes {
         Ok(Self { epoll, handshake, running: Mutex::default(), done: Arc::new(done) })
     }
 
-    /// Readable when somebody connects, and when somebody is through.
+    /// Readable when a connection arrives or a handshake completes.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
@@ -73,7 +73,7 @@ impl PendingHandshakes {
             (Arc::clone(&self.handshake), Arc::clone(&self.done), connection.peer().to_owned());
         let work = move || {
             let opened = handshake(connection, Instant::now() + HANDSHAKE_TIMEOUT, &cancel);
-            // Whoever was cancelled is missed by nobody.
+            // Drop the result of a cancelled handshake.
             if !cancel.is_cancelled() {
                 done.push(opened);
             }
@@ -82,7 +82,7 @@ impl PendingHandshakes {
         thread.spawn(work).map(drop).map_err(|source| Error::io("start a handshake with", &peer, source))
     }
 
-    /// Who is through, or has failed.
+    /// Takes the result of a completed handshake, successful or not.
     pub(crate) fn take(&self) -> Option<Result<Box<dyn Channel>>> {
         self.done.take()
     }
@@ -112,7 +112,7 @@ impl Finished {
         let mut results = self.lock();
         let first = results.pop_front();
         if results.is_empty() {
-            // It is not raised the first time: there is nothing to read then.
+            // The eventfd may not be readable yet: there is nothing to drain then.
             let _ = rustix::io::read(&self.ready, &mut [0; 8]);
         }
         first

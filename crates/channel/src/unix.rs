@@ -16,7 +16,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long to wait before a listener whose queue is full is asked again: the kernel has no event for it.
+/// Interval between attempts to connect to a listener whose queue is full: the kernel has no event for it.
 const QUEUE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A connected Unix stream socket.
@@ -29,7 +29,7 @@ impl UnixChannel {
     /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as `unix:/run/x`.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is none.
+    /// [`Error::Io`] if it is not one.
     pub fn new(fd: OwnedFd, peer: impl Into<String>) -> Result<Self> {
         Ok(Self { socket: Socket::new(fd, peer.into(), STREAM | Capabilities::FD_PASSING)? })
     }

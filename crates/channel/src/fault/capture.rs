@@ -9,9 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Records the streams of both directions, in the order of the wire.
 ///
-/// Limits: records bytes only, not descriptors; not what is looked at with `PEEK`; not transfers at offsets, which are
-/// no stream. What was sent is read for the record after the call: of memory that changes meanwhile the record may
-/// differ from the wire.
+/// Limits: records bytes only, not descriptors, bytes looked at with `PEEK` or transfers at offsets. Sent bytes are
+/// read for the recording after the call: if the memory changes meanwhile, the recording may differ from the wire.
 pub struct Capture {
     inner: Box<dyn Channel>,
     /// Held during a transfer, so that the record has the order of the wire.
@@ -24,7 +23,7 @@ pub struct Capture {
 pub struct Recording(Arc<Mutex<Vec<u8>>>);
 
 impl Capture {
-    /// Records what passes over `inner`: what is sent to one writer, what is received to the other. A writer that
+    /// Records the bytes that pass over `inner`: sent bytes to one writer, received bytes to the other. A writer that
     /// fails makes the call fail, though its bytes have passed.
     pub fn new(
         inner: Box<dyn Channel>,
@@ -34,7 +33,7 @@ impl Capture {
         Self { inner, sent: Mutex::new(sent), received: Mutex::new(received) }
     }
 
-    /// Records to memory; returns the tapes of what is sent and of what is received.
+    /// Records to memory; returns the recordings of the sent and of the received bytes.
     pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Recording, Recording) {
         let (sent, received) = (Recording::default(), Recording::default());
         (Self::new(inner, Box::new(sent.clone()), Box::new(received.clone())), sent, received)

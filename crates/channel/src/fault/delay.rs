@@ -49,7 +49,7 @@ impl Channel for Delay {
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
-        // In this order: who wakes must find the channel shut down.
+        // In this order: a woken thread must find the channel shut down.
         let result = self.inner.shutdown(how);
         self.pause.end(how);
         result

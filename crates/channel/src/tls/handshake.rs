@@ -1,4 +1,4 @@
-//! The handshake: rustls says what to send and what it still needs, this module waits for the socket.
+//! The handshake: rustls decides what to send and receive, this module waits for the socket.
 
 use super::alert;
 use super::credentials::{TlsClient, TlsServer};
@@ -22,7 +22,7 @@ const OUTGOING_BYTES: usize = 16 << 10;
 /// A handshake takes some dozen steps.
 const STEPS_MAX: usize = 1000;
 
-/// What a handshake ends with.
+/// Result of a handshake.
 pub(super) struct Handshaken {
     pub(super) tx: Protection,
     pub(super) rx: Protection,
@@ -73,13 +73,13 @@ pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline
     flights.done(&secrets, Connection::Server(kernel), alert::doubt_at_server(tls))
 }
 
-/// What rustls wants next.
+/// The next step that rustls requests.
 enum Step {
-    /// What it has written is to be sent, if it can.
+    /// Written data is to be sent, if possible.
     Transmit,
-    /// Nothing yet: ask again.
+    /// Nothing yet: try again.
     Again,
-    /// More of the peer's bytes, unless it is through.
+    /// More of the peer's bytes, unless the handshake is complete.
     Receive,
 }
 
@@ -159,7 +159,7 @@ macro_rules! stepping {
 }
 stepping!(UnbufferedClientConnection, UnbufferedServerConnection);
 
-/// Has `write` fill room behind what is in `bytes`; it says how much it wrote, or how much it needs.
+/// Makes `write` append to `bytes`; it returns the number of bytes written, or the size needed.
 fn append(bytes: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
     let old = bytes.len();
     let mut room = OUTGOING_BYTES;
@@ -175,7 +175,7 @@ fn append(bytes: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize,
     }
 }
 
-/// Why a handshake broke off.
+/// Reason why a handshake was aborted.
 enum Broken {
     Tls(rustls::Error),
     /// The peer closed the connection.
@@ -199,7 +199,7 @@ struct Flights<'a> {
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     contents: Vec<u8>,
-    /// The peer's first bytes: they tell who speaks something else.
+    /// The peer's first bytes, to recognize other protocols.
     first: Vec<u8>,
 }
 
@@ -232,7 +232,7 @@ impl<'a> Flights<'a> {
         Err(Broken::Tls(rustls::Error::HandshakeNotComplete))
     }
 
-    /// Sends the alert that tells the peer, if it still listens.
+    /// Sends the pending alert, if the peer still receives.
     fn say_why(&mut self, connection: &mut impl Stepping) {
         // Only as long as it has something to send: it must not look at the same bytes again.
         while connection.has_outgoing() {

@@ -11,7 +11,7 @@
 //! nothing in common but the source of new keys, so one thread sends while another receives, and `shutdown` waits for
 //! neither.
 //!
-//! The end of a stream is told by a close_notify: `shutdown` and dropping the channel send one. An end without it is
+//! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without it is
 //! [`Error::Cut`], since anybody on the way could have made it.
 //!
 //! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not go through a
@@ -44,13 +44,13 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct TlsChannel {
     framed: Framed<Sealer, Opener>,
-    /// What it may mean that the peer ends the connection at its beginning.
+    /// Hint for a connection that the peer closes at its beginning.
     doubt: String,
     heard: AtomicBool,
     sent: AtomicU64,
 }
 
-/// How much may have been sent to a peer that is suspected not to have looked at our certificate by then.
+/// Number of bytes that may have been sent before the peer verified this end's certificate.
 const DOUBTED_BYTES_MAX: u64 = 1 << 20;
 
 impl TlsChannel {
@@ -58,7 +58,7 @@ impl TlsChannel {
     ///
     /// # Errors
     /// [`Error::Tls`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
-    /// [`Error::Unsupported`] for one that has no descriptor or only one direction.
+    /// [`Error::Unsupported`] for a channel without a descriptor or with only one direction.
     pub fn client(
         inner: Box<dyn Channel>,
         tls: &TlsClient,
@@ -69,7 +69,7 @@ impl TlsChannel {
         let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         let name = ServerName::try_from(host.to_owned()).map_err(|_| {
             let why =
-                format!("\"{host}\" is no name that a certificate could be for: give it with tls-hostname");
+                format!("\"{host}\" is not a name that a certificate can be for; give one with tls-hostname");
             Error::tls(inner.peer(), why)
         })?;
         can_carry(inner.as_ref())?;
@@ -110,7 +110,7 @@ impl TlsChannel {
         result
     }
 
-    /// Why the peer takes no more: it may have said so.
+    /// The reason why the peer accepts no more data: it may have sent an alert.
     fn send_failed(&self, error: Error) -> Error {
         if !is_gone(&error) || self.framed.has_ended_send() {
             return error;
@@ -150,7 +150,7 @@ impl Drop for TlsChannel {
     }
 }
 
-/// Whether the peer has ended the connection in its own way.
+/// Returns true if the peer has ended the connection in its own way.
 fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Cut { .. }) || matches!(error.raw_os_error(), Some(libc::EPIPE | libc::ECONNRESET))
 }
@@ -188,7 +188,7 @@ mod tests {
         });
     }
 
-    /// The ends of a connection whose first keys wear out after so many records.
+    /// Both ends of a connection whose first keys expire after `records` records.
     fn connection(directory: &std::path::Path, records: u64) -> (TlsChannel, TlsChannel) {
         let (near, far) = UnixChannel::pair().unwrap();
         let (near, far): (Box<dyn Channel>, Box<dyn Channel>) = (Box::new(near), Box::new(far));

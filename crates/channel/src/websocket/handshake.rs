@@ -11,7 +11,7 @@ use tungstenite::http::StatusCode;
 
 /// The longest request, or answer, with all its headers.
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// How it ends.
+/// End of an HTTP header.
 const HEAD_END: &[u8] = b"\r\n\r\n";
 
 pub(super) fn client(channel: &dyn Channel, host: &str, path: &str, deadline: &Deadline<'_>) -> Result<()> {
@@ -45,14 +45,14 @@ pub(super) fn server(channel: &dyn Channel, path: &str, deadline: &Deadline<'_>)
     match (refused, asked) {
         (Ok(()), _) => Ok(()),
         (Err(_), Some(asked)) => {
-            Err(error(channel.peer(), format!("it asked for the path {asked}, expected {path}")))
+            Err(error(channel.peer(), format!("it requested the path {asked}, expected {path}")))
         }
         (Err(Some(failure)), None) => Err(words.explain(&failure)),
         (Err(None), None) => Err(error(channel.peer(), "the handshake was interrupted")),
     }
 }
 
-/// A channel as tungstenite wants one. Takes nothing that comes behind the peer's part of the handshake.
+/// Adapts a channel to tungstenite. Consumes nothing after the peer's part of the handshake.
 struct Words<'a> {
     channel: &'a dyn Channel,
     deadline: &'a Deadline<'a>,

@@ -30,11 +30,11 @@ pub struct WebSocketChannel {
 }
 
 impl WebSocketChannel {
-    /// Does a client's handshake over a connected channel: asks `host` (with its port) for `path`.
+    /// Performs a client's handshake over a connected channel: requests `path` of `host` (with its port).
     ///
     /// # Errors
     /// [`Error::WebSocket`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
-    /// [`Error::Unsupported`] for one that cannot be polled and looked into.
+    /// [`Error::Unsupported`] for a channel that cannot be polled and peeked.
     pub fn client(
         inner: Box<dyn Channel>,
         host: &str,
@@ -47,7 +47,7 @@ impl WebSocketChannel {
         Ok(Self::new(inner, Side::Client))
     }
 
-    /// Does a server's handshake over a connected channel. Who asks for another path than `path` is refused.
+    /// Performs a server's handshake over a connected channel. A request for another path than `path` is refused.
     ///
     /// # Errors
     /// As [`Self::client`].
