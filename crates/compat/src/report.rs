@@ -1,4 +1,4 @@
-//! What the rules found, and the verdict that follows.
+//! Findings of the rules, and the verdict that follows.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::limits;
 
-/// Who sees to it that both ends are set alike.
+/// The party that makes the settings of both ends equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ConfiguredBy {
@@ -16,13 +16,13 @@ pub enum ConfiguredBy {
     ByHand,
 }
 
-/// What a finding means for the guest.
+/// Consequence of a finding for the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
     /// It runs on; this is worth knowing.
     Note,
-    /// Nobody can say whether it runs on.
+    /// It is unknown whether the guest would run.
     Unknown,
     /// It would not run on.
     No,
@@ -59,14 +59,14 @@ impl fmt::Display for Verdict {
 pub struct Finding {
     /// The rule's id.
     pub rule: &'static str,
-    /// What it means.
+    /// Its severity.
     pub severity: Severity,
     /// The way it holds for; `None`: for both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub way: Option<ConfiguredBy>,
     /// The thing and both values.
     pub text: String,
-    /// What to do about it, or empty.
+    /// The remedy, or empty.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub remedy: String,
 }
@@ -109,21 +109,21 @@ impl Report {
         &self.findings
     }
 
-    /// Why not, for one way, each with what to do about it.
+    /// Reasons against, for one way of configuring, each with its remedy.
     #[must_use]
     pub fn reasons(&self, way: ConfiguredBy) -> Vec<String> {
         let no = self.of(way).filter(|finding| finding.severity == Severity::No);
         no.map(ToString::to_string).collect()
     }
 
-    /// What else to know, for one way.
+    /// Notes, for one way of configuring.
     #[must_use]
     pub fn notes(&self, way: ConfiguredBy) -> Vec<String> {
         let rest = self.of(way).filter(|finding| finding.severity != Severity::No);
         rest.map(ToString::to_string).collect()
     }
 
-    /// Keeps a finding, as long as there is room; one that is worse than a note always has some.
+    /// Keeps a finding, as long as there is room; there always is for one that is worse than a note.
     pub(crate) fn push(&mut self, finding: Finding) {
         let is_full = self.findings.len() >= limits::FINDINGS_MAX;
         match self.findings.iter().rposition(|kept| kept.severity < finding.severity) {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_holds_for_one_way_is_not_said_of_the_other() {
+    fn a_finding_for_one_way_is_not_reported_for_the_other() {
         let report = found(Severity::No, Some(ConfiguredBy::ByHand));
         assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::No);
         assert_eq!(report.verdict(ConfiguredBy::Towline), Verdict::Yes);

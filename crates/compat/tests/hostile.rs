@@ -1,4 +1,4 @@
-//! Facts from anywhere: whatever they say, they are read or refused, and judged, in bounded time and memory. The body is a fuzz
+//! Facts from anywhere: they are read or refused, and evaluated, in bounded time and memory. The body is a fuzz
 //! target too.
 
 use towline_compat::{ConfiguredBy, Facts, Pair, evaluate};
@@ -9,7 +9,7 @@ pub fn facts(bytes: &[u8]) {
     let parts = [bytes, &bytes[..middle], &bytes[middle..]];
     let read: Vec<Facts> = parts.iter().filter_map(|part| Facts::parse(part).ok()).collect();
     for source in &read {
-        assert!(Facts::parse(&source.to_json()).is_ok(), "what is written is read");
+        assert!(Facts::parse(&source.to_json()).is_ok(), "written facts are read back");
         for destination in &read {
             let pair = Pair { source, destination, lanes: Some(2), is_live: true, is_one_host: true };
             let report = evaluate(&pair);

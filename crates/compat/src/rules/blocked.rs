@@ -1,4 +1,4 @@
-//! What QEMU itself refuses to migrate.
+//! Guests that QEMU itself refuses to migrate.
 
 use super::{Pair, Rule};
 use crate::facts::Subject;

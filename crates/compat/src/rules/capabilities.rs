@@ -1,4 +1,5 @@
-//! Migration capabilities, which QEMU does not negotiate. towline sets them alike; who says `migrate` by hand has to.
+//! Migration capabilities, which QEMU does not negotiate. towline sets them alike; with `migrate` by hand the user
+//! has to.
 
 use super::{Pair, Rule};
 use crate::facts::Qemu;
@@ -6,13 +7,13 @@ use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "capabilities",
-    about: "migration capabilities are set alike (towline does that; by hand somebody has to)",
+    about: "migration capabilities are set alike (towline does that; by hand the user has to)",
     run,
 };
 
 /// Must be the same.
 const BOTH: &[(&str, &str)] = &[
-    ("multifd", "the destination waits for channels that nobody opens, or gets ones that it does not expect"),
+    ("multifd", "the destination waits for channels that are never opened, or gets unexpected ones"),
     ("postcopy-preempt", "one side waits for a channel of the other"),
     ("mapped-ram", "QEMU compares it when the stream begins"),
     ("x-ignore-shared", "QEMU compares it when the stream begins"),

@@ -1,4 +1,4 @@
-//! Migration parameters that both ends must have alike, where somebody says `migrate` by hand.
+//! Migration parameters that must be equal at both ends, for a `migrate` by hand.
 
 use serde_json::Value;
 
@@ -8,7 +8,7 @@ use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "parameters",
-    about: "multifd's channels and compression, and TLS, are set alike (towline does that; by hand somebody has to)",
+    about: "multifd's channels and compression, and TLS, are set alike (towline does that; by hand the user has to)",
     run,
 };
 

@@ -33,7 +33,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             "start it with `-incoming defer`, or copy to that address".into(),
         ),
         Incoming::Loading => findings.no(
-            "the destination was told to load a guest before",
+            "the destination has been given a guest to load before",
             "end it and start it again with `-incoming defer`",
         ),
     }
