@@ -1,5 +1,5 @@
-//! What each fuzz target does with its input: decode it, and check what holds of whatever was decoded. The tests run the
-//! same over the seeds and over changed seeds. A body that returns has found nothing.
+//! Bodies of the fuzz targets: each decodes its input, and checks invariants of the result. The tests run the same
+//! over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
 use towline_protocol::destination::{Destination, Event};
@@ -236,7 +236,7 @@ fn check_devices(state: &DeviceState) {
     }
 }
 
-/// A stored guest's head without its bitmaps and pages: behind each block, the file goes on at the block's end.
+/// A stored guest's head without its bitmaps and pages: after each block, the file continues at the block's end.
 pub fn mapped_ram(data: &[u8]) {
     let mut input = Reader::new(data);
     let (mut machine, mut file, mut before) = (Destination::default(), 0_u64, 0_u64);

@@ -65,7 +65,7 @@ fn packets_that_lie() {
 
 /// QEMU 7.2 leaves the size, name and offsets of the packet before in a packet without pages.
 #[test]
-fn what_an_old_qemu_left_in_an_empty_packet_is_not_read() {
+fn stale_fields_in_an_empty_packet_of_an_old_qemu_are_ignored() {
     let found = header_with(|header| {
         set(8, &[0, 0, 0, 1])(header);
         set(16, &[0; 4])(header);

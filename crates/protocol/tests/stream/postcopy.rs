@@ -54,7 +54,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     let loading = advised.blocks(2, &blocks, &mut out);
     let start = [&section(1)[..], b"\x03ram", &[0; 4], &[0, 0, 0, 4]].concat();
     let total = be64s(&[(2 * HUGE + 3 * PAGE_SIZE) | 4]);
-    // Only a block of pages that are no target pages says their size.
+    // Only a block with pages other than target pages carries their size.
     let list = [b"\x06pc.ram", &be64s(&[2 * HUGE, HUGE])[..], b"\x03rom", &be64s(&[3 * PAGE_SIZE])].concat();
     assert_eq!(out, [start, total, list, section_end()].concat());
 
@@ -87,7 +87,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     let _await_shut = serving.end(&mut out);
     let zeros = [&be64s(&[2])[..], b"\x03rom\x00", &be64s(&[HUGE | 2]), b"\x06pc.ram\x00"].concat();
     let end = [section_end(), section(3), section_end(), vec![0]].concat();
-    // The record before the guest ran was of `rom` too: its name is said again.
+    // The record before the guest ran was of `rom` too: its name is repeated.
     assert_eq!(out, [zeros, end].concat());
 }
 
