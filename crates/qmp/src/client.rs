@@ -22,7 +22,7 @@ use crate::events::{EVENTS_MAX, Events};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
-/// How often a wait checks its `cancel` flag.
+/// Interval at which a wait checks its `cancel` flag.
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
@@ -256,7 +256,7 @@ impl Client {
         }
     }
 
-    /// Reads what QEMU sent before it closed the connection: above all, the event that says why.
+    /// Reads the messages that QEMU sent before it closed the connection: above all, the event with the reason.
     fn drain(&mut self) {
         let now = Instant::now();
         while let Ok(Some(message)) = self.message("reading its last messages", now) {
@@ -395,7 +395,7 @@ impl Client {
     }
 }
 
-/// A deadline; one that the clock cannot represent is a day away.
+/// A deadline; if the clock cannot represent it, a day from now.
 fn after(start: Instant, within: Duration) -> Instant {
     start.checked_add(within).unwrap_or_else(|| start + Duration::from_secs(86_400))
 }

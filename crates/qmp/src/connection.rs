@@ -46,7 +46,7 @@ pub(crate) struct Connection {
     scratch: Box<[u8]>,
 }
 
-/// What stopped a send or a receive.
+/// Reason why a send or a receive ended.
 #[derive(Debug)]
 pub(crate) enum Stop {
     /// The deadline, after this many bytes.
@@ -131,7 +131,7 @@ impl Connection {
         Ok(PeerCredentials { pid: peer.pid, uid: peer.uid, gid: peer.gid })
     }
 
-    /// Whether the socket became ready before the deadline.
+    /// Returns true if the socket became ready before the deadline.
     fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Stop> {
         loop {
             let left = until.saturating_duration_since(Instant::now());

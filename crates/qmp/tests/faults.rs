@@ -85,7 +85,7 @@ fn garbage_ends_the_connection() {
     };
     let error = client.execute(&QueryStatus).unwrap_err();
     assert!(garbage(&error), "{error}");
-    // What was said before it is still there, and nothing comes after it.
+    // Earlier messages are still there, and nothing comes after them.
     assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "LAST");
     assert!(garbage(&client.next_event(Duration::ZERO).unwrap_err()));
     assert!(garbage(&client.execute(&QueryStatus).unwrap_err()));
@@ -107,7 +107,10 @@ fn an_endless_message_ends_the_connection() {
     client.set_deadline(Duration::from_secs(60));
     let error = client.execute(&QueryStatus).unwrap_err();
     assert!(
-        matches!(&error, Error::Disconnected { by: DisconnectReason::InvalidData(CodecError::TooLong { .. }), .. }),
+        matches!(
+            &error,
+            Error::Disconnected { by: DisconnectReason::InvalidData(CodecError::TooLong { .. }), .. }
+        ),
         "{error}"
     );
     drop(client);
