@@ -1,4 +1,4 @@
-//! A conversation with a backend: what QEMU says, in QEMU's order.
+//! A vhost-user connection to a backend: the requests that QEMU sends, in QEMU's order.
 
 use std::io::{IoSlice, Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use crate::queue::Queue;
 use crate::wire::{self, Code, HEADER_BYTES, feature, halves, protocol, words};
 use crate::{Error, Result, system};
 
-/// How long a backend may take for an answer.
+/// The time that a backend may take for an answer.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Descriptors that one message can carry.
 const FDS_MAX: usize = 8;
@@ -29,7 +29,7 @@ pub struct Frontend {
     negotiated: Negotiated,
 }
 
-/// What was negotiated.
+/// Negotiated features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Negotiated {
     /// Virtio features.
@@ -42,7 +42,7 @@ impl Frontend {
     /// Connects to a backend that listens, waiting for it to come up.
     ///
     /// # Errors
-    /// That nobody listens there within this time.
+    /// No backend listens there within this time.
     pub fn connect(path: &Path, within: Duration) -> Result<Self> {
         let until = Instant::now() + within;
         loop {
@@ -51,7 +51,7 @@ impl Frontend {
                 Err(source) if Instant::now() > until => {
                     return Err(Error::System { what: "connecting to the backend", source });
                 }
-                // There is no event that tells of a socket that begins to listen.
+                // The kernel has no event for a socket that starts to listen.
                 Err(_) => std::thread::sleep(CONNECT_INTERVAL),
             }
         }
@@ -83,13 +83,13 @@ impl Frontend {
         &self.stream
     }
 
-    /// What was negotiated.
+    /// The negotiated features.
     pub fn negotiated(&self) -> Negotiated {
         self.negotiated
     }
 
-    /// Takes what is there of `wanted`, and all of `needed`; the same with protocol features, of which all that exist are
-    /// wished.
+    /// Accepts the offered features out of `wanted`, and all of `needed`; the same with protocol features, of which
+    /// all known ones are wanted.
     ///
     /// # Errors
     /// [`Error::Features`], and those of [`Frontend::query`].
@@ -128,7 +128,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// Shares memory, all anew; without any, takes it away.
+    /// Shares memory, all again; without any, takes it away.
     ///
     /// # Errors
     /// Those of [`Frontend::query`].
@@ -156,7 +156,7 @@ impl Frontend {
         self.enable(index, true)
     }
 
-    /// Says where a ring is, and whether writes to its used part are logged.
+    /// Sets the addresses of a ring, and whether writes to its used part are logged.
     ///
     /// # Errors
     /// Those of [`Frontend::query`].

@@ -4,7 +4,7 @@
 //!   Pair ── transmit, transmit_from ──► tx queue      a header of 12 bytes and a frame, in one buffer or in pages
 //!        ◄── receive: Frame ─────────── rx queue      one buffer, or as many as the header says (MRG_RXBUF)
 //! ```
-//! What it is not: no TCP, no control queue, no checksums; frames are what the caller makes of them.
+//! Without TCP, control queue and checksums; the caller builds the frames.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 pub const HEADER_BYTES: usize = 12;
 /// The longest frame that segmentation offload makes, with its Ethernet header.
 pub const FRAME_BYTES_MAX: usize = 65536 + 18;
-/// What Linux posts for each receive buffer with merged buffers and an MTU of 1500.
+/// Size of Linux's receive buffers with merged buffers and an MTU of 1500.
 pub const LINUX_BUFFER_BYTES: usize = 1536;
 const PAGE: usize = 4096;
 const BUFFERS_MAX: u16 = 1024;
@@ -32,9 +32,9 @@ pub mod feature {
     pub const CSUM: u64 = 1 << 0;
     /// The driver takes partial checksums.
     pub const GUEST_CSUM: u64 = 1 << 1;
-    /// The MTU is told.
+    /// The MTU is reported.
     pub const MTU: u64 = 1 << 3;
-    /// The address is told.
+    /// The address is reported.
     pub const MAC: u64 = 1 << 5;
     /// The driver takes TCP super-frames over IPv4.
     pub const GUEST_TSO4: u64 = 1 << 7;
@@ -52,7 +52,7 @@ pub mod feature {
     pub const OFFLOADS: u64 = CSUM | GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | HOST_TSO4 | HOST_TSO6;
 }
 
-/// How a pair is made.
+/// Options of a pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Entries of each ring.
@@ -79,12 +79,12 @@ impl Frame<'_> {
         self.parts.iter().map(|(_, len)| len).sum::<usize>() - HEADER_BYTES
     }
 
-    /// Whether there is nothing behind the header.
+    /// Returns true if there is nothing after the header.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many buffers it lies in.
+    /// Number of buffers that it lies in.
     pub fn buffers(&self) -> usize {
         self.parts.len()
     }
@@ -115,12 +115,12 @@ pub struct Pair {
     tx: Queue,
     slots: u64,
     free: Vec<u16>,
-    /// Buffers that the driver has, to be given back.
+    /// Buffers that the driver has and has to recycle.
     held: Vec<u64>,
 }
 
 impl Pair {
-    /// How much memory it takes.
+    /// Memory required, in bytes.
     pub fn memory_bytes(options: &Options) -> u64 {
         let (rx, tx) = (stride(options.receive_bytes), stride(options.transmit_bytes));
         u64::from(options.size) * (rx + tx + 2 * 1100) + (1 << 17)
@@ -183,7 +183,7 @@ impl Pair {
     /// Takes what came and gives the buffers back.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gave back what it cannot have; [`Error::Timeout`]: a frame of which a part is missing.
+    /// [`Error::Used`]: an invalid used entry; [`Error::Timeout`]: a part of a frame is missing.
     pub fn receive(&mut self, mut each: impl FnMut(&Frame<'_>)) -> Result<usize> {
         let (mut count, mut parts) = (0, Vec::new());
         while let Some(used) = self.rx.pop_used()? {
@@ -227,8 +227,8 @@ impl Pair {
         (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
     }
 
-    /// Transmits header and frame, `len` bytes in all, of whatever the buffer holds. False if there is no room. Seen with
-    /// [`Pair::flush`].
+    /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there is no
+    /// free buffer. Published by [`Pair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
         if self.tx.add(Pages::new(self.slot(slot), len).all(), &[], slot.into()) {
@@ -238,15 +238,15 @@ impl Pair {
         false
     }
 
-    /// Transmits this header and frame. False if there is no room.
+    /// Transmits this header and frame. False if there is no free buffer.
     pub fn transmit(&mut self, bytes: &[u8]) -> bool {
         let Some(slot) = self.free.last() else { return false };
         self.memory.write(self.slot(*slot), bytes);
         self.transmit_any(bytes.len())
     }
 
-    /// Transmits what `read` puts into a transmit buffer: header and frame, without a copy of ours. `None` if there is no
-    /// room.
+    /// Transmits the header and frame that `read` writes into a transmit buffer, without another copy. `None` if
+    /// there is no free buffer.
     ///
     /// # Errors
     /// Those of `read`.
@@ -280,7 +280,7 @@ impl Pair {
         Ok(self.free.len() - before)
     }
 
-    /// Sleeps until most of what is being transmitted has come back.
+    /// Sleeps until most of the transmitted buffers have been used.
     ///
     /// # Errors
     /// [`Error::Timeout`].

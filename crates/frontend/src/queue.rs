@@ -4,7 +4,7 @@
 //!   add(out, in) ─► free descriptors, a chain, an available entry … ─► publish(): the index, and a kick if it is wanted
 //!   take()  ◄── used entries        arm(): wake me with the next one; wait() on the call eventfd, as a guest sleeps
 //! ```
-//! It behaves. What a driver must not do is done by writing into [`Memory`] at [`Queue::addresses`].
+//! It obeys the rules. Tests of a misbehaving driver write into [`Memory`] at [`Queue::addresses`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const ENTRIES: u64 = 4;
 const NO_NOTIFICATION: u16 = 1;
 const PAGE: u64 = 4096;
 
-/// How a ring is made.
+/// Options of a ring.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueOptions {
     /// Entries, a power of two.
@@ -64,13 +64,13 @@ pub struct Buffer {
 /// A chain that came back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
-    /// What was said with [`Queue::add`].
+    /// The token of [`Queue::add`].
     pub token: u64,
-    /// How many bytes the device says that it wrote.
+    /// Number of bytes that the device reports as written.
     pub len: u32,
 }
 
-/// What happened so far.
+/// Counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QueueStatistics {
     /// Chains made available.
@@ -168,7 +168,7 @@ impl Queue {
         &self.memory
     }
 
-    /// What happened so far.
+    /// The counters.
     pub fn statistics(&self) -> QueueStatistics {
         self.statistics
     }
@@ -183,7 +183,7 @@ impl Queue {
         self.call.as_fd()
     }
 
-    /// The eventfd by which the device says that the ring is broken.
+    /// The eventfd by which the device reports a broken ring.
     pub fn err(&self) -> BorrowedFd<'_> {
         self.err.as_fd()
     }
@@ -198,18 +198,18 @@ impl Queue {
         self.staged
     }
 
-    /// How many chains the device has.
+    /// Number of chains that the device has.
     pub fn in_flight(&self) -> u16 {
         self.staged.wrapping_sub(self.seen)
     }
 
-    /// How many descriptors are in no chain.
+    /// Number of descriptors that are in no chain.
     pub fn free_descriptors(&self) -> usize {
         self.free.len()
     }
 
-    /// Puts a chain together: what the device reads, then what it writes. It is seen with [`Queue::publish`]. False if
-    /// there are not enough descriptors, and nothing was done.
+    /// Builds a chain: buffers that the device reads, then buffers that it writes. Published by [`Queue::publish`].
+    /// False, without effect, if there are not enough descriptors.
     ///
     /// # Panics
     /// Without a buffer, or with more than 64 in an indirect chain.
@@ -255,7 +255,7 @@ impl Queue {
         self.statistics.added += 1;
     }
 
-    /// Shows the device what was added, and wakes it if it wants that. True if it was woken.
+    /// Publishes the added chains, and kicks the device unless it suppresses that. True if it was kicked.
     pub fn publish(&mut self) -> bool {
         if self.staged == self.published {
             return false;
@@ -285,7 +285,7 @@ impl Queue {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// Whether there is something to [`Queue::pop_used`].
+    /// Returns true if there is something to [`Queue::pop_used`].
     pub fn is_ready(&self) -> bool {
         self.memory.load_16(self.places.used + INDEX, Ordering::Acquire) != self.seen
     }
@@ -293,7 +293,7 @@ impl Queue {
     /// Takes a chain that came back.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gives back what it does not have, or more than there is.
+    /// [`Error::Used`]: an id that the device does not have, or more bytes than the chain has.
     pub fn pop_used(&mut self) -> Result<Option<Used>> {
         let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
         let ready = index.wrapping_sub(self.seen);
@@ -327,7 +327,8 @@ impl Queue {
         Error::Used { ring: self.index, what }
     }
 
-    /// Asks to be woken when `after` further chains have come back (1: with the next one). True if they are there already.
+    /// Enables the call after `after` further chains have been used (1: with the next one). True if they have been
+    /// already.
     pub fn enable_callback(&mut self, after: u16) -> bool {
         if self.has(feature::EVENT_IDX) {
             let event = self.seen.wrapping_add(after.max(1) - 1);
@@ -340,7 +341,7 @@ impl Queue {
         index.wrapping_sub(self.seen) >= after.max(1)
     }
 
-    /// Asks not to be woken.
+    /// Suppresses calls.
     pub fn disable_callback(&mut self) {
         if self.has(feature::EVENT_IDX) {
             self.memory.store_16(self.used_event(), self.seen.wrapping_sub(1), Ordering::Relaxed);
@@ -349,7 +350,7 @@ impl Queue {
         }
     }
 
-    /// Takes what the device has raised. True if it had.
+    /// Drains the call eventfd. True if the device had signalled it.
     pub fn drain_call(&mut self) -> bool {
         let heard = rustix::io::read(&self.call, &mut [0u8; 8]).is_ok();
         self.statistics.calls += u64::from(heard);
@@ -396,7 +397,7 @@ fn descriptor(memory: &Memory, table: u64, index: u16, buffer: Buffer, flags: u1
     memory.write(table + DESCRIPTOR_BYTES * u64::from(index), &bytes);
 }
 
-/// Whether the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
+/// Returns true if the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -474,7 +475,7 @@ mod tests {
         let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
         assert_eq!((first.guest, first.user, first.offset), (GUEST_BASE, USER_BASE, 0));
         assert_eq!(memory.user(second.guest + 5), second.user + 5);
-        // What would cross the border goes behind it.
+        // An allocation that would cross the border is placed after it.
         assert_eq!(memory.alloc(0xfff0, 16), GUEST_BASE);
         assert_eq!(memory.alloc(0x20, 16), second.guest);
         memory.write(second.guest - 2, b"abcd");
