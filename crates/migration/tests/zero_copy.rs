@@ -1,4 +1,4 @@
-//! Lanes that send without a copy, over the loopback, where the kernel copies in the end and says so.
+//! Lanes that send without a copy, over the loopback, where the kernel copies in the end and reports it.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -42,7 +42,7 @@ fn every_machine_type_and_number_of_lanes() {
     }
 }
 
-/// What each lane did with a guest large enough to decide.
+/// Send method of each lane with a guest large enough to decide.
 fn lanes_of(asked: ZeroCopySend, kind: Kind) -> Vec<LaneSends> {
     let pages = [("pc.ram", 16 << 10)];
     let (guest, _) = Writer::guest(MACHINES[0], &pages, 1);
@@ -97,7 +97,7 @@ fn a_relay_does_not_refill_what_is_still_read() {
 }
 
 #[test]
-fn what_must_be_and_cannot_is_refused_before_a_byte_is_sent() {
+fn required_zero_copy_that_is_unavailable_is_refused_before_a_byte_is_sent() {
     for (kind, lanes, why) in [
         (Kind::Unix, 2, "the connection to"),
         (Kind::Tcp, 1, "the connection to tcp:127.0.0.1:"),
@@ -117,7 +117,7 @@ fn what_must_be_and_cannot_is_refused_before_a_byte_is_sent() {
     }
 }
 
-/// A lane whose peer reads nothing holds the guest's memory; when the migration has failed, nobody does.
+/// A lane whose peer reads nothing holds the guest's memory; after the migration has failed, the kernel does not.
 #[test]
 fn after_a_failure_the_kernel_reads_nothing_any_more() {
     let pages = [("pc.ram", 16 << 10)];

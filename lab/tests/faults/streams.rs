@@ -95,7 +95,7 @@ fn strangers_on_the_port_change_nothing() {
             stranger.write_all(words).unwrap();
             drop(stranger);
         }
-        says(&mut towline, "a connection that is no migration's was dropped");
+        says(&mut towline, "dropped an unrelated connection");
         // One that says nothing and stays.
         let mut silent = TcpStream::connect(address).unwrap();
         let multifd = if lanes > 0 { "+multifd" } else { "-multifd" };

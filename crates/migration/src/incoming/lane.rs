@@ -1,7 +1,7 @@
 //! One lane's thread: packets come in, pages go to the sink, SYNC waits for the barrier.
 //!
-//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send behind its last SYNC,
-//! and a source whose lane breaks then says that it failed.
+//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send after its
+//! last SYNC, and a source whose lane breaks then reports a failure.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -34,7 +34,7 @@ pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
     }
 }
 
-/// What a packet is compared with, and its header's hash here.
+/// The checksum of a packet, and the hash of its header as received.
 #[derive(Clone, Copy)]
 struct Check {
     header: u64,
@@ -85,7 +85,7 @@ impl<'a> Lane<'a> {
         }
     }
 
-    /// Whether the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
+    /// Returns true if the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
     fn may_be_cut(&self) -> bool {
         self.shared.machine_type.get().is_some_and(|name| !machine::lanes_are_closed(name))
     }
@@ -100,7 +100,7 @@ impl<'a> Lane<'a> {
         Ok(Check { header, checksum })
     }
 
-    /// A source that was told that checksums are compared leaves none out, but of what it sent before.
+    /// A source that was informed that checksums are compared omits none, except in packets that it sent before.
     fn demand(&self, packet: &Packet, check: Check) -> Result<()> {
         let missing = check.checksum.is_none() && packet.block.is_some();
         match missing && self.shared.compares_checksums.load(Ordering::Acquire) {
@@ -171,7 +171,7 @@ impl<'a> Lane<'a> {
             self.decompress(packet, check)?;
             return self.hand_on(block, offsets, length);
         }
-        // What is to be compared has to be seen.
+        // Contents with a checksum have to be in memory.
         if check.checksum.is_none()
             && let Some(passed) = sink.pass_on(stream, self.channel, block, offsets)
         {

@@ -42,7 +42,7 @@ pub(super) struct MainChannel<'a> {
     barriers: Barriers,
 }
 
-/// What was received and not yet taken: `bytes[start..end]`.
+/// Data received and not yet consumed: `bytes[start..end]`.
 struct Input<'a> {
     channel: &'a Arc<dyn Channel>,
     bytes: Vec<u8>,
@@ -80,7 +80,7 @@ impl<'a> MainChannel<'a> {
         self.device_state(tail)
     }
 
-    /// The lanes have ended as well: commits the guest and tells the source.
+    /// The lanes have ended as well: commits the guest and acknowledges it to the source.
     pub(super) fn deliver(&mut self, state: DeviceState) -> Result<()> {
         self.shared.session.check()?;
         // A connection that was still on its way at the stream's beginning is here by now.
@@ -97,7 +97,8 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// A destination that runs the guest by itself may have it, and has not said so: the source is stopped for good.
+    /// A destination that runs the guest by itself may have it, without acknowledgement: the source is stopped for
+    /// good.
     pub(super) fn hold(&self) {
         if let Some(writer) = &self.return_path
             && let Err(error) = writer.send(&Message::Shut(0))

@@ -59,7 +59,7 @@ impl Sink for Memory {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         for &offset in offsets {
             let page = PageRef { block, offset };
-            // What is zero already is not written: the first write of a page costs more than its transfer.
+            // Zero pages are not written again: the first write of a page costs more than its transfer.
             if !ram.is_untouched(page) && !ram.span(page).is_zero(address(page), PAGE) {
                 ram.span(page).write(address(page), &[0; PAGE]);
             }

@@ -1,4 +1,4 @@
-//! Listening to the destination while everything is sent.
+//! Reads the return path while everything is sent.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -15,14 +15,14 @@ use crate::{Error, Result, Session};
 
 /// Room for one message, the largest of which is 516 bytes.
 const INPUT_BYTES: usize = 1024;
-/// How often a waiter looks whether the migration failed.
+/// Interval at which a waiter looks whether the migration failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a waiter lets the listener read what came before the migration failed.
+/// The time that a waiter lets the listener read what came before the migration failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Messages that are kept until there is somebody to pass them on to. A destination has one to say, SWITCHOVER_ACK.
+/// Number of messages that are kept until the source's return path is open. A destination sends one, SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
 
-/// What the destination has said so far; a thread of its own listens.
+/// State of the return path; a thread of its own reads it.
 #[derive(Debug, Clone)]
 pub(crate) struct ReturnPath {
     peer: String,
@@ -43,10 +43,10 @@ struct Heard {
     audience: Audience,
 }
 
-/// Who else hears what the destination says.
+/// Forwarding of the destination's messages.
 #[derive(Debug, Default)]
 pub(crate) enum Audience {
-    /// Nobody: what is of no use here is dropped.
+    /// None: irrelevant messages are dropped.
     #[default]
     Nobody,
     /// A relay's source, which has not opened its return path; these messages are kept for it.
@@ -85,7 +85,7 @@ impl ReturnPath {
         Ok(())
     }
 
-    /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
+    /// Allows SHUT from here on. To be called before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
         self.heard().answers.expect_shut();
     }
@@ -95,7 +95,7 @@ impl ReturnPath {
         self.wait(session, None, |heard| heard.answers.has_loaded()).map(drop)
     }
 
-    /// What a towline at the destination does with the guest; `None` of a QEMU. Known behind [`Self::wait_pong`].
+    /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
     pub(crate) fn receiver(&self) -> Option<Receiver> {
         self.heard().answers.receiver()
     }
@@ -109,8 +109,8 @@ impl ReturnPath {
         }
     }
 
-    /// Waits until the destination says that it has the guest. If it does, it has it, even if the migration was cancelled
-    /// meanwhile.
+    /// Waits until the destination acknowledges the guest. Once it does, it has it, even if the migration was
+    /// cancelled meanwhile.
     pub(crate) fn wait_shut(&self, session: &Session) -> Result<()> {
         self.wait(session, None, |heard| heard.answers.has_shut()).map(drop)
     }
@@ -170,7 +170,7 @@ impl ReturnPath {
                 Audience::Awaited(messages) if messages.len() < WAITING_MAX => messages.push(message),
                 Audience::Awaited(_) => return Err(self.unexpected("one message after the other")),
                 Audience::Source(source) => {
-                    // Not under the lock: a source that does not read would hold up who waits here.
+                    // Not under the lock: a source that does not read would block the waiting threads.
                     let source = source.clone();
                     drop(heard);
                     source.send(&message)?;

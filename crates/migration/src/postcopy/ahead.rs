@@ -1,7 +1,7 @@
-//! What goes to the destination before the guest runs: the head of its working set.
+//! Prefetch: memory sent to the destination before the guest runs, from the head of its working set.
 //!
-//! A working set names the pages that were asked for. Beside each of them the restore before brought its neighbours, which nobody
-//! asked for because they were there: so neighbourhoods go ahead, not pages.
+//! A working set names the pages that were requested. The restore before also brought the neighbours of each of them,
+//! which caused no faults because they were there: so neighbourhoods are prefetched, not pages.
 
 use std::collections::HashSet;
 use std::panic::resume_unwind;
@@ -20,13 +20,13 @@ use super::serve::PREPARERS;
 use crate::outgoing::RecordWriter;
 use crate::{ExtentKind, Result};
 
-/// What lies beside a page that was asked for, and went with it.
+/// Size of the neighbourhood that is sent with a requested page.
 const NEAR_BYTES: u64 = 64 << 10;
-/// What goes ahead of the guest at most: some milliseconds of a fast link.
+/// Maximum number of prefetched bytes: some milliseconds of a fast link.
 const BYTES_MAX: u64 = 32 << 20;
-/// What a zero page counts there: its record is short, but the destination touches the page.
+/// Charge of a zero page: its record is short, but the destination touches the page.
 const ZERO_PAGE_BYTES: u64 = 256;
-/// How long it may take to prepare that, which may be slow, and to prepare and send it.
+/// The time that it may take to prepare that, which may be slow, and to prepare and send it.
 const PREPARE_TIME_MAX: Duration = Duration::from_millis(40);
 const TIME_MAX: Duration = Duration::from_millis(80);
 

@@ -1,12 +1,12 @@
-//! What the background sends next: neighbours of faults, then what earlier restores needed, then the rest.
+//! Order of the background pages: neighbours of faults, then the working set of earlier restores, then the rest.
 //!
 //! ```text
 //!   faults ──► near (few, newest first) ───────────────────────────────┐
 //!   plan: working set · all memory ──► preparers (several) ──► ready ──┴─► the sender
 //! ```
-//! Preparing is what may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
-//! a little ahead of the sender; neighbours are prepared by who served the fault. What is handed out here is prepared and in use, until
-//! the sender ends that.
+//! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
+//! a little ahead of the sender; neighbours are prepared by the thread that served the fault. Items from here are
+//! prepared and in use, until the sender releases them.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,13 +19,13 @@ use super::sent_map::SentMap;
 
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
-/// Neighbourhoods that wait; behind so many newer ones the oldest is forgotten, and goes with the rest.
+/// Maximum number of queued neighbourhoods; the oldest is dropped, and sent with the rest.
 const NEAR_MAX: usize = 64;
 
 /// Bytes of one block.
 pub(super) type Run = (PageRef, u64);
 
-/// What the sender is given: prepared, and in use until the sender ends that.
+/// An item for the sender: prepared, and in use until the sender releases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) run: Run,
@@ -39,7 +39,7 @@ pub(super) struct Feed {
     state: Mutex<State>,
     /// For the sender: there is something to be sent.
     filled: Condvar,
-    /// For preparers: there is room for more. Apart, so that a piece that is sent does not wake everybody.
+    /// For preparers: there is room for more. Separate, so that sending a piece does not wake all threads.
     taken: Condvar,
 }
 
@@ -91,7 +91,7 @@ impl Feed {
         self.filled.notify_one();
     }
 
-    /// A page was asked for: this, which lies there and is prepared, is next. Returns what is forgotten for it.
+    /// Queues the prepared neighbourhood of a requested page first. Returns the one dropped for it.
     #[must_use]
     pub(super) fn near(&self, run: Run) -> Option<Run> {
         let mut state = self.state();
@@ -106,7 +106,7 @@ impl Feed {
         self.state().near.pop_front()
     }
 
-    /// What the sender takes next; `None` when everything was handed out.
+    /// The sender's next item; `None` when all were returned.
     pub(super) fn next(&self) -> Option<Item> {
         let mut state = self.state();
         loop {
@@ -127,7 +127,7 @@ impl Feed {
         }
     }
 
-    /// Waits until `done`, which is asked again after each [`Self::notify`]; false if the feed is closed before.
+    /// Waits until `done`, which is evaluated after each [`Self::notify`]; false if the scheduler is closed before.
     pub(super) fn wait_until(&self, done: impl Fn() -> bool) -> bool {
         let mut state = self.state();
         while !done() {
@@ -161,7 +161,7 @@ impl Feed {
 #[derive(Debug)]
 struct Plan {
     runs: Vec<Run>,
-    /// So many of them are needed at once.
+    /// Number of them that are needed soon.
     needed: usize,
     run: usize,
     done: u64,

@@ -1,4 +1,5 @@
-//! What a postcopy destination says, sorted by who waits for it. A thread of its own listens.
+//! Dispatches the messages of a postcopy destination to the threads that wait for them. A thread of its own reads
+//! them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,16 +13,16 @@ use towline_protocol::{BlockIndex, PageRef, Reader};
 
 use crate::{Error, Result, Session};
 
-/// What is received at a time.
+/// Size of one receive.
 const INPUT_BYTES: usize = 64 << 10;
 /// Requests that wait to be served. A destination has one for each thread that stands still at most.
 const REQUESTS_MAX: usize = 1 << 16;
-/// How often a waiter looks whether the connection failed.
+/// Interval at which a waiter looks whether the connection failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a waiter lets the listener read what came before the failure.
+/// The time that a waiter lets the listener read what came before the failure.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Pages that somebody waits for.
+/// A request for pages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request {
     pub(super) page: PageRef,
@@ -29,14 +30,14 @@ pub(super) struct Request {
     pub(super) at: Instant,
 }
 
-/// What has been said on one connection.
+/// Messages received on one connection.
 #[derive(Debug)]
 pub(super) struct Inbox {
     peer: String,
     blocks: Arc<[Block]>,
     heard: Mutex<Heard>,
     changed: Condvar,
-    /// For who serves requests: of several that wait, one is woken for each.
+    /// For the request workers: one is woken for each request.
     asked: Condvar,
 }
 
@@ -50,7 +51,7 @@ struct Heard {
     /// The block whose bitmap comes next.
     bitmap: Option<BlockIndex>,
     requests: VecDeque<Request>,
-    /// Nobody serves requests any more.
+    /// No further requests are served.
     closed: bool,
     /// The listener has ended.
     ended: bool,
@@ -84,7 +85,7 @@ impl Inbox {
         self.wait(session, within, |heard| heard.pongs.contains(&ping))
     }
 
-    /// Whether this PING was answered. After the end, all that had been said is known.
+    /// Returns true if this PING was answered. After the end, all messages have been counted.
     pub(super) fn has_pong(&self, ping: u32) -> bool {
         self.heard().pongs.contains(&ping)
     }
@@ -109,12 +110,12 @@ impl Inbox {
         Ok(std::mem::take(&mut self.heard().bitmaps))
     }
 
-    /// Waits until the destination says that it goes on.
+    /// Waits for RESUME_ACK.
     pub(super) fn wait_resume_ack(&self, session: &Session, within: Duration) -> Result<()> {
         self.wait(session, within, |heard| heard.resume_ack)
     }
 
-    /// From here on the destination may say that it has everything.
+    /// Allows SHUT from here on.
     pub(super) fn expect_shut(&self) {
         self.heard().answers.expect_shut();
     }
@@ -124,7 +125,7 @@ impl Inbox {
         self.wait(session, Duration::MAX, |heard| heard.shut)
     }
 
-    /// The next request; `None` when nobody is to serve any more.
+    /// The next request; `None` when no further ones are to be served.
     pub(super) fn next_request(&self) -> Option<Request> {
         let mut heard = self.heard();
         loop {
@@ -138,7 +139,7 @@ impl Inbox {
         }
     }
 
-    /// Whether a request waits to be served.
+    /// Returns true if a request waits to be served.
     pub(super) fn has_requests(&self) -> bool {
         !self.heard().requests.is_empty()
     }
@@ -184,7 +185,7 @@ impl Inbox {
             if shut {
                 return Ok(());
             }
-            // What is left is a part of one message, or of a bitmap, whose length its block bounds.
+            // The remainder is a part of one message, or of a bitmap, whose length its block bounds.
             input.drain(..taken);
         }
     }
@@ -196,7 +197,7 @@ impl Inbox {
         loop {
             if let Some(index) = heard.bitmap {
                 let Some(bits) = decode_bitmap(&mut reader, &self.blocks[index.index()])? else { break };
-                // One for each block was asked for.
+                // One for each block was requested.
                 if heard.bitmaps.len() < self.blocks.len() {
                     heard.bitmaps.push((index, bits));
                 }

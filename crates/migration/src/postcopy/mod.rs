@@ -10,17 +10,19 @@
 //!   preparers: working set · all memory ──► ready ──┴─► the sender: claim · send ──► main channel
 //! ```
 //!
-//! - Whoever sends a page has claimed it in the sent map, which gives each page to one claimant: a destination takes
-//!   no page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never taken by
-//!   somebody who has to wait for it.
-//! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves nothing that runs; a [`Running`] may have
-//!   a guest at its destination, so losing its connection is [`Lost`], which says whether the destination had loaded all devices.
-//! - Pages of the working set of earlier restores, and what lies beside them, go ahead, before the guest runs, as far as that costs
-//!   next to nothing.
-//! - A lost connection is recovered from what the destination says it received, by this process or by another one.
+//! - Each page is claimed in the sent map before it is sent; each claim succeeds once: a destination never gets a
+//!   page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never
+//!   claimed by a thread that has to wait for it.
+//! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves no guest running; a
+//!   [`Running`] may have a guest at its destination, so losing its connection is [`Lost`], which reports whether the
+//!   destination had loaded all devices.
+//! - Pages of the working set of earlier restores, and their neighbours, are prefetched before the guest runs, as far
+//!   as that costs next to nothing.
+//! - A lost connection is recovered from the destination's bitmaps of received pages, by this process or by another
+//!   one.
 //!
-//! What it is not: it drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two
-//! channels carry pages, main and preempt, as no QEMU takes more.
+//! It drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two channels
+//! carry pages, main and preempt, as no QEMU supports more.
 
 mod ahead;
 mod faults;
@@ -51,19 +53,19 @@ use inbox::Inbox;
 use sent_map::SentMap;
 use units::Units;
 
-/// What is prepared at a time at most, and never across a multiple of it; an image's chunks are of this size.
+/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
 const RUN_BYTES: u64 = 2 << 20;
-/// The least that is prepared and given back by itself.
+/// Minimum size that is prepared and released separately.
 const UNIT_BYTES_MIN: u64 = 64 << 10;
 
-/// How to send.
+/// Options of postcopy.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Bytes per second of what nobody waits for; `None`: as fast as it goes.
+    /// Maximum rate of background pages in bytes per second; `None`: unlimited.
     pub max_bandwidth: Option<u64>,
-    /// How long the destination may take to answer where it must.
+    /// The time that the destination may take to answer where it must.
     pub answer_timeout: Duration,
-    /// Memory that earlier restores of this guest asked for, in that order: it and what lies beside it goes first.
+    /// Memory that earlier restores of this guest requested, in order: it is sent first, with its neighbours.
     pub working_set: Vec<(PageRef, u64)>,
 }
 
@@ -124,7 +126,7 @@ pub struct Running<'p> {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct Lost {
-    /// What happened to it.
+    /// The error.
     pub error: Error,
     /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it did not.
     pub had_loaded: bool,
@@ -142,7 +144,7 @@ struct Conversation<'p> {
 }
 
 impl<'g> Postcopy<'g> {
-    /// `page_bytes` has the size of the pages behind each of the guest's blocks at the destination.
+    /// `page_bytes` has the size of the pages that back each of the guest's blocks at the destination.
     ///
     /// # Panics
     /// If it has not one for each block.
@@ -165,17 +167,17 @@ impl<'g> Postcopy<'g> {
         Self { guest: GuestRef(guest), blocks, options, statistics, map, units, faults: Faults::default() }
     }
 
-    /// What the running guest asked for so far.
+    /// Counters of the guest's faults so far.
     pub fn faults(&self) -> FaultCounts {
         self.faults.counts()
     }
 
-    /// The pages that it asked for, in that order.
+    /// The requested pages, in order.
     pub fn demanded(&self) -> Vec<PageRef> {
         self.faults.demanded()
     }
 
-    /// Bytes that nobody has begun to send.
+    /// Bytes that are not yet claimed.
     pub fn remaining(&self) -> u64 {
         self.total() - self.map.claimed_bytes()
     }
@@ -217,8 +219,8 @@ impl<'g> Postcopy<'g> {
         Ok(Offered { conversation, writer, packaged })
     }
 
-    /// Goes on over a new connection, where a destination that lost the one before listens again: it says what it has, and
-    /// gets the rest.
+    /// Resumes over a new connection, where a destination that lost the one before listens again: it sends its
+    /// bitmaps of received pages, and gets the rest.
     ///
     /// # Errors
     /// This connection was lost as well. The guest waits at its destination as before.
@@ -282,7 +284,7 @@ impl<'g> Postcopy<'g> {
         Ok(sent)
     }
 
-    /// Claims what nobody has of these bytes, which are prepared, and sends it.
+    /// Claims and sends the unclaimed part of these bytes, which are prepared.
     fn send_free(
         &self,
         writer: &mut RecordWriter,
@@ -315,7 +317,7 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    /// The connection is lost: what had been said until then.
+    /// The connection is lost: the state at that time.
     fn lost(&self, error: Error) -> Lost {
         let error = self.session.end(error);
         self.inbox.wait_end();
@@ -339,7 +341,7 @@ impl<'p> Offered<'p> {
 }
 
 impl Running<'_> {
-    /// Sends all pages, those first that are waited for; returns when the destination says that it has everything.
+    /// Sends all pages, requested ones first; returns when the destination acknowledges them all.
     ///
     /// # Errors
     /// The connection was lost. The guest waits at its destination for the pages that it has not.

@@ -19,7 +19,8 @@ use crate::{Result, Session};
 const REQUEST_WORKERS: usize = 4;
 /// Threads that prepare for the background.
 pub(super) const PREPARERS: usize = 4;
-/// What the background sends before it looks who waits, with a preempt channel and without: a fault waits for it.
+/// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault waits for
+/// them.
 const PIECE_BYTES: u64 = 256 << 10;
 const PIECE_BYTES_SHARED: u64 = 128 << 10;
 
@@ -126,7 +127,8 @@ impl Service<'_> {
     fn serve_page(&self, page: PageRef, length: u64, request: &Request) -> Result<()> {
         self.of.units.prepare(self.of.guest.0, page, length)?;
         let send = |writer: &mut RecordWriter, records: &mut RamWriter| -> Result<()> {
-            // Here at the latest, with the channel ours: who claims sends at once.
+            // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at
+            // once.
             if !self.of.map.claim(page) {
                 self.of.faults.late();
                 return Ok(());
@@ -144,7 +146,8 @@ impl Service<'_> {
         Ok(())
     }
 
-    /// What lies beside a page that was asked for is next: its unit, which is here, and, while nobody waits, the one behind it.
+    /// The neighbours of a requested page are next: its unit, which is prepared, and, without pending faults, the one
+    /// after it.
     fn bring_neighbours(&self, page: PageRef) {
         let unit = self.of.units.of(page);
         self.bring_near(unit);
@@ -161,7 +164,7 @@ impl Service<'_> {
             return;
         }
         if let Err(error) = units.prepare(guest, page, length) {
-            // Nobody waits for it yet; who does, hears of it.
+            // There is no fault on it yet; a later one will report the error.
             tracing::debug!(%error, "a page's neighbours");
             return;
         }
@@ -170,8 +173,8 @@ impl Service<'_> {
         }
     }
 
-    /// Waits until the destination has loaded its devices: what it needs for that is asked for, and comes first. A connection
-    /// that breaks before ends QEMU, so nothing is done until then that could break it.
+    /// Waits until the destination has loaded its devices: pages needed for that are requested, and come first. A
+    /// connection that breaks before ends QEMU, so nothing is done until then that could break it.
     fn wait_loaded(&self) -> Result<()> {
         match self.conversation.had_loaded {
             true => Ok(()),
@@ -181,7 +184,8 @@ impl Service<'_> {
         }
     }
 
-    /// A preparer. It begins while the destination loads its devices; only what it cannot have has to wait until that is over.
+    /// A preparer. It begins while the destination loads its devices; only pages that it cannot accept yet wait until
+    /// that is over.
     fn prepare(&self) -> Result<()> {
         while let Some(item) = self.feed.next_to_prepare(&self.of.map) {
             if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
@@ -193,7 +197,7 @@ impl Service<'_> {
         Ok(())
     }
 
-    /// The sender: everything that nobody asks for. Returns when all pages are sent, whoever sent them.
+    /// The sender: all background pages. Returns when all pages are sent, by any thread.
     fn fill(&self) -> Result<()> {
         let session = &self.conversation.session;
         self.wait_loaded()?;

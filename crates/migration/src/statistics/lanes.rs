@@ -1,8 +1,8 @@
-//! How the pages of each lane were sent.
+//! Send method and totals of each lane.
 
 use std::fmt;
 
-/// How a packet's pages go.
+/// Send method of a packet's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum SendWay {
     /// Copied by the kernel, in one vectored call with the header.
@@ -12,13 +12,13 @@ pub enum SendWay {
     ZeroCopy,
 }
 
-/// Why a lane sends as it does.
+/// Reason for a lane's send method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum SendReason {
-    /// It was asked to.
+    /// Requested.
     #[default]
     Asked,
-    /// There were too few packets with many pages to tell.
+    /// Too few packets with many pages to decide.
     Undecided,
     /// The channel has no zero-copy sends.
     Unsupported,
@@ -46,7 +46,7 @@ impl fmt::Display for SendWay {
 impl fmt::Display for SendReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Asked => "as asked for",
+            Self::Asked => "as requested",
             Self::Undecided => "too little was sent to decide",
             Self::Unsupported => "this channel has no zero-copy",
             Self::Compressed => "the lane is compressed",
@@ -63,11 +63,11 @@ impl fmt::Display for SendReason {
 /// The packets with pages of one lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LaneSends {
-    /// How they go now.
+    /// The current method.
     pub way: SendWay,
-    /// Why.
+    /// Its reason.
     pub reason: SendReason,
-    /// How often that has changed.
+    /// Number of times that that has changed.
     pub switches: u64,
     /// Those that went plain.
     pub plain: Tally,

@@ -13,7 +13,7 @@ use super::net::{Net, Port};
 /// Bytes received ahead on the main channel.
 const AHEAD: usize = 3 * PAGE;
 
-/// What the main channel says next.
+/// The next message of the main channel.
 #[derive(Debug)]
 pub(crate) enum Deed {
     Configuration(Configuration),
@@ -47,7 +47,7 @@ pub(crate) struct Receiver {
     barriers: Barriers,
     registry: LaneRegistry,
     total: u64,
-    /// The main channel waits for the lanes; what it says afterwards.
+    /// The main channel waits for the lanes; its message afterwards.
     leading: Option<Deed>,
     is_complete: bool,
 }
@@ -146,7 +146,7 @@ impl Receiver {
         }
     }
 
-    /// What the barrier held back, once the owner has done its part of it.
+    /// The message that the barrier delayed, once the owner has passed it too.
     pub(crate) fn after_barrier(&mut self) -> Deed {
         self.leading.take().unwrap_or(Deed::Step)
     }

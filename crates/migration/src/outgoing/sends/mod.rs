@@ -24,7 +24,7 @@ use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
 use crate::{Compression, Error, Result};
 use policy::Policy;
 
-/// Refuses zero-copy sends that were asked for where there are none.
+/// Refuses zero-copy sends that are required and unavailable.
 pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<dyn Channel>]) -> Result<()> {
     if asked != ZeroCopySend::On {
         return Ok(());
@@ -50,7 +50,7 @@ pub(crate) struct PacketSender {
     /// Made when it is first needed.
     splice: Option<Splice>,
     statistics: Arc<Statistics>,
-    /// What is told of this lane.
+    /// The lane's published statistics.
     told: Arc<Mutex<LaneSends>>,
 }
 
@@ -72,12 +72,12 @@ impl PacketSender {
         Self { channel, policy, asked, splice: None, statistics, told }
     }
 
-    /// Sends bytes that are no packet with pages.
+    /// Sends bytes other than a packet with pages.
     pub(crate) fn send_plain(&self, bytes: &[u8]) -> Result<()> {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or the channel's lease, says otherwise.
+    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's lease is done.
     pub(crate) fn send(&mut self, header: &[u8], contents: &[IoBuf<'_>]) -> Result<()> {
         if contents.is_empty() {
             return self.send_plain(header);
@@ -108,7 +108,7 @@ impl PacketSender {
         Ok(())
     }
 
-    /// Whether contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
+    /// Returns true if contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
     pub(crate) fn splices_from(&mut self, from: &dyn Channel) -> bool {
         let has_zero_copy = self.channel.capabilities().contains(Capabilities::ZERO_COPY);
         let wants_zero_copy =
@@ -122,9 +122,9 @@ impl PacketSender {
         self.splice.is_some()
     }
 
-    /// Sends a header, and behind it so many bytes that come next on `from`; returns the calls that took.
+    /// Sends a header, and then `length` bytes spliced from `from`; returns the number of calls.
     pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: u64) -> Result<u64> {
-        let splice = self.splice.as_ref().expect("asked for by `splices_from`");
+        let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
         Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?)
     }
@@ -155,7 +155,7 @@ impl PacketSender {
                 }
                 Ok(sent) => cursor.advance(sent),
                 Err(error @ ChannelError::ZeroCopyMemory { .. }) if self.policy.is_auto() => {
-                    tracing::debug!(%error, "the lane goes on with plain sends");
+                    tracing::debug!(%error, "the lane continues with plain sends");
                     self.policy.starve();
                     flag = SendFlags::empty();
                 }

@@ -1,4 +1,4 @@
-//! Which of a lane's packets go without a copy: decisions only, no system calls.
+//! Policy for zero-copy sends of a lane: decisions only, no system calls.
 //!
 //! ```text
 //!             one packet              its completion             SAMPLES of each, in turn
@@ -7,8 +7,8 @@
 //!    └──────────────────────────── after AGAIN packets ────────────────────────────────────┘
 //! ```
 //!
-//! Cost is the sending thread's CPU time for a byte. What a completion costs elsewhere, and what the network gains or
-//! loses, is not seen. Packets shorter than [`LARGE_BYTES`] go plain and teach nothing.
+//! Cost is the sending thread's CPU time per byte. The cost of a completion elsewhere, and effects on the network,
+//! are not measured. Packets shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
 
 use std::time::Duration;
 
@@ -23,21 +23,21 @@ pub(super) const LARGE_BYTES: usize = 64 << 10;
 pub(super) const SAMPLES: usize = 16;
 /// Packets until a decision is looked at again: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
 pub(super) const AGAIN: u32 = 4096;
-/// How often a lane in zero-copy looks what became of its sends, in packets.
+/// Number of times that a lane in zero-copy looks what became of its sends, in packets.
 const LOOK: u32 = 64;
-/// How much cheaper the other way must be: what is as good as equal stays as it is.
+/// Minimum gain of the other method; a smaller one changes nothing.
 const GAIN_PERCENT_MIN: u64 = 5;
-/// Of the calls since the last look, one in so many may have wanted for the kernel's memory.
+/// One in this number of calls since the last check may have failed for lack of the kernel's memory.
 const NO_MEMORY_SHARE: u64 = 8;
 /// Outside of comparisons every so-manieth packet is measured, for the statistics.
 const MEASURE: u32 = 16;
 
-/// What one lane does with its packets.
+/// State of the policy for one lane.
 #[derive(Debug)]
 pub(super) struct Policy {
     setting: Setting,
     phase: Phase,
-    /// What was chosen last; plain before anything was.
+    /// The method chosen last; plain before anything was.
     held: SendWay,
     /// Packets since the phase began.
     packets: u32,
@@ -86,7 +86,7 @@ impl Policy {
         self.setting == Setting::Auto
     }
 
-    /// How the next packet goes, which has so many bytes.
+    /// The method for the next packet, which has `bytes` bytes.
     pub(super) fn way(&self, bytes: usize) -> SendWay {
         match (self.setting, &self.phase) {
             (Setting::Fixed(way, _), _) => way,
@@ -101,13 +101,13 @@ impl Policy {
         }
     }
 
-    /// Whether the next packet's cost is wanted.
+    /// Returns true if the next packet's cost is wanted.
     pub(super) fn measures(&self, bytes: usize) -> bool {
         let compares = self.is_auto() && matches!(self.phase, Phase::Compare { .. });
         bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
     }
 
-    /// Whether, before the next packet, [`Self::look`] wants to know what became of the sends.
+    /// Returns true if [`Self::look`] needs the channel's statistics before the next packet.
     pub(super) fn wants_a_look(&self) -> bool {
         self.is_auto()
             && match self.phase {
@@ -117,7 +117,7 @@ impl Policy {
             }
     }
 
-    /// What became of the channel's sends so far.
+    /// Evaluates the totals of the channel's sends so far.
     pub(super) fn look(&mut self, now: ZeroCopyStatistics) {
         let before = std::mem::replace(&mut self.known, now);
         let copied = now.copied - before.copied;
@@ -137,7 +137,7 @@ impl Policy {
         }
     }
 
-    /// A packet of so many bytes went `way`; `cost` is its CPU time, if it was measured.
+    /// Records a packet of `bytes` bytes that was sent by `way`; `cost` is its CPU time, if it was measured.
     pub(super) fn sent(&mut self, bytes: usize, way: SendWay, cost: Option<Duration>) {
         self.packets = self.packets.wrapping_add(1);
         if !self.is_auto() || bytes < LARGE_BYTES {
@@ -167,7 +167,7 @@ impl Policy {
         self.choose(SendWay::Plain, SendReason::NoMemory);
     }
 
-    /// What holds now, and why.
+    /// The current method and its reason.
     pub(super) fn state(&self) -> (SendWay, SendReason) {
         match (self.setting, &self.phase) {
             (Setting::Fixed(way, reason), _) => (way, reason),

@@ -2,7 +2,7 @@ use super::*;
 
 const FULL: usize = 512 << 10;
 
-/// What is on the other side of the calls.
+/// A model of the kernel.
 struct Kernel {
     copies: bool,
     /// Nanoseconds that a packet takes.
@@ -73,7 +73,7 @@ fn on_and_off_are_what_they_say_whatever_happens() {
 }
 
 #[test]
-fn where_the_kernel_copies_one_packet_in_thousands_is_lost() {
+fn rare_copies_on_a_copying_path_are_detected() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
     kernel.run(&mut policy, 2);
     assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
@@ -122,7 +122,7 @@ fn a_path_that_begins_to_copy_is_noticed_soon() {
     kernel.copies = true;
     kernel.run(&mut policy, 2 * u64::from(LOOK));
     assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
-    // And one that stops to: at the next probe.
+    // And one that stops copying: at the next probe.
     kernel.copies = false;
     kernel.run(&mut policy, u64::from(AGAIN) + 100);
     assert_eq!(policy.state().0, SendWay::ZeroCopy);
@@ -133,7 +133,7 @@ fn a_kernel_without_memory_is_left_alone() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
     kernel.hungry = Some(100);
     kernel.run(&mut policy, 1000);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy, "now and then is no harm");
+    assert_eq!(policy.state().0, SendWay::ZeroCopy, "rare failures are harmless");
     kernel.hungry = Some(2);
     kernel.run(&mut policy, 2 * u64::from(LOOK));
     assert_eq!(policy.state(), (SendWay::Plain, SendReason::NoMemory));
@@ -152,7 +152,7 @@ fn short_packets_go_plain_and_teach_nothing() {
     assert_eq!(kernel.send(&mut policy, LARGE_BYTES), SendWay::ZeroCopy);
 }
 
-/// A completion may come much later, and one that is lost must not stop the lane from sending.
+/// A completion may come much later, and a lost one must not stop the lane from sending.
 #[test]
 fn until_its_completion_is_there_a_probe_decides_nothing() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
