@@ -40,7 +40,7 @@ impl Buffers {
     }
 
     /// The current buffer was handed on and is read until `lease` is done: sees to it that another one is current then.
-    pub(crate) fn turn(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
+    pub(crate) fn rotate(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
         if lease.is_done()? {
             return Ok(());
         }

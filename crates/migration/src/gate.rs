@@ -1,7 +1,7 @@
 //! The two points of no return of a migration, and the party that decides on them.
 //!
 //! The engine moves bytes; the embedder decides whether a guest may run at its destination, and whether its source
-//! may be acknowledged. The engine calls a [`Gate`] right before the last bytes are sent and right before the
+//! may be acknowledged. The engine calls a [`SwitchoverGate`] right before the last bytes are sent and right before the
 //! acknowledgement, on the thread that sends them, so that a cancellation comes either before or after, and never
 //! between.
 
@@ -35,7 +35,7 @@ pub enum LinkState {
 }
 
 /// See the module's text. Called from the engine's threads, one at a time.
-pub trait Gate: Debug + Send + Sync {
+pub trait SwitchoverGate: Debug + Send + Sync {
     /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page is
     /// sent.
     fn destination(&self, receiver: Option<Receiver>) {
@@ -78,7 +78,7 @@ pub trait Gate: Debug + Send + Sync {
 }
 
 /// Checks the state of a connection on which no further data is expected. Data is left unread.
-pub fn look_at_link(channel: &dyn Channel) -> LinkState {
+pub fn probe_link(channel: &dyn Channel) -> LinkState {
     let Some(fd) = channel.as_fd() else { return LinkState::Open };
     if !channel.has_buffered() && !is_readable(fd) {
         return LinkState::Open;

@@ -179,16 +179,16 @@ pub trait Sink: Sync {
 
     /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
     /// received into a buffer and given to [`Self::pages`].
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let _ = (page, length);
         None
     }
 
-    /// Pages whose contents were received into [`Self::room`].
+    /// Pages whose contents were received into [`Self::buffer_for`].
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let _ = (stream, block, offsets);
         Ok(())
     }
@@ -199,7 +199,7 @@ pub trait Sink: Sync {
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn pass_on(
+    fn splice_from(
         &self,
         stream: Stream,
         from: &dyn Channel,

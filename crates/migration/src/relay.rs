@@ -27,7 +27,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::guest::ReturnPathWriter;
 use crate::outgoing::{
-    Audience, Connections, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
+    Connections, Forwarding, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
     send_device_state,
 };
 use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
@@ -80,8 +80,8 @@ impl Relay {
             LaneWriter::new(Arc::clone(lane), packets, statistics, options).map(Mutex::new)
         };
         let lanes = connections.lanes.iter().map(writer).collect::<Result<_>>()?;
-        let audience = Audience::Awaited(Vec::new());
-        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), audience);
+        let forwarding = Forwarding::Buffered(Vec::new());
+        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), forwarding);
         Ok(Self {
             main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&statistics))),
             lanes,
@@ -195,7 +195,7 @@ impl Sink for Relay {
         }
     }
 
-    fn pass_on(
+    fn splice_from(
         &self,
         stream: Stream,
         from: &dyn Channel,

@@ -19,7 +19,7 @@ use towline_channel::Channel;
 
 use towline_protocol::session::{MoveId, Receiver};
 
-use crate::gate::{Commit, Gate, LinkState};
+use crate::gate::{Commit, LinkState, SwitchoverGate};
 use crate::{Error, Result, Tuning};
 
 /// See the module's picture.
@@ -30,7 +30,7 @@ pub struct Session {
     failed: AtomicBool,
     finished: AtomicBool,
     tuning: OnceLock<Tuning>,
-    gate: OnceLock<Arc<dyn Gate>>,
+    gate: OnceLock<Arc<dyn SwitchoverGate>>,
     /// A destination that runs the guest by itself was given the last bytes.
     committed: AtomicBool,
 }
@@ -72,7 +72,7 @@ impl Session {
     }
 
     /// Sets the `gate` that is called at the points of no return; only the first one is used.
-    pub fn guard_by(&self, gate: Arc<dyn Gate>) {
+    pub fn set_gate(&self, gate: Arc<dyn SwitchoverGate>) {
         self.gate.get_or_init(|| gate);
     }
 
@@ -118,7 +118,7 @@ impl Session {
     pub(crate) fn acknowledge(&self, run_state: Option<&str>, source: &dyn Channel) -> Result<()> {
         let _state = self.lock();
         self.check()?;
-        let link = crate::gate::look_at_link(source);
+        let link = crate::gate::probe_link(source);
         if self.gate.get().is_some_and(|gate| !gate.acknowledge(run_state, link)) {
             return Err(match link {
                 LinkState::Open => Error::Cancelled,

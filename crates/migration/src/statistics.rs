@@ -7,7 +7,7 @@ mod lanes;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use lanes::{LaneSends, SendReason, SendWay, Tally};
+pub use lanes::{LaneSends, SendMethod, SendReason, SendTotals};
 
 macro_rules! statistics {
     ($($(#[$doc:meta])* $name:ident,)*) => {

@@ -275,7 +275,7 @@ fn every_write_is_in_a_harvest_that_follows_it() {
 #[test]
 fn a_sink_before_its_block_list_refuses_pages() {
     let memory = Memory::adopting(1 << 20);
-    assert!(memory.room(at(0, 0), 4096).is_none());
+    assert!(memory.buffer_for(at(0, 0), 4096).is_none());
     let error = memory.zero(towline_migration::Stream::Main, at(0, 0).block, &[0]).unwrap_err();
     assert_eq!(error.to_string(), "there is no memory yet: the block list has not arrived");
 }

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, pair};
-use towline_migration::postcopy::{Link, Options, Running};
+use towline_migration::postcopy::{Options, PostcopyChannels, Running};
 use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::put_bitmap;
@@ -349,7 +349,7 @@ fn connection<'p>(
         });
         let session = Arc::new(Session::default());
         let connect = || Ok(Arc::clone(&near_urgent));
-        let link = Link { main: near, preempt: preempt.then_some(&connect) };
+        let link = PostcopyChannels { main: near, preempt: preempt.then_some(&connect) };
         let running: Running<'_> = match is_new {
             true => postcopy.offer(&session, &link).unwrap().run(),
             false => postcopy.recover(&session, &link).unwrap(),

@@ -130,8 +130,8 @@ impl Sink for Spoiled<'_> {
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
         Sink::blocks(self.0, blocks)
     }
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        self.0.room(page, length)
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        self.0.buffer_for(page, length)
     }
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
         self.0.pages(stream, pages)

@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 use common::*;
 use towline_channel::Channel;
 use towline_migration::{
-    Compression, Error, LaneSends, Outgoing, SendReason, SendWay, Statistics, Stream, ZeroCopySend, outgoing,
+    Compression, Error, LaneSends, Outgoing, SendMethod, SendReason, Statistics, Stream, ZeroCopySend,
+    outgoing,
 };
 
 const BLOCKS: [(&str, u64); 3] = [("vga.rom", 1), ("vga.vram", 513), ("pc.ram", 1537)];
@@ -61,17 +62,17 @@ fn lanes_of(asked: ZeroCopySend, kind: Kind) -> Vec<LaneSends> {
 #[test]
 fn each_lane_finds_out_that_the_kernel_copies() {
     for lane in lanes_of(ZeroCopySend::Auto, Kind::TcpZeroCopy) {
-        assert_eq!((lane.way, lane.reason), (SendWay::Plain, SendReason::Copied), "{lane:?}");
+        assert_eq!((lane.method, lane.reason), (SendMethod::Plain, SendReason::Copied), "{lane:?}");
         assert_eq!((lane.zero_copy.packets, lane.zero_copied, lane.switches), (1, 0, 0), "{lane:?}");
         assert!(lane.copied > 0 && lane.plain.packets > 20 && lane.plain.measured_cpu_ns > 0, "{lane:?}");
     }
     for lane in lanes_of(ZeroCopySend::On, Kind::TcpZeroCopy) {
-        assert_eq!((lane.way, lane.reason), (SendWay::ZeroCopy, SendReason::Asked));
+        assert_eq!((lane.method, lane.reason), (SendMethod::ZeroCopy, SendReason::Asked));
         assert!(lane.copied >= lane.zero_copy.packets && lane.zero_copied == 0, "{lane:?}");
         assert_eq!(lane.plain.packets, 0);
     }
     for lane in lanes_of(ZeroCopySend::Auto, Kind::Tcp) {
-        assert_eq!((lane.way, lane.reason), (SendWay::Plain, SendReason::Unsupported));
+        assert_eq!((lane.method, lane.reason), (SendMethod::Plain, SendReason::Unsupported));
     }
 }
 

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::Channel;
-use towline_migration::look_at_link;
+use towline_migration::probe_link;
 use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as RunWord};
 
 use super::context::Run;
@@ -151,7 +151,7 @@ impl Conclude<'_> {
     fn carry_out(&mut self, directive: Directive) -> Input {
         match directive {
             Directive::LookAtSource => self.look_at_source(),
-            Directive::LookAtLink => self.look_at_link(),
+            Directive::LookAtLink => self.probe_link(),
             Directive::LookAtDestination => self.look_at_destination(),
             Directive::AwaitPeer => self.await_peer(),
             Directive::RunDestination => self.run_destination(),
@@ -188,9 +188,9 @@ impl Conclude<'_> {
         Input::Source(view)
     }
 
-    fn look_at_link(&mut self) -> Input {
+    fn probe_link(&mut self) -> Input {
         let Origin::Stream(channel) = &self.ends.origin else { return Input::Failed };
-        let found = link(look_at_link(channel.as_ref()));
+        let found = link(probe_link(channel.as_ref()));
         let peer = channel.peer().to_owned();
         match found {
             Link::Open if self.waited() >= LINK_TIMEOUT => {

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use towline_migration::{Commit, Error as EngineError, Gate, LinkState, Session};
+use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate};
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
@@ -44,8 +44,8 @@ impl Switch {
     /// A session whose engine asks this at its points of no return.
     pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
         let session = Arc::new(Session::default());
-        let gate: Arc<dyn Gate> = Arc::<Self>::clone(self);
-        session.guard_by(gate);
+        let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
+        session.set_gate(gate);
         session
     }
 
@@ -104,7 +104,7 @@ fn is_refusal(error: &EngineError) -> bool {
     )
 }
 
-impl Gate for Switch {
+impl SwitchoverGate for Switch {
     fn destination(&self, receiver: Option<Receiver>) {
         let kind = match receiver {
             Some(Receiver::Waits) => DestinationKind::Towline,

@@ -24,7 +24,7 @@ pub(super) const EXTRA_TIMEOUT: Duration = Duration::from_secs(1);
 /// Most such connections that are looked at.
 const EXTRA_MAX: usize = 16;
 /// Maximum number of connections beside the lanes that wait for their first bytes; the oldest goes.
-const STRANGERS_MAX: usize = 64;
+const UNRELATED_MAX: usize = 64;
 /// Maximum number of connections of a migration that is not taken which are closed after its main channel.
 const REFUSED_MAX: usize = 256;
 /// The time that a look may take that has to wait for the rest of what began to come.
@@ -42,13 +42,13 @@ pub struct Connections {
     /// The uuid that the lanes carry.
     pub uuid: Option<[u8; 16]>,
     /// Where another connection would come in, which would be one too many.
-    others: Option<Others>,
+    others: Option<NonLaneChannels>,
     /// Lanes that are too many; they are closed after the main channel.
     refused: Mutex<Vec<Arc<dyn Channel>>>,
 }
 
 #[derive(Debug)]
-struct Others {
+struct NonLaneChannels {
     listener: Listener,
     /// Connections that have not identified themselves.
     unknown: Mutex<Vec<Candidate>>,
@@ -75,7 +75,7 @@ pub fn gather(
     let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
     // A single channel has no others.
     let others = listener.as_fd().is_some().then_some(());
-    let others = others.map(|()| Others { listener, unknown: Mutex::new(candidates) });
+    let others = others.map(|()| NonLaneChannels { listener, unknown: Mutex::new(candidates) });
     Ok(Connections { main, lanes, uuid: registry.uuid(), others, refused: Mutex::new(refused) })
 }
 
@@ -179,10 +179,10 @@ impl Connections {
                 }
             }
             for mut candidate in std::mem::take(&mut *unknown) {
-                match if ready.has(&candidate.channel) { candidate.look()? } else { Seen::Unknown } {
-                    Seen::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
-                    Seen::Unknown => unknown.push(candidate),
-                    Seen::Main | Seen::Stranger => candidate.dropped(),
+                match if ready.has(&candidate.channel) { candidate.look()? } else { Classified::Unknown } {
+                    Classified::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
+                    Classified::Unknown => unknown.push(candidate),
+                    Classified::Main | Classified::Unrelated => candidate.dropped(),
                 }
             }
             if unknown.is_empty() || left == 0 || Instant::now() >= deadline {
@@ -219,7 +219,7 @@ struct Gathering {
     registry: LaneRegistry,
     /// Connections that have not identified themselves, the oldest first.
     candidates: Vec<Candidate>,
-    /// Lanes that were not admitted.
+    /// Lanes that were not registered.
     refused: Vec<Arc<dyn Channel>>,
 }
 
@@ -235,10 +235,10 @@ struct Candidate {
 }
 
 /// Result of peeking at a candidate.
-enum Seen {
+enum Classified {
     Main,
     Lane(Init),
-    Stranger,
+    Unrelated,
     Unknown,
 }
 
@@ -282,7 +282,7 @@ impl Gathering {
 
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
         if !single && can_wait(channel.as_ref()) {
-            if self.candidates.len() == self.lanes.len() + STRANGERS_MAX {
+            if self.candidates.len() == self.lanes.len() + UNRELATED_MAX {
                 self.candidates.remove(0).dropped();
             }
             self.candidates.push(Candidate::new(channel));
@@ -320,16 +320,16 @@ impl Gathering {
                 continue;
             }
             match candidate.look()? {
-                Seen::Main if self.main.is_none() => {
+                Classified::Main if self.main.is_none() => {
                     candidate.channel.set_timeouts(None, None)?;
                     self.main = Some(candidate.channel);
                 }
-                Seen::Lane(init) => {
+                Classified::Lane(init) => {
                     candidate.channel.set_timeouts(None, None)?;
                     self.register(&candidate.channel, &init)?;
                 }
-                Seen::Main | Seen::Stranger => candidate.dropped(),
-                Seen::Unknown => self.candidates.push(candidate),
+                Classified::Main | Classified::Unrelated => candidate.dropped(),
+                Classified::Unknown => self.candidates.push(candidate),
             }
         }
         Ok(())
@@ -354,7 +354,7 @@ impl Candidate {
     }
 
     /// Handles a connection that ended, failed, or sent other bytes.
-    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Seen {
+    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Classified {
         self.why = match peeked {
             Ok(0) => None,
             Ok(_) if describe_plain(first) == Some("TLS") => Some(
@@ -363,7 +363,7 @@ impl Candidate {
             Ok(_) => None,
             Err(error) => Some(error.to_string()),
         };
-        Seen::Stranger
+        Classified::Unrelated
     }
 
     fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
@@ -371,31 +371,33 @@ impl Candidate {
     }
 
     /// Peeks at the received bytes; does not wait, as the channel is ready.
-    fn look(&mut self) -> Result<Seen> {
+    fn look(&mut self) -> Result<Classified> {
         if self.init.is_empty() {
             let mut magic = [0; 4];
             let peeked = self.channel.recv(&mut [IoBufMut::from(&mut magic)], RecvFlags::PEEK);
             match (peeked, u32::from_be_bytes(magic)) {
-                (Ok(4), configuration::MAGIC) => return Ok(Seen::Main),
+                (Ok(4), configuration::MAGIC) => return Ok(Classified::Main),
                 (Ok(4), multifd::MAGIC) => {}
                 (Ok(1..4), _) => {
                     self.next_look = Instant::now() + LOOK_INTERVAL;
-                    return Ok(Seen::Unknown);
+                    return Ok(Classified::Unknown);
                 }
-                (Err(ChannelError::Timeout { .. }), _) => return Ok(Seen::Unknown),
+                (Err(ChannelError::Timeout { .. }), _) => return Ok(Classified::Unknown),
                 (peeked, _) => return Ok(self.stranger(peeked, &magic)),
             }
         }
         let (mut bytes, had) = ([0; INIT_BYTES], self.init.len());
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[had..])], RecvFlags::empty()) {
-            Err(ChannelError::Timeout { .. }) => return Ok(Seen::Unknown),
-            Ok(0) => return Ok(Seen::Stranger),
+            Err(ChannelError::Timeout { .. }) => return Ok(Classified::Unknown),
+            Ok(0) => return Ok(Classified::Unrelated),
             Err(error) => return Ok(self.stranger(Err(error), &[])),
             Ok(received) => self.init.extend_from_slice(&bytes[had..had + received]),
         }
         match self.init.as_slice().try_into() {
-            Ok(init) => Ok(Seen::Lane(Init::decode(init).map_err(Error::protocol(self.channel.peer()))?)),
-            Err(_) => Ok(Seen::Unknown),
+            Ok(init) => {
+                Ok(Classified::Lane(Init::decode(init).map_err(Error::protocol(self.channel.peer()))?))
+            }
+            Err(_) => Ok(Classified::Unknown),
         }
     }
 }

@@ -119,7 +119,7 @@ impl<'a> MainChannel<'a> {
             let taken = reader.position();
             let Some(event) = event else {
                 self.input.start += taken;
-                self.hand_on()?;
+                self.deliver_batch()?;
                 self.receive_more(state.awaits())?;
                 continue;
             };
@@ -135,7 +135,7 @@ impl<'a> MainChannel<'a> {
                 Event::Xbzrle { page, data } => {
                     let data = data.to_vec();
                     self.input.start += taken;
-                    self.hand_on()?;
+                    self.deliver_batch()?;
                     self.xbzrle(page, &data)?;
                 }
                 Event::DeviceState => {
@@ -145,7 +145,7 @@ impl<'a> MainChannel<'a> {
                 event => {
                     let event = owned(event);
                     self.input.start += taken;
-                    self.hand_on()?;
+                    self.deliver_batch()?;
                     self.apply(&event, &state)?;
                 }
             }
@@ -248,7 +248,7 @@ impl<'a> MainChannel<'a> {
 
     fn page(&mut self, page: PageRef) -> Result<()> {
         if self.input.end - self.input.start < PAGE {
-            self.hand_on()?;
+            self.deliver_batch()?;
             while self.input.end - self.input.start < PAGE {
                 self.receive_more("the rest of a page")?;
             }
@@ -262,7 +262,7 @@ impl<'a> MainChannel<'a> {
     fn batch(&mut self, page: PageRef, content: Option<usize>) -> Result<()> {
         let fits = self.batch.block == Some(page.block) && self.batch.zero == content.is_none();
         if !fits || self.batch.offsets.len() == BATCH_PAGES_MAX {
-            self.hand_on()?;
+            self.deliver_batch()?;
             (self.batch.block, self.batch.zero) = (Some(page.block), content.is_none());
         }
         self.batch.offsets.push(page.offset);
@@ -270,7 +270,7 @@ impl<'a> MainChannel<'a> {
         Ok(())
     }
 
-    fn hand_on(&mut self) -> Result<()> {
+    fn deliver_batch(&mut self) -> Result<()> {
         let (Some(block), offsets) = (self.batch.block.take(), &self.batch.offsets) else { return Ok(()) };
         let pages = offsets.len() as u64;
         if self.batch.zero {
@@ -312,7 +312,7 @@ impl<'a> MainChannel<'a> {
     }
 
     fn begin_device_state(&mut self) -> Result<Collector> {
-        self.hand_on()?;
+        self.deliver_batch()?;
         let mut collector = Collector::default();
         self.collect(&mut collector)?;
         Ok(collector)

@@ -37,7 +37,7 @@ impl Sink for Memory {
         Ok(())
     }
 
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let ram = self.ram.get()?;
         // Before the bytes come: those of a migration that fails in the middle stay.
         ram.touched.mark(page, length);

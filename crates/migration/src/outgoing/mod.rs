@@ -33,7 +33,7 @@ use towline_protocol::{PageRef, RamBlock};
 pub use connect::{Connections, connect};
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
-pub(crate) use return_path::{Audience, ReturnPath};
+pub(crate) use return_path::{Forwarding, ReturnPath};
 pub(crate) use sends::check as check_zero_copy;
 pub use towline_channel::ZeroCopySend;
 
@@ -235,7 +235,7 @@ impl Outgoing {
             true => Some(ReturnPath::start(
                 Arc::clone(&connections.main),
                 Arc::clone(&self.session),
-                Audience::Nobody,
+                Forwarding::Disabled,
             )),
             false => None,
         })

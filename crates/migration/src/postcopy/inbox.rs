@@ -35,14 +35,14 @@ pub(super) struct Request {
 pub(super) struct Inbox {
     peer: String,
     blocks: Arc<[Block]>,
-    heard: Mutex<Heard>,
+    heard: Mutex<InboxState>,
     changed: Condvar,
     /// For the request workers: one is woken for each request.
     asked: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct InboxState {
     answers: Answers,
     pongs: Vec<u32>,
     shut: bool,
@@ -73,7 +73,7 @@ impl Inbox {
             if let Err(error) = listener.receive(channel.as_ref()) {
                 session.fail(error);
             }
-            listener.heard().ended = true;
+            listener.state().ended = true;
             listener.changed.notify_all();
             listener.asked.notify_all();
         });
@@ -87,13 +87,13 @@ impl Inbox {
 
     /// Returns true if this PING was answered. After the end, all messages have been counted.
     pub(super) fn has_pong(&self, ping: u32) -> bool {
-        self.heard().pongs.contains(&ping)
+        self.state().pongs.contains(&ping)
     }
 
     /// Waits until the listener has read everything that came before the connection ended.
     pub(super) fn wait_end(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let mut heard = self.heard();
+        let mut heard = self.state();
         while !heard.ended && Instant::now() < deadline {
             heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -107,7 +107,7 @@ impl Inbox {
     ) -> Result<Vec<(BlockIndex, Vec<u8>)>> {
         let all = self.blocks.len();
         self.wait(session, within, |heard| heard.bitmaps.len() >= all)?;
-        Ok(std::mem::take(&mut self.heard().bitmaps))
+        Ok(std::mem::take(&mut self.state().bitmaps))
     }
 
     /// Waits for RESUME_ACK.
@@ -117,7 +117,7 @@ impl Inbox {
 
     /// Allows SHUT from here on.
     pub(super) fn expect_shut(&self) {
-        self.heard().answers.expect_shut();
+        self.state().answers.expect_shut();
     }
 
     /// Waits until it does.
@@ -127,7 +127,7 @@ impl Inbox {
 
     /// The next request; `None` when no further ones are to be served.
     pub(super) fn next_request(&self) -> Option<Request> {
-        let mut heard = self.heard();
+        let mut heard = self.state();
         loop {
             if heard.closed || heard.ended && !heard.shut {
                 return None;
@@ -141,19 +141,19 @@ impl Inbox {
 
     /// Returns true if a request waits to be served.
     pub(super) fn has_requests(&self) -> bool {
-        !self.heard().requests.is_empty()
+        !self.state().requests.is_empty()
     }
 
     /// Ends the waits for requests.
     pub(super) fn close(&self) {
-        self.heard().closed = true;
+        self.state().closed = true;
         self.asked.notify_all();
     }
 
-    fn wait(&self, session: &Session, within: Duration, done: impl Fn(&Heard) -> bool) -> Result<()> {
+    fn wait(&self, session: &Session, within: Duration, done: impl Fn(&InboxState) -> bool) -> Result<()> {
         let begun = Instant::now();
         let mut last_words_until = None;
-        let mut heard = self.heard();
+        let mut heard = self.state();
         while !done(&heard) {
             let now = Instant::now();
             if heard.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
@@ -192,7 +192,7 @@ impl Inbox {
 
     /// Takes all whole messages in. Returns how many bytes they had, and whether the last one came.
     fn take(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
-        let mut heard = self.heard();
+        let mut heard = self.state();
         let mut reader = Reader::new(input);
         loop {
             if let Some(index) = heard.bitmap {
@@ -228,7 +228,7 @@ impl Inbox {
         Ok((reader.position(), false))
     }
 
-    fn heard(&self) -> MutexGuard<'_, Heard> {
+    fn state(&self) -> MutexGuard<'_, InboxState> {
         // A panicking thread leaves lists and flags, all consistent at each step.
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }

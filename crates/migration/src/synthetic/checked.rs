@@ -161,12 +161,12 @@ impl Sink for Checked {
         Ok(())
     }
 
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        self.memory.room(page, length)
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        self.memory.buffer_for(page, length)
     }
 
-    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
-        self.memory.landed(stream, block, offsets)
+    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.memory.pages_received_in_place(stream, block, offsets)
     }
 
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {

@@ -20,7 +20,7 @@ use towline_channel::{
     ZeroCopySend, total_len,
 };
 
-use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
+use crate::statistics::{LaneSends, SendMethod, SendReason, Statistics};
 use crate::{Compression, Error, Result};
 use policy::Policy;
 
@@ -67,8 +67,8 @@ impl PacketSender {
             false => Err(SendReason::Unsupported),
         };
         let policy = Policy::new(asked, can);
-        let (way, reason) = policy.state();
-        let told = statistics.add_lane(LaneSends { way, reason, ..LaneSends::default() });
+        let (method, reason) = policy.state();
+        let told = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
         Self { channel, policy, asked, splice: None, statistics, told }
     }
 
@@ -88,23 +88,23 @@ impl PacketSender {
             self.policy.look(self.channel.zero_copy_statistics().unwrap_or_default());
         }
         let bytes = total_len(contents);
-        let way = self.policy.way(bytes);
+        let method = self.policy.method(bytes);
         let begun = self.policy.measures(bytes).then(cpu_time);
-        match way {
-            SendWay::Plain => {
+        match method {
+            SendMethod::Plain => {
                 let mut buffers = Vec::with_capacity(1 + contents.len());
                 buffers.push(IoBuf::from(header));
                 buffers.extend_from_slice(contents);
                 self.channel.send_all(&buffers, SendFlags::empty())?;
             }
-            SendWay::ZeroCopy => {
+            SendMethod::ZeroCopy => {
                 self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
                 self.send_zero_copy(contents)?;
             }
         }
         let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
-        self.policy.sent(bytes, way, cost);
-        self.tell(bytes, way, cost);
+        self.policy.sent(bytes, method, cost);
+        self.tell(bytes, method, cost);
         Ok(())
     }
 
@@ -165,21 +165,21 @@ impl PacketSender {
         Ok(())
     }
 
-    fn tell(&self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+    fn tell(&self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let state = self.policy.state();
-        told.switches += u64::from(told.way != state.0);
-        (told.way, told.reason) = state;
-        let tally = match way {
-            SendWay::Plain => &mut told.plain,
-            SendWay::ZeroCopy => &mut told.zero_copy,
+        told.switches += u64::from(told.method != state.0);
+        (told.method, told.reason) = state;
+        let totals = match method {
+            SendMethod::Plain => &mut told.plain,
+            SendMethod::ZeroCopy => &mut told.zero_copy,
         };
-        tally.packets += 1;
-        tally.bytes += bytes as u64;
+        totals.packets += 1;
+        totals.bytes += bytes as u64;
         if let Some(cost) = cost {
-            tally.measured_packets += 1;
-            tally.measured_bytes += bytes as u64;
-            tally.measured_cpu_ns += u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX);
+            totals.measured_packets += 1;
+            totals.measured_bytes += bytes as u64;
+            totals.measured_cpu_ns += u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX);
         }
     }
 }

@@ -15,7 +15,7 @@ use std::time::Duration;
 use towline_channel::ZeroCopyStatistics;
 
 use super::ZeroCopySend;
-use crate::statistics::{SendReason, SendWay};
+use crate::statistics::{SendMethod, SendReason};
 
 /// Below this, pinning the pages and hearing of the completion costs about what the copy does.
 pub(super) const LARGE_BYTES: usize = 64 << 10;
@@ -38,7 +38,7 @@ pub(super) struct Policy {
     setting: Setting,
     phase: Phase,
     /// The method chosen last; plain before anything was.
-    held: SendWay,
+    held: SendMethod,
     /// Packets since the phase began.
     packets: u32,
     /// As of the last look.
@@ -48,7 +48,7 @@ pub(super) struct Policy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Setting {
     /// Nothing is to be decided.
-    Fixed(SendWay, SendReason),
+    Fixed(SendMethod, SendReason),
     Auto,
 }
 
@@ -61,22 +61,22 @@ enum Phase {
         plain: Vec<u64>,
         zero_copy: Vec<u64>,
     },
-    Chosen(SendWay, SendReason),
+    Chosen(SendMethod, SendReason),
 }
 
 impl Policy {
     /// Of a lane whose channel `can` send without a copy, or cannot.
     pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
         let setting = match (asked, can) {
-            (ZeroCopySend::Off, _) => Setting::Fixed(SendWay::Plain, SendReason::Asked),
-            (ZeroCopySend::On, _) => Setting::Fixed(SendWay::ZeroCopy, SendReason::Asked),
-            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendWay::Plain, reason),
+            (ZeroCopySend::Off, _) => Setting::Fixed(SendMethod::Plain, SendReason::Asked),
+            (ZeroCopySend::On, _) => Setting::Fixed(SendMethod::ZeroCopy, SendReason::Asked),
+            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendMethod::Plain, reason),
             (ZeroCopySend::Auto, Ok(())) => Setting::Auto,
         };
         Self {
             setting,
             phase: Phase::Ask,
-            held: SendWay::Plain,
+            held: SendMethod::Plain,
             packets: 0,
             known: ZeroCopyStatistics::default(),
         }
@@ -87,17 +87,17 @@ impl Policy {
     }
 
     /// The method for the next packet, which has `bytes` bytes.
-    pub(super) fn way(&self, bytes: usize) -> SendWay {
+    pub(super) fn method(&self, bytes: usize) -> SendMethod {
         match (self.setting, &self.phase) {
-            (Setting::Fixed(way, _), _) => way,
-            (Setting::Auto, _) if bytes < LARGE_BYTES => SendWay::Plain,
-            (Setting::Auto, Phase::Ask) => SendWay::ZeroCopy,
-            (Setting::Auto, Phase::Answer) => SendWay::Plain,
+            (Setting::Fixed(method, _), _) => method,
+            (Setting::Auto, _) if bytes < LARGE_BYTES => SendMethod::Plain,
+            (Setting::Auto, Phase::Ask) => SendMethod::ZeroCopy,
+            (Setting::Auto, Phase::Answer) => SendMethod::Plain,
             (Setting::Auto, Phase::Compare { plain, zero_copy }) if plain.len() <= zero_copy.len() => {
-                SendWay::Plain
+                SendMethod::Plain
             }
-            (Setting::Auto, Phase::Compare { .. }) => SendWay::ZeroCopy,
-            (Setting::Auto, Phase::Chosen(way, _)) => *way,
+            (Setting::Auto, Phase::Compare { .. }) => SendMethod::ZeroCopy,
+            (Setting::Auto, Phase::Chosen(method, _)) => *method,
         }
     }
 
@@ -112,7 +112,7 @@ impl Policy {
         self.is_auto()
             && match self.phase {
                 Phase::Answer => true,
-                Phase::Chosen(SendWay::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
+                Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
                 _ => false,
             }
     }
@@ -123,22 +123,22 @@ impl Policy {
         let copied = now.copied - before.copied;
         let zero_copied = now.zero_copied - before.zero_copied;
         match self.phase {
-            Phase::Answer if copied > 0 => self.choose(SendWay::Plain, SendReason::Copied),
+            Phase::Answer if copied > 0 => self.choose(SendMethod::Plain, SendReason::Copied),
             Phase::Answer if zero_copied > 0 => self.enter(Phase::compare()),
-            Phase::Chosen(SendWay::ZeroCopy, _) if copied > zero_copied => {
-                self.choose(SendWay::Plain, SendReason::Copied);
+            Phase::Chosen(SendMethod::ZeroCopy, _) if copied > zero_copied => {
+                self.choose(SendMethod::Plain, SendReason::Copied);
             }
-            Phase::Chosen(SendWay::ZeroCopy, _)
+            Phase::Chosen(SendMethod::ZeroCopy, _)
                 if (now.no_memory - before.no_memory) * NO_MEMORY_SHARE > now.sends - before.sends =>
             {
-                self.choose(SendWay::Plain, SendReason::NoMemory);
+                self.choose(SendMethod::Plain, SendReason::NoMemory);
             }
             _ => {}
         }
     }
 
-    /// Records a packet of `bytes` bytes that was sent by `way`; `cost` is its CPU time, if it was measured.
-    pub(super) fn sent(&mut self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+    /// Records a packet of `bytes` bytes that was sent by `method`; `cost` is its CPU time, if it was measured.
+    pub(super) fn sent(&mut self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         self.packets = self.packets.wrapping_add(1);
         if !self.is_auto() || bytes < LARGE_BYTES {
             return;
@@ -147,7 +147,7 @@ impl Policy {
             Phase::Ask => self.enter(Phase::Answer),
             Phase::Answer => {}
             Phase::Compare { plain, zero_copy } => {
-                let samples = if way == SendWay::Plain { plain } else { zero_copy };
+                let samples = if method == SendMethod::Plain { plain } else { zero_copy };
                 samples.extend(cost.map(|cost| per_mib(cost, bytes)));
                 self.compare();
             }
@@ -164,15 +164,15 @@ impl Policy {
 
     /// The kernel has no memory for zero-copy sends at all.
     pub(super) fn starve(&mut self) {
-        self.choose(SendWay::Plain, SendReason::NoMemory);
+        self.choose(SendMethod::Plain, SendReason::NoMemory);
     }
 
     /// The current method and its reason.
-    pub(super) fn state(&self) -> (SendWay, SendReason) {
+    pub(super) fn state(&self) -> (SendMethod, SendReason) {
         match (self.setting, &self.phase) {
-            (Setting::Fixed(way, reason), _) => (way, reason),
-            (Setting::Auto, Phase::Chosen(way, reason)) => (*way, *reason),
-            (Setting::Auto, _) => (SendWay::Plain, SendReason::Undecided),
+            (Setting::Fixed(method, reason), _) => (method, reason),
+            (Setting::Auto, Phase::Chosen(method, reason)) => (*method, *reason),
+            (Setting::Auto, _) => (SendMethod::Plain, SendReason::Undecided),
         }
     }
 
@@ -183,19 +183,19 @@ impl Policy {
         }
         let (plain, zero_copy) = (median(plain), median(zero_copy));
         let (held, other) = match self.held {
-            SendWay::Plain => (plain, zero_copy),
-            SendWay::ZeroCopy => (zero_copy, plain),
+            SendMethod::Plain => (plain, zero_copy),
+            SendMethod::ZeroCopy => (zero_copy, plain),
         };
         let is_kept = other.saturating_mul(100) >= held.saturating_mul(100 - GAIN_PERCENT_MIN);
-        match is_kept == (self.held == SendWay::ZeroCopy) {
-            true => self.choose(SendWay::ZeroCopy, SendReason::CostsLess),
-            false => self.choose(SendWay::Plain, SendReason::CostsMore),
+        match is_kept == (self.held == SendMethod::ZeroCopy) {
+            true => self.choose(SendMethod::ZeroCopy, SendReason::CostsLess),
+            false => self.choose(SendMethod::Plain, SendReason::CostsMore),
         }
     }
 
-    fn choose(&mut self, way: SendWay, reason: SendReason) {
-        self.held = way;
-        self.enter(Phase::Chosen(way, reason));
+    fn choose(&mut self, method: SendMethod, reason: SendReason) {
+        self.held = method;
+        self.enter(Phase::Chosen(method, reason));
     }
 
     fn enter(&mut self, phase: Phase) {

@@ -4,13 +4,13 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A value with two classes of writers.
 #[derive(Debug)]
-pub(super) struct Shared<T> {
+pub(super) struct PriorityLock<T> {
     value: Mutex<T>,
     urgent: Mutex<usize>,
     changed: Condvar,
 }
 
-impl<T> Shared<T> {
+impl<T> PriorityLock<T> {
     pub(super) fn new(value: T) -> Self {
         Self { value: Mutex::new(value), urgent: Mutex::new(0), changed: Condvar::new() }
     }
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn urgent_writers_go_before_the_background() {
-        let (shared, both) = (Shared::new(Vec::new()), Barrier::new(2));
+        let (shared, both) = (PriorityLock::new(Vec::new()), Barrier::new(2));
         thread::scope(|scope| {
             scope.spawn(|| {
                 shared.urgent(|order| {
