@@ -91,8 +91,8 @@ impl Memory {
             let start = place(next);
             (start + bytes <= self.region * self.regions).then_some(start + bytes)
         });
-        let before =
-            taken.unwrap_or_else(|next| panic!("cannot allocate {bytes} bytes of the guest's memory at {next}"));
+        let before = taken
+            .unwrap_or_else(|next| panic!("cannot allocate {bytes} bytes of the guest's memory at {next}"));
         GUEST_BASE + place(before)
     }
 
