@@ -97,7 +97,7 @@ impl Drop for PendingHandshakes {
 
 impl std::fmt::Debug for PendingHandshakes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Openings").finish_non_exhaustive()
+        f.debug_struct("PendingHandshakes").finish_non_exhaustive()
     }
 }
 

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   head · PING 1 · ADVISE │ ram START │ DISCARD × blocks │ [PART: pages sent ahead] │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
-//!   Setup ──► Advised ────► Loading ──► Discarded ⇄ AheadPart ──► Packaged ───┐
-//!                                                              its last byte ─┤ from here on the guest may run there
-//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ────────────────────┘
+//!   Setup ──► Advised ────► Loading ──► Discarded ⇄ PrefetchSection ──► Packaged ───┐
+//!                                                                    its last byte ─┤ from here on the guest may run there
+//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ──────────────────────────┘
 //!                                  ▲
 //!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► Resuming ──► Serving
 //! ```

@@ -108,6 +108,6 @@ impl Write for Recording {
 
 impl fmt::Debug for Recording {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tape({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
+        write!(f, "Recording({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
     }
 }

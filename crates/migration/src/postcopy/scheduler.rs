@@ -1,7 +1,7 @@
 //! Order of the background pages: neighbours of faults, then the working set of earlier restores, then the rest.
 //!
 //! ```text
-//!   faults ──► near (few, newest first) ───────────────────────────────┐
+//!   faults ──► neighbours (few, newest first) ─────────────────────────┐
 //!   plan: working set · all memory ──► preparers (several) ──► ready ──┴─► the sender
 //! ```
 //! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
