@@ -274,8 +274,8 @@ mod tests {
     fn both_values_and_the_remedy_are_reported() {
         assert_eq!(
             found("vectors", "2", false)[0].to_string(),
-            "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the table of MSI-X vectors is as long as queues ask \
-             for: give it the same queues and vectors= (start it with vectors=1)"
+            "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the length of the MSI-X table follows from \
+             the queues: use the same queues and vectors= (start it with vectors=1)"
         );
     }
 

@@ -79,7 +79,10 @@ pub struct PostcopyChannels<'a> {
 
 impl std::fmt::Debug for PostcopyChannels<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PostcopyChannels").field("main", &self.main).field("preempt", &self.preempt.is_some()).finish()
+        f.debug_struct("PostcopyChannels")
+            .field("main", &self.main)
+            .field("preempt", &self.preempt.is_some())
+            .finish()
     }
 }
 
