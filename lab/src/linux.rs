@@ -14,7 +14,7 @@ use crate::qemu::Qemu;
 use crate::qmp::{is_timeout, remaining};
 
 /// How long the agent may take for an answer that costs nothing.
-const ANSWER_WITHIN: Duration = Duration::from_secs(30);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long it may take for work on all of its memory: an emulated processor hashes some 60 MiB/s.
 const WORK_WITHIN: Duration = Duration::from_secs(300);
 /// Time after which a `sync` is asked again: the first may have gone to a port that was not open yet.
@@ -89,7 +89,7 @@ impl LinuxGuest {
 
     /// The counter that the guest steps every 5 ms.
     pub fn tick(&mut self) -> Result<u64> {
-        self.number("tick", ANSWER_WITHIN)
+        self.number("tick", REPLY_TIMEOUT)
     }
 
     /// Waits until the counter moves; returns it.
@@ -125,12 +125,12 @@ impl LinuxGuest {
 
     /// Pages written by `dirty` so far, without its first round.
     pub fn dirtied_pages(&mut self) -> Result<u64> {
-        self.number("dirtied", ANSWER_WITHIN)
+        self.number("dirtied", REPLY_TIMEOUT)
     }
 
     /// Ends the writing; what was written can still be checked. Returns the pages written.
     pub fn stop_dirtying(&mut self) -> Result<u64> {
-        self.number("dirty 0", ANSWER_WITHIN)
+        self.number("dirty 0", REPLY_TIMEOUT)
     }
 
     /// Looks at every page that `dirty` writes; an error names those that are torn or stale. Returns their number.
@@ -141,7 +141,7 @@ impl LinuxGuest {
     /// What the guest knows of itself, as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
     /// tick_address (guest-physical, for [`Qemu::read_u64`]).
     pub fn info(&mut self) -> Result<Vec<(String, String)>> {
-        let said = self.request("info", ANSWER_WITHIN)?;
+        let said = self.request("info", REPLY_TIMEOUT)?;
         let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
         Ok(said.split(' ').filter_map(pair).collect())
     }
@@ -156,7 +156,7 @@ impl LinuxGuest {
 
     /// Sends back whatever comes to this port, by TCP and UDP, from now on.
     pub fn echo(&mut self, port: u16) -> Result<()> {
-        self.request(&format!("echo {port}"), ANSWER_WITHIN).map(drop)
+        self.request(&format!("echo {port}"), REPLY_TIMEOUT).map(drop)
     }
 
     /// Connects to an echo so many times, one after the other, sends so many bytes each time, and compares what comes back.

@@ -1,6 +1,8 @@
 //! `cargo xtask lint`: all that can be said of the sources without running them.
 
+mod lexer;
 mod sources;
+mod words;
 
 use std::path::Path;
 use std::process::Command;

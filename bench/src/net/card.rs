@@ -54,7 +54,7 @@ impl Card {
             features,
         };
         let memory = Arc::new(Memory::new(Pair::memory_bytes(&options) * queues as u64 + (1 << 20))?);
-        frontend.share(Some(&memory))?;
+        frontend.set_mem_table(Some(&memory))?;
         let pairs = (0..queues)
             .map(|index| {
                 Pair::start(&mut frontend, &memory, u32::try_from(index)?, options).map_err(Into::into)
@@ -100,11 +100,11 @@ impl Card {
                 let mut bytes = 0;
                 let count = pair.receive(|frame| bytes += frame.len())?;
                 signals.add(if kind == Kind::Super { bytes } else { count } as u64);
-                if count == 0 && !pair.rx().arm(1) {
+                if count == 0 && !pair.rx().enable_callback(1) {
                     wait_any(&[pair.rx().call()], SLEEP)?;
-                    pair.rx().heard();
+                    pair.rx().drain_call();
                 }
-                pair.rx().disarm();
+                pair.rx().disable_callback();
             }
             Ok(())
         })
@@ -147,16 +147,16 @@ fn pump(mut pair: Pair, mut tap: &File, signals: &Signals) -> Result<()> {
         moved += pair.reclaim()?;
         if moved == 0 {
             let share = pair.tx().in_flight() / 4 * 3;
-            let ready = pair.rx().arm(1) || (full && pair.tx().arm(share.max(1)));
+            let ready = pair.rx().enable_callback(1) || (full && pair.tx().enable_callback(share.max(1)));
             if !ready {
                 let (rx, tx) = pair.rings();
                 let fds = [rx.call(), tx.call(), tap.as_fd()];
                 wait_any(if full { &fds[..2] } else { &fds }, SLEEP)?;
-                rx.heard();
-                tx.heard();
+                rx.drain_call();
+                tx.drain_call();
             }
-            pair.rx().disarm();
-            pair.tx().disarm();
+            pair.rx().disable_callback();
+            pair.tx().disable_callback();
         }
     }
     Ok(())

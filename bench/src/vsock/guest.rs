@@ -57,7 +57,7 @@ impl Machine {
         let features = agreed.features;
         let options = Options { cid, size: RING_SIZE, receive_bytes, features, takes_at_once: true };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options))?);
-        frontend.share(Some(&memory))?;
+        frontend.set_mem_table(Some(&memory))?;
         let guest = Guest::start(&mut frontend, &memory, options)?;
         let (sending, owed) = (HashMap::new(), Vec::new());
         Ok(Self { _frontend: frontend, guest, work, signals: Arc::clone(signals), sending, owed })

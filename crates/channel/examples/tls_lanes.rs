@@ -1,11 +1,12 @@
-//! How fast lanes with TLS are beside plain ones on this machine: pages from memory into memory over loopback TCP.
+//! Compares the throughput of lanes with TLS and of plain lanes on this machine: pages from memory into memory over
+//! loopback TCP.
 //!
 //! ```text
 //! cargo run --release -p towline-channel --example tls_lanes -- DIR [GIB [RUNS]]
 //! ```
-//! DIR holds certificates (docs/tls.md). Each lane sends packets as multifd's: a header and 128 pages, which lie in memory
-//! that is larger than the caches. The third row is rustls' own record layer, for comparison: what it would cost to
-//! leave that to it too. Rows take turns; printed are median, least and most of the runs, and the processors' time.
+//! DIR holds certificates (docs/tls.md). Each lane sends packets like multifd's: a header and 128 pages, from memory
+//! that is larger than the caches. The third row is rustls' own record layer, for comparison. Rows take turns; the
+//! table shows median, minimum and maximum of the runs, and the CPU time.
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};

@@ -9,7 +9,7 @@
 //! | `exec:COMMAND` | the standard input and output of `/bin/sh -c COMMAND` |
 //! | `file:PATH[,offset=N]` | a file, from byte N (decimal or `0x`); the last `,offset=` counts |
 //!
-//! What this is not: the command line's endpoints, which have more forms (`qmp:`, `s3://`) and are parsed there.
+//! Out of scope: the command line's endpoints, which have more forms (`qmp:`, `s3://`) and are parsed there.
 
 use crate::{Error, Result};
 use std::fmt;
@@ -39,7 +39,7 @@ pub enum Address {
         host: String,
         /// As that of [`Address::Tcp`].
         port: u16,
-        /// What is asked for, from its `/` on.
+        /// The request path, from its leading `/` on.
         path: String,
     },
     /// A descriptor of this process, which a channel takes over.
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn malformed_addresses_are_refused_with_the_reason() {
         assert_eq!(why("tcp:::1:4444"), "an IPv6 address needs brackets: tcp:[IPV6]:PORT");
         assert_eq!(why("tcp:[localhost]:1"), "brackets are for IPv6 addresses: tcp:[IPV6]:PORT");
         assert_eq!(why("tcp:host"), "expected tcp:HOST:PORT");
@@ -291,12 +291,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_reads_back(address in addresses()) {
+        fn a_formatted_address_parses_back(address in addresses()) {
             prop_assert_eq!(address.to_string().parse::<Address>().unwrap(), address);
         }
 
         #[test]
-        fn whatever_is_read_is_no_panic_and_stays_itself(text in ".{0,40}") {
+        fn parsing_never_panics_and_formatting_is_stable(text in ".{0,40}") {
             if let Ok(address) = text.parse::<Address>() {
                 prop_assert_eq!(address.to_string().parse::<Address>().unwrap(), address);
             }

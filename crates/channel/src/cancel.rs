@@ -1,4 +1,4 @@
-//! Our own wish to stop, told to whoever waits.
+//! Cooperative cancellation token.
 
 use crate::{Error, Result};
 use rustix::event::{EventfdFlags, eventfd};
@@ -21,7 +21,7 @@ struct Shared {
 }
 
 impl Cancel {
-    /// A token that nobody has pulled.
+    /// Creates a token that is not cancelled.
     ///
     /// # Errors
     /// [`Error::Io`] if the process has no descriptor left.
@@ -29,19 +29,18 @@ impl Cancel {
         Ok(Self(Arc::new(Shared { cancelled: AtomicBool::new(false), event: event()? })))
     }
 
-    /// Wakes everyone who watches, now and later. May be called from a signal handler: it is one atomic store and one
-    /// `write(2)`.
+    /// Wakes every waiter, now and later. Async-signal-safe: it is one atomic store and one `write(2)`.
     pub fn cancel(&self) {
         self.0.cancelled.store(true, Ordering::Release);
         raise(self.0.event.as_fd());
     }
 
-    /// Whether it was pulled.
+    /// Returns true if it was pulled.
     pub fn is_cancelled(&self) -> bool {
         self.0.cancelled.load(Ordering::Acquire)
     }
 
-    /// Whether somebody else holds it too.
+    /// Returns true if another clone of the token exists.
     pub(crate) fn is_shared(&self) -> bool {
         Arc::strong_count(&self.0) > 1
     }

@@ -1,4 +1,4 @@
-//! The [`Channel`] trait: what the engine may ask of any way of moving bytes.
+//! The [`Channel`] trait: the operations that the engine needs of any byte transport.
 
 use crate::wait::{Woken, wait};
 use crate::{
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 pub const FDS_MAX: usize = 16;
 
 bitflags::bitflags! {
-    /// What a channel can do. Asking for more is [`Error::Unsupported`], never a silent fallback.
+    /// Capabilities of a channel. Use of a capability that it lacks is [`Error::Unsupported`], never a silent
+    /// fallback.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub struct Capabilities: u32 {
         /// [`SendFlags::ZERO_COPY`] is understood.
@@ -24,12 +25,12 @@ bitflags::bitflags! {
         const FD_PASSING = 1 << 1;
         /// There are offsets: [`Channel::send_at`], [`Channel::recv_at`].
         const POSITIONED = 1 << 2;
-        /// [`Channel::shutdown`] ends each half on its own and wakes who waits in it.
+        /// [`Channel::shutdown`] ends each half separately and wakes the threads blocked in it.
         const SHUTDOWN = 1 << 3;
         /// [`RecvFlags::PEEK`] is understood.
         const PEEK = 1 << 4;
-        /// What is sent is answered through the same channel, so a return path is possible. A file that can be
-        /// read and written has `SEND` and `RECV`, but not this.
+        /// The peer can reply through the same channel, so a return path is possible. A file that can be read and
+        /// written has `SEND` and `RECV`, but not this.
         const BIDIRECTIONAL = 1 << 5;
         /// Bytes can be sent. A pipe's reading end lacks this.
         const SEND = 1 << 6;
@@ -37,7 +38,7 @@ bitflags::bitflags! {
         const RECV = 1 << 7;
     }
 
-    /// How to send.
+    /// Options of a send.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct SendFlags: u32 {
         /// Let the kernel read the buffers themselves, after the call too, until [`Channel::flush`].
@@ -46,7 +47,7 @@ bitflags::bitflags! {
         const MORE = 1 << 1;
     }
 
-    /// How to receive.
+    /// Options of a receive.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct RecvFlags: u32 {
         /// Look at the bytes and leave them in the channel.
@@ -54,10 +55,10 @@ bitflags::bitflags! {
     }
 }
 
-/// What a [`Channel::flush`] found.
+/// Result of a [`Channel::flush`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Flushed {
-    /// All is done, and at least one zero-copy send was one (or there was none to wait for).
+    /// All sends have finished, and at least one zero-copy send was not copied (or there was none to wait for).
     Done,
     /// All is done, but the kernel copied every byte: zero-copy cost more than it saved.
     AllCopied,
@@ -66,13 +67,13 @@ pub enum Flushed {
 /// A stream of bytes in one or both directions.
 ///
 /// All calls block, take `&self` and may be made from several threads at once; the expected use is one thread that
-/// sends, one that receives and a third that shuts down. Two threads sending at once each keep their single call's
-/// bytes together only as far as the operating system does. A call interrupted by a signal goes on.
+/// sends, one that receives and a third that shuts down. Two threads that send at once each keep the bytes of one
+/// call together only as far as the operating system does. A call interrupted by a signal is resumed.
 pub trait Channel: Debug + Send + Sync {
-    /// What messages call the other end, for instance `tcp:127.0.0.1:4444`.
+    /// Name of the other end in messages, for instance `tcp:127.0.0.1:4444`.
     fn peer(&self) -> &str;
 
-    /// What this channel can do. Does not change while it lives.
+    /// Capabilities of this channel; constant during its lifetime.
     fn capabilities(&self) -> Capabilities;
 
     /// Sends a prefix of the buffers and returns its length in bytes; 0 only if the buffers are all empty. At most
@@ -95,36 +96,36 @@ pub trait Channel: Debug + Send + Sync {
     /// no byte came in time, [`Error::Command`] if the end is a failed command's, otherwise [`Error::Io`].
     fn recv(&self, bufs: &mut [IoBufMut<'_>], flags: RecvFlags) -> Result<usize>;
 
-    /// Waits until every zero-copy send so far is finished and its buffers are free for other content. Says nothing
-    /// of whether the peer has read them, nor, for a file, of whether they are on the disk.
+    /// Waits until every zero-copy send so far has finished and its buffers may be reused. Does not imply that the
+    /// peer has read them, nor, for a file, that they are on the disk.
     ///
     /// # Errors
     /// [`Error::Io`] if a zero-copy send failed after its call had returned, or with `EPIPE` if some are not finished
     /// and both halves are shut down; [`Error::Timeout`] if none finished within the send timeout.
     fn flush(&self) -> Result<Flushed>;
 
-    /// A ticket for the zero-copy sends so far, for whoever owns the memory and wants to know when these are finished,
-    /// whatever is sent later. It is done from the beginning where there are none.
+    /// Returns a lease for the zero-copy sends so far, with which the owner of the memory learns when these have
+    /// finished, independently of later sends. It is done from the beginning if there are none.
     fn lease(&self) -> ZeroCopyLease {
         ZeroCopyLease::default()
     }
 
-    /// What became of the zero-copy sends; `None` without [`Capabilities::ZERO_COPY`].
+    /// Statistics of the zero-copy sends; `None` without [`Capabilities::ZERO_COPY`].
     fn zero_copy_statistics(&self) -> Option<ZeroCopyStatistics> {
         None
     }
 
     /// Ends one or both halves and wakes threads blocked in them. After `Write` (or `Both`) the peer sees the end of
-    /// the stream behind what was sent, and `send` fails with `EPIPE`. After `Read` (or `Both`) `recv` does not
-    /// block: it gives what had arrived already, or 0. Shutting down what is shut down is no error.
+    /// the stream after the bytes sent before, and `send` fails with `EPIPE`. After `Read` (or `Both`) `recv` does
+    /// not block: it returns what had already arrived, or 0. A second shutdown is not an error.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::SHUTDOWN`], otherwise [`Error::Io`].
     fn shutdown(&self, how: Shutdown) -> Result<()>;
 
-    /// Breaks the connection at once and throws away what is not sent yet, so that the kernel lets go of the memory of
-    /// zero-copy sends ([`Channel::lease`]). To be called when both halves are shut down; the peer sees a reset. Where
-    /// there are no zero-copy sends it does nothing.
+    /// Resets the connection and discards unsent data, so that the kernel releases the memory of zero-copy sends
+    /// ([`Channel::lease`]). To be called when both halves are shut down; the peer sees a reset. Does nothing without
+    /// zero-copy sends.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -155,7 +156,7 @@ pub trait Channel: Debug + Send + Sync {
     ///
     /// # Errors
     /// [`Error::Unsupported`] without [`Capabilities::FD_PASSING`], [`Error::FdsTruncated`] if some were lost (the
-    /// bytes are lost too, so the channel is of no more use), otherwise those of `recv`.
+    /// bytes are lost too, so the channel is unusable), otherwise those of `recv`.
     fn recv_fds(&self, bytes: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<usize> {
         let _ = (bytes, fds);
         Err(Error::unsupported(self.peer(), "receiving file descriptors; use a Unix socket"))
@@ -188,7 +189,7 @@ pub trait Channel: Debug + Send + Sync {
     fn wait_recv(&self, until: &Cancel) -> Result<bool> {
         let Some(fd) = self.as_fd() else { return Ok(true) };
         let awaited = match wait(fd, PollFlags::IN, Some(until.as_fd()), None) {
-            // Both may be: what came is to be taken first.
+            // Both may be readable: data takes precedence.
             Ok(Woken::Stopped) => wait(fd, PollFlags::IN, None, Some(Instant::now())),
             awaited => awaited,
         };
@@ -205,14 +206,14 @@ pub trait Channel: Debug + Send + Sync {
         None
     }
 
-    /// Whether [`Channel::recv`] gives something (or the end) without a look at the descriptor: what was received ahead. Who
-    /// polls asks this first.
+    /// Returns true if [`Channel::recv`] returns data received ahead (or the end of the stream) although the
+    /// descriptor is not readable. To be checked before polling.
     fn has_buffered(&self) -> bool {
         false
     }
 
-    /// Ends our sending half and waits until what stands behind the channel is done: for `exec:` the command, whose
-    /// failure is [`Error::Command`]. Nothing to do, and no shutdown, for other kinds.
+    /// Shuts down the sending half and waits until the other end has finished: for `exec:` the command, whose failure
+    /// is [`Error::Command`]. Other kinds do nothing, not even a shutdown.
     ///
     /// # Errors
     /// [`Error::Command`] with the status, [`Error::Timeout`] if it still runs at `deadline`.
@@ -224,7 +225,7 @@ pub trait Channel: Debug + Send + Sync {
 
 /// Whole transfers over any [`Channel`]: loops over partial ones. For every channel, `dyn` or not.
 pub trait ChannelExt: Channel {
-    /// Sends every byte of the buffers. How much left before an error is not said: the stream is of no more use.
+    /// Sends every byte of the buffers. After an error an unknown part has been sent and the stream is unusable.
     ///
     /// # Errors
     /// Those of [`Channel::send`].
@@ -394,7 +395,7 @@ pub(crate) fn check_timeouts(peer: &str, timeouts: [Option<Duration>; 2]) -> Res
     Ok(())
 }
 
-/// Guards the loops above against a channel that takes nothing and says that all is well.
+/// Guards the loops above against a channel that reports success without progress.
 fn progress(peer: &str, op: &'static str, bytes: usize) -> Result<usize> {
     match bytes {
         0 => Err(Error::io(op, peer, std::io::ErrorKind::WriteZero)),

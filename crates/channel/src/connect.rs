@@ -3,21 +3,21 @@
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
 use crate::tls::{TlsChannel, TlsClient};
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd, tcp, unix};
 use std::time::{Duration, Instant};
 
-/// How long to wait before a peer that does not listen yet is tried again.
+/// Time to wait before a peer that does not listen yet is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How to connect.
+/// Options of a connection.
 #[derive(Debug, Clone, Default)]
 pub struct ConnectOptions {
-    /// Whether a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
+    /// True if a peer that does not listen yet (connection refused, no such socket) is tried again until the deadline.
     pub retry: bool,
-    /// Whether zero-copy sends shall be possible. Where they are not (another kind, an old kernel), the channel opens
-    /// all the same and lacks [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
+    /// True if zero-copy sends are wanted. Where they are unavailable (another kind, an old kernel), the channel
+    /// opens without [`Capabilities::ZERO_COPY`](crate::Capabilities::ZERO_COPY).
     pub zero_copy: bool,
     /// Speak TLS: the server has to show a certificate.
     pub tls: Option<TlsClient>,
@@ -45,14 +45,12 @@ pub fn connect_with(
     options: &ConnectOptions,
 ) -> Result<Box<dyn Channel>> {
     address.check_tls(options.tls.is_some())?;
-    let patience = Patience::new("connect", address, deadline, cancel);
+    let until = Deadline::new("connect", address, deadline, cancel);
     loop {
         cancel.check()?;
-        match once(address, &patience, options) {
-            Err(error)
-                if options.retry && may_come_yet(address, &error) && !patience.remaining().is_zero() =>
-            {
-                patience.pause(RETRY_INTERVAL)?;
+        match once(address, &until, options) {
+            Err(error) if options.retry && may_come_yet(address, &error) && !until.remaining().is_zero() => {
+                until.pause(RETRY_INTERVAL)?;
             }
             Ok(channel) => {
                 let channel = secured(channel, address, options, deadline, cancel)?;
@@ -77,19 +75,19 @@ fn secured(
         (None, Address::Tcp { host, .. }) if host.is_empty() => "localhost",
         (None, Address::Tcp { host, .. } | Address::WebSocket { host, .. }) => host,
         (None, _) => {
-            return Err(address.bad("it names no host: say which its certificate is for (--tls-hostname)"));
+            return Err(address.bad("it names no host; give the name in its certificate (--tls-hostname)"));
         }
     };
     Ok(Box::new(TlsChannel::client(channel, tls, host, deadline, cancel)?))
 }
 
-fn once(address: &Address, patience: &Patience<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
+fn once(address: &Address, until: &Deadline<'_>, options: &ConnectOptions) -> Result<Box<dyn Channel>> {
     Ok(match address {
         Address::Tcp { host, port } => {
-            Box::new(tcp::connect(host, *port, patience)?.with_zero_copy(options.zero_copy)?)
+            Box::new(tcp::connect(host, *port, until)?.with_zero_copy(options.zero_copy)?)
         }
-        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, patience)?),
-        Address::Unix(path) => Box::new(unix::connect(path, patience)?),
+        Address::WebSocket { host, port, .. } => Box::new(tcp::connect(host, *port, until)?),
+        Address::Unix(path) => Box::new(unix::connect(path, until)?),
         Address::Fd(number) => fd::open(*number)?,
         Address::Exec(command) => Box::new(ExecChannel::spawn(command)?),
         Address::File { path, offset } => Box::new(FileChannel::create(path, *offset)?),
@@ -109,7 +107,7 @@ fn upgraded(
     Ok(Box::new(WebSocketChannel::client(channel, &host, path, deadline, cancel)?))
 }
 
-/// Whether this is how it looks when the peer is not there yet.
+/// Returns true if this is how it looks when the peer is not there yet.
 fn may_come_yet(address: &Address, error: &Error) -> bool {
     match address {
         Address::Tcp { .. } | Address::WebSocket { .. } => error.raw_os_error() == Some(libc::ECONNREFUSED),

@@ -1,4 +1,4 @@
-//! What can go wrong on a channel, and whose fault it is.
+//! Errors of channels, by whose fault they are.
 
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -7,26 +7,27 @@ use std::time::Duration;
 /// The result of every call in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call on a channel failed.
+/// Error of a call on a channel.
 ///
-/// The variants separate a caller who asks too much (`Unsupported`, `BadAddress`, `TooManyFds`, `TlsCredentials`), a machine
-/// that says no (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away or is slow (`Closed`, `Cut`, `Timeout`,
-/// `FdsTruncated`, `Command`), one that is not whom we want (`Tls`, `WebSocket`), our own wish to stop (`Cancelled`) and a fault that a test asked for (`Fault`).
+/// The variants separate an invalid request of the caller (`Unsupported`, `BadAddress`, `TooManyFds`,
+/// `TlsCredentials`), a failure of this machine (`Io`, `Resolve`, `InUse`, `ZeroCopyMemory`), a peer that went away
+/// or is slow (`Closed`, `Cut`, `Timeout`, `FdsTruncated`, `Command`), a peer that is not the expected one (`Tls`,
+/// `WebSocket`), cancellation (`Cancelled`) and an injected fault (`Fault`).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The caller asked for what this kind of channel cannot do.
+    /// The caller requested an operation that this kind of channel lacks.
     #[error("{peer} does not support {what}")]
     Unsupported {
         /// The other end.
         peer: String,
-        /// What was asked for, and what to use instead where there is something.
+        /// The operation, and an alternative where there is one.
         what: &'static str,
     },
     /// The operating system refused a call.
     #[error("{op} on {peer}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
         /// The other end.
         peer: String,
@@ -38,11 +39,11 @@ pub enum Error {
         "{op} on {peer}: nothing happened within {after:.1?}; is the other end alive, or is the timeout too short?"
     )]
     Timeout {
-        /// What was being done.
+        /// The operation.
         op: &'static str,
         /// The other end.
         peer: String,
-        /// How long we waited.
+        /// The time that we waited.
         after: Duration,
     },
     /// The stream ended inside something.
@@ -50,12 +51,12 @@ pub enum Error {
     Closed {
         /// The other end.
         peer: String,
-        /// How many bytes were asked for.
+        /// Number of bytes requested.
         wanted: usize,
-        /// How many came before the end.
+        /// Number of came that before the end.
         got: usize,
     },
-    /// The stream ended and nobody said that it should: with TLS and WebSocket a peer does.
+    /// The stream ended without the end-of-stream message that TLS and WebSocket require.
     #[error(
         "{peer} ended the stream without saying so (TLS close_notify, WebSocket Close): the connection was cut on its way, or the peer died; its own log may say why"
     )]
@@ -63,12 +64,12 @@ pub enum Error {
         /// The other end.
         peer: String,
     },
-    /// The peer and this end cannot trust each other, or what came is not what was sent.
+    /// The peers do not trust each other, or data was corrupted on the way.
     #[error("TLS with {peer}: {why}")]
     Tls {
         /// The other end.
         peer: String,
-        /// What is wrong, and the way out where there is one.
+        /// The reason, and a remedy where there is one.
         why: String,
     },
     /// The peer does not speak WebSocket, or not as RFC 6455 has it.
@@ -76,7 +77,7 @@ pub enum Error {
     WebSocket {
         /// The other end.
         peer: String,
-        /// What is wrong, and the way out where there is one.
+        /// The reason, and a remedy where there is one.
         why: String,
     },
     /// A file with a certificate or a key that cannot be used.
@@ -84,10 +85,10 @@ pub enum Error {
     TlsCredentials {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
-    /// Somebody called [`Cancel::cancel`](crate::Cancel::cancel).
+    /// [`Cancel::cancel`](crate::Cancel::cancel) was called.
     #[error("cancelled")]
     Cancelled,
     /// An address that cannot be understood or used.
@@ -95,7 +96,7 @@ pub enum Error {
     BadAddress {
         /// The address as it was given.
         address: String,
-        /// What is wrong with it, and what would be right.
+        /// The reason, and a valid form.
         why: String,
     },
     /// A host name without an address.
@@ -106,12 +107,12 @@ pub enum Error {
         /// The resolver's answer.
         source: std::io::Error,
     },
-    /// The path to listen on belongs to somebody else.
+    /// The path to listen on is in use.
     #[error("{} is in use by {by}; choose another path, or end what uses it", path.display())]
     InUse {
         /// The path.
         path: PathBuf,
-        /// Who or what is there.
+        /// The user of the path.
         by: &'static str,
     },
     /// The command behind an `exec:` channel failed.
@@ -119,7 +120,7 @@ pub enum Error {
     Command {
         /// The command as given to the shell.
         command: String,
-        /// How it ended.
+        /// Its exit status.
         status: ExitStatus,
     },
     /// More descriptors in one message than [`FDS_MAX`](crate::FDS_MAX).
@@ -127,9 +128,9 @@ pub enum Error {
     TooManyFds {
         /// The other end.
         peer: String,
-        /// How many were given.
+        /// Number of were that given.
         count: usize,
-        /// How many are allowed.
+        /// Number of are that allowed.
         limit: usize,
     },
     /// The kernel dropped descriptors of a message that was received (`MSG_CTRUNC`); the others were closed.
@@ -140,7 +141,7 @@ pub enum Error {
     FdsTruncated {
         /// The other end.
         peer: String,
-        /// How many are allowed.
+        /// Number of are that allowed.
         limit: usize,
     },
     /// The kernel had no memory to send without copying (`ENOBUFS`), though we waited for earlier sends and sent less.
@@ -152,7 +153,7 @@ pub enum Error {
     ZeroCopyMemory {
         /// The other end.
         peer: String,
-        /// How long it lasted.
+        /// The time that it lasted.
         after: Duration,
         /// The sysctl's value, which bounds the completions that wait, per socket.
         optmem_max: String,
@@ -161,12 +162,12 @@ pub enum Error {
         /// The operating system's answer.
         source: std::io::Error,
     },
-    /// A fault layer did what it was told.
+    /// An injected fault of a fault layer.
     #[error("injected fault on {peer}: {what}")]
     Fault {
         /// The other end.
         peer: String,
-        /// What the layer did.
+        /// The fault.
         what: String,
     },
 }

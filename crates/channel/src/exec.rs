@@ -1,16 +1,17 @@
-//! A shell command as the other end: what is sent goes to its standard input, what it prints is received.
+//! A shell command as the other end: sent bytes go to its standard input, received bytes come from its standard
+//! output.
 //!
 //! ```text
 //!   send ──pipe──▶ stdin  /bin/sh -c COMMAND  stdout ──pipe──▶ recv        stderr: ours
 //! ```
 //!
-//! A failing command must not look like a short stream. So when its output ends or its input breaks, the command gets
-//! [`STATUS_GRACE`] to end too, and if it failed the call's error is [`Error::Command`]. Who wants to be sure asks with
-//! [`Channel::finish`].
+//! A failing command must not look like a short stream. So when its output ends or its input breaks, the command has
+//! [`STATUS_GRACE`] to exit too, and if it failed the call's error is [`Error::Command`]. [`Channel::finish`] waits
+//! for the exit status itself.
 //!
-//! The command has a process group of its own, so that a Ctrl-C in our terminal is ours to handle. Dropping the channel
-//! closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`] SIGKILL. What a
-//! command that ended by itself left in the background is left alone.
+//! The command has its own process group, so that this process handles a Ctrl-C in the terminal. Dropping the channel
+//! closes both pipes and waits [`EXIT_GRACE`]; then the group gets SIGTERM, and after [`TERM_GRACE`] SIGKILL.
+//! Background processes of a command that exited by itself are left alone.
 
 use crate::channel::forward_channel;
 use crate::pipe::PipeChannel;
@@ -25,11 +26,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How long a command whose pipe has ended may take to tell its status.
+/// Time from the end of a command's pipe until its exit status is given up.
 const STATUS_GRACE: Duration = Duration::from_millis(200);
-/// How long a command may take to end by itself when its channel is dropped.
+/// The time that a command may take to end by itself when its channel is dropped.
 const EXIT_GRACE: Duration = Duration::from_secs(1);
-/// How long it may take to follow SIGTERM.
+/// The time that it may take to follow SIGTERM.
 const TERM_GRACE: Duration = Duration::from_secs(1);
 
 /// A running command.
@@ -61,11 +62,11 @@ impl ExecChannel {
         Ok(Self { pipes: PipeChannel::new(input, output, peer)?, command: command.to_owned(), process })
     }
 
-    /// How the command ended; `None` if it still runs at the deadline. Closes nothing: a command that reads to the end
-    /// of its input ends only after a shutdown of our sending half.
+    /// Returns the exit status of the command; `None` if it still runs at the deadline. Closes nothing: a command
+    /// that reads to the end of its input ends only after a shutdown of the sending half.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system does not say.
+    /// [`Error::Io`] if waiting fails.
     pub fn wait(&self, deadline: Instant) -> Result<Option<ExitStatus>> {
         self.process.wait(deadline).map_err(|source| Error::io("wait for", self.peer(), source))
     }
@@ -109,12 +110,13 @@ impl Channel for ExecChannel {
 
 impl Drop for ExecChannel {
     fn drop(&mut self) {
-        // What the command still wants to say has no reader: let it notice, before `Process` waits for it.
+        // The rest of the command's output has no reader: shut down first, so that it notices before `Process` waits
+        // for it.
         let _ = self.pipes.shutdown(Shutdown::Both);
     }
 }
 
-/// A child that leads a process group, and the descriptor that tells its end.
+/// A child that leads a process group, and a descriptor that becomes readable when it exits.
 #[derive(Debug)]
 struct Process {
     child: Mutex<Child>,
@@ -150,7 +152,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         if !self.has_ended_within(EXIT_GRACE) {
-            // Not waited for yet, the leader keeps the group's number from being used anew.
+            // Not waited for yet, the leader keeps the group's number from being used again.
             let _ = kill_process_group(self.group, Signal::TERM);
             self.has_ended_within(TERM_GRACE);
             let _ = kill_process_group(self.group, Signal::KILL);

@@ -1,7 +1,7 @@
-//! `fd:N`: a descriptor that somebody left open for us.
+//! `fd:N`: an inherited descriptor.
 //!
-//! It is taken over, not duplicated: dropping the channel closes it, and naming the same number twice is a mistake that
-//! cannot be seen from here. What it is decides what the channel can do:
+//! It is taken over, not duplicated: dropping the channel closes it; use of the same number twice is an error that
+//! cannot be detected here. The type of the descriptor decides the channel's capabilities:
 //!
 //! | found | channel |
 //! |---|---|
@@ -23,8 +23,8 @@ use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
 use std::os::fd::{OwnedFd, RawFd};
 
-/// Takes over an open descriptor that a parent process left for us under its number, whatever it is; it is closed with what
-/// is returned, and no child of ours has it.
+/// Takes over an inherited descriptor of any type by its number; it is closed with the returned value, and no child
+/// process inherits it.
 ///
 /// # Errors
 /// [`Error::Io`] if it is not open.
@@ -32,7 +32,7 @@ pub fn inherit(number: RawFd) -> Result<OwnedFd> {
     sys::fd::take_over(number).map_err(|source| Error::io("take over", &format!("fd:{number}"), source))
 }
 
-/// Takes over a descriptor and finds out what it is. One that is of no use is closed.
+/// Takes over a descriptor and detects its type. A descriptor of an unusable type is closed.
 pub(crate) fn open(number: RawFd) -> Result<Box<dyn Channel>> {
     let address = Address::Fd(number);
     let fd = sys::fd::take_over(number).map_err(|source| match source.raw_os_error() {

@@ -3,8 +3,8 @@
 //! The stream's cursor is kept here, in bytes from the start of the file, and moves only with `send` and `recv`; it
 //! starts at the address's offset. The descriptor's own position is neither used nor moved.
 //!
-//! What it is not: durable (see [`FileChannel::sync`]) or direct (a caller that wants `O_DIRECT` opens the file itself
-//! and keeps to its alignment). A file never waits for a peer, so timeouts mean nothing to it.
+//! Out of scope: durability (see [`FileChannel::sync`]) and direct I/O (for `O_DIRECT` the caller opens the file and
+//! keeps to its alignment). A file never waits for a peer, so timeouts have no effect.
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::sys::io;
@@ -32,8 +32,8 @@ pub struct FileChannel {
 }
 
 impl FileChannel {
-    /// Opens a file to write a stream from `offset`: it is made, for its owner alone, if it is not there, and what it
-    /// has behind the offset is cut off, as QEMU does it.
+    /// Opens a file to write a stream from `offset`: it is created with access for its owner only if it is missing,
+    /// and truncated at the offset, as in QEMU.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -63,8 +63,8 @@ impl FileChannel {
         Self::new(file, offset, peer)
     }
 
-    /// Takes an open file; what it can do follows from how it was opened. With `O_APPEND` the kernel ignores offsets
-    /// of writes, so such a file is not [`Capabilities::POSITIONED`].
+    /// Wraps an open file; its capabilities follow from its open flags. With `O_APPEND` the kernel ignores offsets of
+    /// writes, so such a file is not [`Capabilities::POSITIONED`].
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -95,7 +95,7 @@ impl FileChannel {
     /// Waits until all that was written is on the disk.
     ///
     /// # Errors
-    /// [`Error::Io`], and then nobody knows what is there.
+    /// [`Error::Io`]; the content on the disk is undefined then.
     pub fn sync(&self) -> Result<()> {
         self.file.sync_all().map_err(|source| Error::io("sync", &self.peer, source))
     }

@@ -10,13 +10,12 @@
 //!             TLS, WebSocket
 //! ```
 //!
-//! What it is: system calls behind one trait, [`Channel`], with what each kind can do said beforehand in its
-//! [`Capabilities`]. Buffers are [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's
-//! live memory.
+//! Scope: system calls behind one trait, [`Channel`], whose [`Capabilities`] state what each kind can do. Buffers are
+//! [`IoBuf`] and [`IoBufMut`], which never become slices, because they may be a guest's live memory.
 //!
-//! What it is not: it knows no migration, starts no thread but one to resolve a host name and one for each handshake with
-//! whoever connects, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous. It does
-//! not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
+//! Out of scope: it knows no migration, starts no threads but for name resolution and one for each handshake of an
+//! accepted connection, keeps no statistics but those of zero-copy ([`ZeroCopyStatistics`]), and is not asynchronous.
+//! It does not make files durable: `flush` is about buffers, see [`FileChannel::sync`].
 //!
 //! Limits: Linux only. At most [`IOV_MAX`] buffers in one call (the loops of [`ChannelExt`] take any number), at most
 //! [`FDS_MAX`] descriptors in one message. Only `tcp:` has [`Capabilities::ZERO_COPY`], when it was asked for
@@ -53,8 +52,8 @@ mod fd;
 mod file;
 mod framed;
 mod listen;
-mod opening;
 mod pair;
+mod pending_handshakes;
 mod pipe;
 mod socket;
 mod splice;

@@ -2,12 +2,12 @@
 
 use crate::exec::ExecChannel;
 use crate::file::FileChannel;
-use crate::opening::{Open, Openings};
+use crate::pending_handshakes::{Handshake, PendingHandshakes};
 use crate::tcp::{self, TcpChannel};
 use crate::tls::{TlsChannel, TlsServer};
 use crate::unix::UnixChannel;
 use crate::unix_listen::UnixListener;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::websocket::WebSocketChannel;
 use crate::{Address, Cancel, Channel, Error, Result, fd};
 use rustix::event::PollFlags;
@@ -18,15 +18,15 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// The most connections that are accepted before it is looked who is through its handshake.
+/// Maximum number of connections accepted before completed handshakes are checked.
 const ACCEPTED_AT_ONCE_MAX: usize = 64;
 
-/// How to listen.
+/// Options of a listener.
 #[derive(Debug, Clone, Default)]
 pub struct ListenOptions {
-    /// Whether zero-copy sends shall be possible on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
+    /// True if zero-copy sends are wanted on the channels, as in [`ConnectOptions`](crate::ConnectOptions).
     pub zero_copy: bool,
-    /// Speak TLS: whoever connects has to show a certificate.
+    /// TLS credentials; a client has to present a certificate.
     pub tls: Option<TlsServer>,
 }
 
@@ -35,7 +35,7 @@ pub struct ListenOptions {
 pub struct Listener {
     address: Address,
     // Before the socket that it watches.
-    openings: Option<Openings>,
+    pending: Option<PendingHandshakes>,
     kind: Kind,
     options: ListenOptions,
 }
@@ -44,18 +44,18 @@ pub struct Listener {
 enum Kind {
     Tcp(OwnedFd),
     Unix(UnixListener),
-    /// What is there from the beginning, until it is fetched.
+    /// The only channel, until it is accepted.
     Single(Mutex<Option<Single>>),
 }
 
 #[derive(Debug)]
 enum Single {
     Open(Box<dyn Channel>),
-    /// Started when it is fetched: it should not run for a caller who gives up.
+    /// Started when it is accepted: it must not run for a caller that gives up.
     Command(String),
 }
 
-/// Whether [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
+/// Returns true if [`Listener::accept`] failed only for now: the kernel has no descriptor or no memory left for a connection (`EMFILE`,
 /// `ENFILE`, `ENOBUFS`, `ENOMEM`). The peer stays in the queue, so the listener is as readable as before: wait before the next
 /// attempt.
 pub fn is_exhausted(error: &Error) -> bool {
@@ -75,12 +75,12 @@ impl Listener {
     /// Listens at an address.
     ///
     /// - `tcp:` without a host takes every address of the machine, IPv6 and IPv4; with a name, the first that can be had.
-    /// - `unix:` replaces a socket file that nobody listens on, and removes its own when it is dropped.
+    /// - `unix:` replaces a socket file without a listener, and removes its own when it is dropped.
     /// - `fd:N` takes the descriptor over, `exec:` starts the command when it is accepted, `file:` is opened for
     ///   reading. Each of them yields one channel.
     ///
     /// # Errors
-    /// [`Error::InUse`] if the socket file belongs to somebody else, [`Error::BadAddress`], [`Error::Resolve`],
+    /// [`Error::InUse`] if the socket file belongs to another process, [`Error::BadAddress`], [`Error::Resolve`],
     /// otherwise [`Error::Io`].
     pub fn bind_with(address: &Address, options: &ListenOptions) -> Result<Self> {
         address.check_tls(options.tls.is_some())?;
@@ -105,11 +105,11 @@ impl Listener {
                 single(Single::Open(Box::new(FileChannel::open(path, *offset)?)))
             }
         };
-        let openings = match (opening(address, options), kind.as_fd()) {
-            (Some(open), Some(fd)) => Some(Openings::new(fd, open)?),
+        let pending = match (handshake_for(address, options), kind.as_fd()) {
+            (Some(open), Some(fd)) => Some(PendingHandshakes::new(fd, open)?),
             _ => None,
         };
-        Ok(Self { address: local, openings, kind, options: options.clone() })
+        Ok(Self { address: local, pending, kind, options: options.clone() })
     }
 
     /// A Unix socket that another process has bound to `path` and handed over; its file is removed with this one.
@@ -117,80 +117,81 @@ impl Listener {
         let kind = Kind::Unix(UnixListener::adopt(fd, path));
         Self {
             address: Address::Unix(path.to_owned()),
-            openings: None,
+            pending: None,
             kind,
             options: ListenOptions::default(),
         }
     }
 
-    /// The socket's file stays when this is dropped: who was handed the socket removes it.
+    /// Keeps the socket file when this is dropped: the process that takes over the socket removes it.
     pub fn leave_file(&mut self) {
         if let Kind::Unix(listener) = &mut self.kind {
             listener.leave_file();
         }
     }
 
-    /// Where it listens, with the port really chosen when 0 was asked for, and the numeric host.
+    /// Its address, with the port that was chosen for 0, and the numeric host.
     pub fn local_address(&self) -> &Address {
         &self.address
     }
 
     /// The descriptor to poll for peers; `None` where there is nothing to wait for.
     pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.openings {
-            Some(openings) => Some(openings.fd()),
+        match &self.pending {
+            Some(pending) => Some(pending.fd()),
             None => self.kind.as_fd(),
         }
     }
 
-    /// Waits for a peer; with TLS or WebSocket, for one that is through its handshake.
+    /// Waits for a peer; with TLS or WebSocket, for a completed handshake.
     ///
     /// # Errors
-    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: there may be others, so the listener goes on.
-    /// [`Error::Cancelled`] as soon as the token is pulled, [`Error::Timeout`] at the deadline, [`Error::Unsupported`]
-    /// if there is only one channel and it was fetched before, otherwise [`Error::Io`], which may pass ([`is_exhausted`]).
+    /// [`Error::Tls`] or [`Error::WebSocket`] if a peer's handshake failed: the listener continues with others.
+    /// [`Error::Cancelled`] as soon as the token is cancelled, [`Error::Timeout`] at the deadline,
+    /// [`Error::Unsupported`] if there is only one channel and it was accepted before, otherwise [`Error::Io`], which
+    /// may be temporary ([`is_exhausted`]).
     pub fn accept(&self, deadline: Instant, cancel: &Cancel) -> Result<Box<dyn Channel>> {
         cancel.check()?;
-        let patience = Patience::new("accept", &self.address, deadline, cancel);
+        let until = Deadline::new("accept", &self.address, deadline, cancel);
         if let Kind::Single(single) = &self.kind {
-            let channel = take(single, &patience)?;
+            let channel = take(single, &until)?;
             return Ok(match &self.options.tls {
                 Some(tls) => Box::new(TlsChannel::server(channel, tls, deadline, cancel)?),
                 None => channel,
             });
         }
         let fd = self.kind.as_fd().expect("all but single ones have a socket");
-        let Some(openings) = &self.openings else {
+        let Some(pending) = &self.pending else {
             loop {
-                patience.wait(fd, PollFlags::IN)?;
-                if let Some(channel) = self.next(fd, &patience)? {
+                until.wait(fd, PollFlags::IN)?;
+                if let Some(channel) = self.next(fd, &until)? {
                     return Ok(channel);
                 }
             }
         };
         loop {
-            if let Some(opened) = openings.take() {
+            if let Some(opened) = pending.take() {
                 return opened;
             }
-            patience.wait(openings.fd(), PollFlags::IN)?;
+            until.wait(pending.fd(), PollFlags::IN)?;
             for _ in 0..ACCEPTED_AT_ONCE_MAX {
-                let Some(connection) = self.next(fd, &patience)? else { break };
-                openings.begin(connection)?;
+                let Some(connection) = self.next(fd, &until)? else { break };
+                pending.start(connection)?;
             }
         }
     }
 
-    /// Who has connected; `None` if another thread was quicker.
-    fn next(&self, listener: BorrowedFd<'_>, patience: &Patience<'_>) -> Result<Option<Box<dyn Channel>>> {
+    /// Accepts a connection; `None` if another thread accepted it.
+    fn next(&self, listener: BorrowedFd<'_>, until: &Deadline<'_>) -> Result<Option<Box<dyn Channel>>> {
         let fd = match accept_with(listener, SocketFlags::CLOEXEC) {
             Ok(fd) => fd,
             // Or the peer gave up before we came.
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED | Errno::PROTO) => return Ok(None),
-            Err(errno) => return Err(Error::io(patience.op(), patience.peer(), errno)),
+            Err(errno) => return Err(Error::io(until.op(), until.peer(), errno)),
         };
         Ok(Some(match &self.kind {
             Kind::Tcp(_) => Box::new(TcpChannel::new(fd)?.with_zero_copy(self.options.zero_copy)?),
-            _ => Box::new(UnixChannel::new(fd, patience.peer())?),
+            _ => Box::new(UnixChannel::new(fd, until.peer())?),
         }))
     }
 }
@@ -205,8 +206,8 @@ impl Kind {
     }
 }
 
-/// What a connection has to settle before it is a channel, if there is something.
-fn opening(address: &Address, options: &ListenOptions) -> Option<Arc<Open>> {
+/// The handshake of an accepted connection, if its kind has one.
+fn handshake_for(address: &Address, options: &ListenOptions) -> Option<Arc<Handshake>> {
     let tls = options.tls.clone();
     let path = match address {
         Address::WebSocket { path, .. } => Some(path.clone()),
@@ -235,10 +236,10 @@ fn opening(address: &Address, options: &ListenOptions) -> Option<Arc<Open>> {
     }))
 }
 
-fn take(single: &Mutex<Option<Single>>, patience: &Patience<'_>) -> Result<Box<dyn Channel>> {
+fn take(single: &Mutex<Option<Single>>, until: &Deadline<'_>) -> Result<Box<dyn Channel>> {
     match single.lock().expect("no panic while it is held").take() {
         Some(Single::Open(channel)) => Ok(channel),
         Some(Single::Command(command)) => Ok(Box::new(ExecChannel::spawn(&command)?)),
-        None => Err(Error::unsupported(patience.peer(), "a second connection; use tcp: or unix:")),
+        None => Err(Error::unsupported(until.peer(), "a second connection; use tcp: or unix:")),
     }
 }

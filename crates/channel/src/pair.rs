@@ -1,7 +1,7 @@
 //! Two ends of a connection within this process, without a descriptor.
 //!
-//! For tests, and for joining two halves of one program. What it is not: fast. Each byte is copied in and out, under a
-//! lock. Each direction holds at most `capacity` bytes; who sends more waits until the other end has read.
+//! For tests, and to join two halves of one program. Not fast: each byte is copied in and out, under a lock. Each
+//! direction holds at most `capacity` bytes; a sender blocks until the other end has read.
 
 use crate::channel::{check_recv, check_send, check_timeouts};
 use crate::{
@@ -154,7 +154,7 @@ impl Drop for PairChannel {
 }
 
 impl Half {
-    /// Waits until `busy` is false; the error is how long it waited in vain.
+    /// Waits until `busy` is false; the error is the time waited.
     fn wait_while(
         &self,
         timeout: Option<Duration>,

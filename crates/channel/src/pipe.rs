@@ -6,12 +6,12 @@
 //!   send/recv:  try ──EAGAIN──▶ poll(pipe, stop, timeout) ──▶ try ...
 //!   shutdown:   1. the descriptor's number is made to stand for the end of a dead pipe: reading it gives the end of
 //!                  the stream, writing EPIPE. The true end is closed by that, so that the peer sees it.
-//!               2. stop is raised: whoever polls tries again, and meets 1.
+//! 2. stop is raised: a polling thread retries, and meets 1.
 //! ```
 //!
-//! Limits: needs three descriptors an end. The pipe is in non-blocking mode while we have it, which whoever shares the
-//! open file (a parent that kept its copy) sees too; dropping the channel puts it back. What else can be polled and
-//! read or written (a terminal, `/dev/null`) is served the same way.
+//! Limits: needs three descriptors per end. The pipe is in non-blocking mode while it is open here, which is visible
+//! to every process that shares the open file (a parent that kept its copy); dropping the channel restores the mode.
+//! Other files that can be polled and read or written (a terminal, `/dev/null`) work the same way.
 
 use crate::cancel::{event, raise};
 use crate::channel::{check_recv, check_send, check_timeouts};
@@ -57,12 +57,12 @@ impl PipeChannel {
         Ok(Self { input, output, peer })
     }
 
-    /// Whether we ended the half that receives.
+    /// Returns true if we ended the half that receives.
     pub(crate) fn is_input_closed(&self) -> bool {
         self.input.as_ref().is_none_or(End::is_closed)
     }
 
-    /// Whether we ended the half that sends.
+    /// Returns true if we ended the half that sends.
     pub(crate) fn is_output_closed(&self) -> bool {
         self.output.as_ref().is_none_or(End::is_closed)
     }
@@ -178,7 +178,7 @@ impl End {
 
     fn restore_mode(&self) {
         if let Some(mode) = self.mode {
-            // It worked when we set it; if not now, the file is still usable to whoever shares it.
+            // Setting the mode worked before; if it fails now, the file is still usable by its other owners.
             let _ = fcntl_setfl(&self.fd, mode);
         }
     }

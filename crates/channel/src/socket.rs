@@ -1,7 +1,7 @@
-//! What all stream sockets have in common.
+//! Common code of all stream sockets.
 //!
-//! What this is not: a way to open one; see the modules of the families. A stream socket of a family without a module
-//! of its own (vsock), given as `fd:N`, is served by this alone.
+//! Opening one is up to the modules of the families. A stream socket of a family without a module (vsock), given as
+//! `fd:N`, uses this alone.
 //!
 //! The descriptor is a blocking one. Timeouts are the kernel's (`SO_RCVTIMEO`, `SO_SNDTIMEO`), which rounds them up to
 //! its clock tick; waking is `shutdown(2)`.
@@ -15,7 +15,7 @@ use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// What every stream socket can do.
+/// Capabilities of every stream socket.
 pub(crate) const STREAM: Capabilities = Capabilities::SEND
     .union(Capabilities::RECV)
     .union(Capabilities::BIDIRECTIONAL)
@@ -51,7 +51,7 @@ impl Socket {
         socket_timeout(&self.fd, id).ok().flatten()
     }
 
-    /// An error of a call, told apart from a timeout by asking which one was set.
+    /// The error of a call; it is a timeout if that timeout was set.
     pub(crate) fn failed(&self, op: &'static str, id: Timeout, source: std::io::Error) -> Error {
         match self.timeout(id) {
             Some(after) if source.kind() == std::io::ErrorKind::WouldBlock => {
@@ -93,7 +93,7 @@ impl Channel for Socket {
             Shutdown::Both => rustix::net::Shutdown::Both,
         };
         match rustix::net::shutdown(&self.fd, how) {
-            // The peer was quicker: there is nothing to end, and nobody waits in it.
+            // The peer closed first: there is nothing to shut down and no blocked thread.
             Ok(()) | Err(Errno::NOTCONN) => Ok(()),
             Err(errno) => Err(Error::io("shutdown", &self.peer, errno)),
         }

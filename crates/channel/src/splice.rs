@@ -1,10 +1,10 @@
 //! Bytes that go from one socket to another within the kernel (`splice(2)`).
 //!
 //! ```text
-//!   socket ──splice──► pipe ──splice──► socket       pages of the sender's message change hands, nobody copies them
+//! socket ──splice──► pipe ──splice──► socket       pages of the sender's message are moved, not copied
 //! ```
-//! For who passes on what he need not see. Not for channels that change bytes on their way or have received some ahead: these
-//! have no [`Channel::splice_fd`].
+//! For forwarding without inspection. Not for channels that transform bytes or have received some ahead: these have
+//! no [`Channel::splice_fd`].
 
 use std::os::fd::OwnedFd;
 
@@ -13,8 +13,8 @@ use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice
 
 use crate::{Channel, Error, Result};
 
-/// What the pipe holds if it may: a packet of QEMU's multifd, in pages of which some are half filled. A process that is not
-/// privileged may own a limited number of larger pipes (pipe(7)), and works with smaller ones behind that.
+/// Preferred capacity of the pipe: a packet of QEMU's multifd, in pages of which some are half filled. The total size
+/// of larger pipes is limited for unprivileged users (pipe(7)); smaller ones work too.
 const PIPE_BYTES: usize = 1 << 20;
 
 /// A pipe that bytes go through.
@@ -32,18 +32,18 @@ impl Splice {
     pub fn new() -> Result<Self> {
         let pipe = pipe_with(PipeFlags::CLOEXEC);
         let (read, write) = pipe.map_err(|errno| Error::io("pipe", "this process", errno))?;
-        // What it has without is enough to work with.
+        // The default capacity suffices.
         let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
         Ok(Self { read, write })
     }
 
-    /// Whether bytes can go from the one to the other.
+    /// Returns true if bytes can go from the one to the other.
     pub fn joins(from: &dyn Channel, to: &dyn Channel) -> bool {
         from.splice_fd().is_some() && to.splice_fd().is_some()
     }
 
-    /// Moves so many bytes; returns how many calls that took. After an error some may be lost in the pipe, which is of no use
-    /// then.
+    /// Moves `length` bytes; returns the number of calls. After an error some bytes may be lost in the pipe, which is
+    /// unusable then.
     ///
     /// Sending raises `SIGPIPE` where a plain send does not: it must be ignored, as it is in Rust programs.
     ///

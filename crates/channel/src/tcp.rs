@@ -1,14 +1,14 @@
 //! TCP channels.
 //!
-//! `TCP_NODELAY` is on (who sends says with [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows), and
-//! keepalive finds a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
-//! resolver cannot be interrupted: if we give up first, the thread ends when the resolver does.
+//! `TCP_NODELAY` is on (senders set [`SendFlags::MORE`](crate::SendFlags::MORE) when more follows), and keepalive
+//! detects a dead host in about two minutes. A host name is resolved in a thread of its own, because the system's
+//! resolver cannot be interrupted; after a timeout the thread ends when the resolver does.
 
 use crate::cancel::{event, raise};
 use crate::channel::forward_channel;
 use crate::socket::{STREAM, Socket};
 use crate::sys::zero_copy::Enabled;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::zero_copy::ZeroCopy;
 use crate::{
     Capabilities, Channel, Error, Flushed, IoBuf, Result, SendFlags, ZeroCopyLease, ZeroCopyStatistics, sys,
@@ -22,16 +22,16 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// How long a connection is silent before keepalive asks.
+/// Idle time before the first keepalive probe.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(60);
-/// How long between two questions.
+/// The time that between two questions.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// How many unanswered questions end the connection.
+/// Number of unanswered that questions end the connection.
 const KEEPALIVE_COUNT: u32 = 6;
-/// How many connections may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+/// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
 
-/// What messages call the end that a socket option is asked of.
+/// Name of this end in messages about socket options.
 const KERNEL: &str = "this kernel";
 
 /// A TCP connection.
@@ -45,7 +45,7 @@ impl TcpChannel {
     /// Takes a connected TCP socket and sets its options.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is none.
+    /// [`Error::Io`] if it is not a TCP socket.
     pub fn new(fd: OwnedFd) -> Result<Self> {
         let peer = net::getpeername(&fd)
             .ok()
@@ -59,8 +59,8 @@ impl TcpChannel {
     /// Makes zero-copy sends possible (`SO_ZEROCOPY`); from then on [`Capabilities::ZERO_COPY`] is there.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the kernel cannot, or if somebody who had the socket before uses it already: its
-    /// numbering of sends is not known then.
+    /// [`Error::Unsupported`] if the kernel lacks it, or if a former owner of the socket used it: the numbering of
+    /// sends is unknown then.
     pub fn enable_zero_copy(&mut self) -> Result<()> {
         if self.zero_copy.is_some() {
             return Ok(());
@@ -85,7 +85,7 @@ impl TcpChannel {
         Ok(())
     }
 
-    /// As asked for when it is opened: without it where it cannot be had, as its capabilities then say.
+    /// Enables zero-copy if requested; without support the channel lacks the capability.
     pub(crate) fn with_zero_copy(mut self, asked: bool) -> Result<Self> {
         match if asked { self.enable_zero_copy() } else { Ok(()) } {
             Ok(()) | Err(Error::Unsupported { .. }) => Ok(self),
@@ -150,10 +150,10 @@ impl Drop for TcpChannel {
     }
 }
 
-/// Whether this kernel lets a TCP socket send without a copy. Where it does, the way to the peer may still make it copy.
+/// Returns true if this kernel lets a TCP socket send without a copy. Where it does, the way to the peer may still make it copy.
 ///
 /// # Errors
-/// [`Error::Unsupported`] if it does not, [`Error::Io`] if it does not tell.
+/// [`Error::Unsupported`] if it does not, [`Error::Io`] if the check fails.
 pub fn check_zero_copy() -> Result<()> {
     let failed = |source: io::Error| Error::io("setsockopt(SO_ZEROCOPY)", KERNEL, source);
     let any = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -165,11 +165,11 @@ pub fn check_zero_copy() -> Result<()> {
 }
 
 /// Tries each address of the host in turn; each gets its share of the time that is left.
-pub(crate) fn connect(host: &str, port: u16, patience: &Patience<'_>) -> Result<TcpChannel> {
-    let addresses = resolve(host, port, patience)?;
+pub(crate) fn connect(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<TcpChannel> {
+    let addresses = resolve(host, port, deadline)?;
     let mut failure = None;
     for (i, address) in addresses.iter().enumerate() {
-        match connect_one(address, &patience.share(addresses.len() - i)) {
+        match connect_one(address, &deadline.share(addresses.len() - i)) {
             Ok(fd) => return TcpChannel::new(fd),
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => failure = Some(error),
@@ -178,7 +178,7 @@ pub(crate) fn connect(host: &str, port: u16, patience: &Patience<'_>) -> Result<
     Err(failure.unwrap_or_else(|| nothing_found(host)))
 }
 
-/// Listens at the first address of the host that lets us, and says which it is.
+/// Listens at the first address of the host that can be bound, and returns it.
 pub(crate) fn bind(host: &str, port: u16, peer: &str) -> Result<(OwnedFd, SocketAddr)> {
     let addresses = match host {
         "" => addresses([Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()], port),
@@ -205,18 +205,18 @@ fn prepare(fd: &OwnedFd) -> Result<(), Errno> {
     sockopt::set_tcp_keepcnt(fd, KEEPALIVE_COUNT)
 }
 
-fn connect_one(address: &SocketAddr, patience: &Patience<'_>) -> Result<OwnedFd> {
-    let fd = socket(address).map_err(|errno| patience.io(errno))?;
+fn connect_one(address: &SocketAddr, deadline: &Deadline<'_>) -> Result<OwnedFd> {
+    let fd = socket(address).map_err(|errno| deadline.io(errno))?;
     match net::connect(&fd, address) {
         Ok(()) => return Ok(fd),
-        // Interrupted, it goes on by itself, just as if it were in progress.
+        // An interrupted connect continues in the background, as if it were in progress.
         Err(Errno::INPROGRESS | Errno::INTR) => {}
-        Err(errno) => return Err(patience.io(errno)),
+        Err(errno) => return Err(deadline.io(errno)),
     }
-    patience.wait(fd.as_fd(), PollFlags::OUT)?;
+    deadline.wait(fd.as_fd(), PollFlags::OUT)?;
     match sockopt::socket_error(&fd) {
         Ok(Ok(())) => Ok(fd),
-        Ok(Err(errno)) | Err(errno) => Err(patience.io(errno)),
+        Ok(Err(errno)) | Err(errno) => Err(deadline.io(errno)),
     }
 }
 
@@ -237,7 +237,7 @@ fn socket(address: &SocketAddr) -> Result<OwnedFd, Errno> {
     net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
 }
 
-fn resolve(host: &str, port: u16, patience: &Patience<'_>) -> Result<Vec<SocketAddr>> {
+fn resolve(host: &str, port: u16, deadline: &Deadline<'_>) -> Result<Vec<SocketAddr>> {
     if host.is_empty() {
         return Ok(addresses([Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()], port));
     }
@@ -249,12 +249,12 @@ fn resolve(host: &str, port: u16, patience: &Patience<'_>) -> Result<Vec<SocketA
     let (name, bell) = (host.to_owned(), Arc::clone(&done));
     let thread = std::thread::Builder::new().name("resolve".to_owned());
     let work = move || {
-        // Nobody listens if we were cancelled or too slow.
+        // The receiver is gone after a cancellation or timeout.
         let _ = answer.send(look_up(&name, port));
         raise(bell.as_fd());
     };
-    thread.spawn(work).map_err(|source| patience.io(source))?;
-    patience.wait(done.as_fd(), PollFlags::IN)?;
+    thread.spawn(work).map_err(|source| deadline.io(source))?;
+    deadline.wait(done.as_fd(), PollFlags::IN)?;
     answers.recv().unwrap_or_else(|_| Err(nothing_found(host)))
 }
 

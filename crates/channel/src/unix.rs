@@ -2,7 +2,7 @@
 
 use crate::channel::{check_recv, check_send, forward_channel};
 use crate::socket::{STREAM, Socket};
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Address, Capabilities, Channel, Error, FDS_MAX, RecvFlags, Result, SendFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::Timeout;
@@ -16,7 +16,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long to wait before a listener whose queue is full is asked again: the kernel has no event for it.
+/// Interval between attempts to connect to a listener whose queue is full: the kernel has no event for it.
 const QUEUE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A connected Unix stream socket.
@@ -29,7 +29,7 @@ impl UnixChannel {
     /// Takes a connected Unix stream socket. `peer` is what messages call the other end, such as `unix:/run/x`.
     ///
     /// # Errors
-    /// [`Error::Io`] if it is none.
+    /// [`Error::Io`] if it is not one.
     pub fn new(fd: OwnedFd, peer: impl Into<String>) -> Result<Self> {
         Ok(Self { socket: Socket::new(fd, peer.into(), STREAM | Capabilities::FD_PASSING)? })
     }
@@ -99,13 +99,13 @@ impl Channel for UnixChannel {
 }
 
 /// Connects to the socket at `path`.
-pub(crate) fn connect(path: &Path, patience: &Patience<'_>) -> Result<UnixChannel> {
+pub(crate) fn connect(path: &Path, deadline: &Deadline<'_>) -> Result<UnixChannel> {
     loop {
         match try_connect(&socket_address(path)?) {
-            Ok(fd) => return UnixChannel::new(fd, patience.peer()),
-            Err(Errno::AGAIN) if patience.remaining().is_zero() => return Err(patience.timeout()),
-            Err(Errno::AGAIN) => patience.pause(QUEUE_INTERVAL)?,
-            Err(errno) => return Err(patience.io(errno)),
+            Ok(fd) => return UnixChannel::new(fd, deadline.peer()),
+            Err(Errno::AGAIN) if deadline.remaining().is_zero() => return Err(deadline.timeout()),
+            Err(Errno::AGAIN) => deadline.pause(QUEUE_INTERVAL)?,
+            Err(errno) => return Err(deadline.io(errno)),
         }
     }
 }

@@ -1,16 +1,17 @@
 //! A listening Unix socket and its file.
 //!
-//! A socket file outlives its listener if that was killed. Whoever binds next tries to connect: if nobody answers, the
-//! file is removed and made anew. Two who do so at once must not remove each other's new file, so both hold a lock
-//! (`flock`) on the directory meanwhile: it needs no file of its own, and the kernel drops it with the process.
+//! A socket file outlives its listener if that was killed. The next one to bind tries to connect: without a listener,
+//! the file is removed and created again. Two processes that do so at once must not remove each other's new file, so
+//! both hold a lock (`flock`) on the directory meanwhile: it needs no file of its own, and the kernel drops it with
+//! the process.
 //!
 //! ```text
 //!   lock directory → bind ─ok→ listen → remember the file's inode → unlock
-//!                     └ EADDRINUSE → not a socket, or somebody answers? InUse
-//!                                    nobody answers? remove it, bind once more
+//!                     └ EADDRINUSE → not a socket, or connected? InUse
+//!                                    refused? remove it, bind once more
 //! ```
 //!
-//! Limits: a listener that is not ours and is between its own bind and listen looks as if nobody answered.
+//! Limits: another process's listener that is between its own bind and listen looks like a stale file.
 
 use crate::unix::{socket, socket_address, try_connect};
 use crate::{Error, Result};
@@ -21,18 +22,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How many connections may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
+/// Number of connections that may wait to be accepted; the kernel cuts it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
-/// How long to wait for others who bind in the same directory; they need microseconds.
-const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+/// Time limit for the lock of other processes that bind in the same directory; they need microseconds.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A listening socket; its file is removed with it, unless somebody else's is there by then.
+/// A listening socket; its file is removed with it, unless it has been replaced.
 #[derive(Debug)]
 pub(crate) struct UnixListener {
     fd: OwnedFd,
     path: PathBuf,
-    /// Device and inode of our file; `None` once it is somebody else's to remove.
+    /// Device and inode of the file; `None` once another process is to remove it.
     identity: Option<(u64, u64)>,
 }
 
@@ -55,12 +56,13 @@ impl UnixListener {
         Ok(Self { fd, path: path.to_owned(), identity })
     }
 
-    /// One that somebody else has bound to this path, whose file is ours to remove from now on.
+    /// Takes over a listening socket that another process bound to this path; its file is removed by this one from
+    /// now on.
     pub(crate) fn adopt(fd: OwnedFd, path: &Path) -> Self {
         Self { fd, path: path.to_owned(), identity: identity(path).ok() }
     }
 
-    /// Leaves the file to whoever has the socket too.
+    /// Leaves the file to another process that has the socket.
     pub(crate) fn leave_file(&mut self) {
         self.identity = None;
     }
@@ -72,7 +74,7 @@ impl UnixListener {
 
 impl Drop for UnixListener {
     fn drop(&mut self) {
-        // Without the lock only a race is left that needs somebody to replace the file in this very moment.
+        // Without the lock there is a race only if the file is replaced at this very moment.
         let _lock = lock_directory(&self.path);
         if self.identity.is_some() && identity(&self.path).ok() == self.identity {
             let _ = rustix::fs::unlink(&self.path);
@@ -84,7 +86,7 @@ fn remove_stale(path: &Path, address: &net::SocketAddrUnix) -> Result<()> {
     let in_use = |by| Err(Error::InUse { path: path.to_owned(), by });
     match rustix::fs::lstat(path) {
         Ok(stat) if FileType::from_raw_mode(stat.st_mode) != FileType::Socket => {
-            return in_use("a file that is no socket");
+            return in_use("a file that is not a socket");
         }
         Err(Errno::NOENT) => return Ok(()),
         Ok(_) | Err(_) => {}
@@ -109,7 +111,7 @@ fn lock_directory(path: &Path) -> Result<OwnedFd, Errno> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let fd = rustix::fs::open(directory, flags, Mode::empty())?;
-    let deadline = Instant::now() + LOCK_PATIENCE;
+    let deadline = Instant::now() + LOCK_TIMEOUT;
     loop {
         match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(fd),

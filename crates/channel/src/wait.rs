@@ -6,10 +6,10 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-/// Why waiting ended.
+/// Reason why a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Woken {
-    /// The descriptor is ready, or in an error that the next call on it will tell.
+    /// The descriptor is ready, or has an error that the next call on it returns.
     Ready,
     /// The descriptor that stops us is readable.
     Stopped,
@@ -26,7 +26,7 @@ pub(crate) fn wait(
 ) -> Result<Woken, Errno> {
     loop {
         let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
-        // Without a second descriptor the first stands in for it, with nothing asked of it.
+        // Without a second descriptor the first is its placeholder, with no events requested.
         let second = stop.map_or(PollFd::from_borrowed_fd(fd, PollFlags::empty()), |stop| {
             PollFd::from_borrowed_fd(stop, PollFlags::IN)
         });
@@ -41,9 +41,9 @@ pub(crate) fn wait(
     }
 }
 
-/// How long one attempt to reach somebody may take, and what to say if it takes longer.
+/// Deadline and cancellation of one operation on a peer, and the errors when it takes longer.
 #[derive(Debug)]
-pub(crate) struct Patience<'a> {
+pub(crate) struct Deadline<'a> {
     op: &'static str,
     peer: String,
     started: Instant,
@@ -51,12 +51,12 @@ pub(crate) struct Patience<'a> {
     cancel: &'a Cancel,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> Deadline<'a> {
     pub(crate) fn new(op: &'static str, address: &Address, deadline: Instant, cancel: &'a Cancel) -> Self {
         Self::of_peer(op, address.to_string(), deadline, cancel)
     }
 
-    /// For somebody who is reached already.
+    /// For an established connection.
     pub(crate) fn of_peer(op: &'static str, peer: String, deadline: Instant, cancel: &'a Cancel) -> Self {
         Self { op, peer, started: Instant::now(), deadline, cancel }
     }
@@ -109,7 +109,7 @@ impl<'a> Patience<'a> {
     }
 }
 
-/// Rounded up, as a wait that ends early would only be begun anew.
+/// Rounded up, as a wait that ends early would only be begun again.
 fn timespec(duration: Duration) -> Timespec {
     let most = Timespec { tv_sec: i64::MAX, tv_nsec: 0 };
     Timespec::try_from(duration).unwrap_or(most)

@@ -1,4 +1,4 @@
-//! What every kind of channel promises, run for every kind and for every fault layer round one.
+//! The contract of the `Channel` trait, tested for every kind of channel and for every fault layer round one.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -17,11 +17,11 @@ use towline_channel::{
     SendFlags, pair,
 };
 
-/// What `tx` sends, `rx` receives.
+/// Both ends of a connection: `rx` receives the bytes that `tx` sends.
 struct Ends {
     tx: Arc<dyn Channel>,
     rx: Arc<dyn Channel>,
-    /// Whether a receiver waits for the sender, and a sender for the receiver.
+    /// True if a receiver waits for the sender, and a sender for the receiver.
     waits: bool,
     _directory: Option<TempDir>,
 }
@@ -31,7 +31,7 @@ impl Ends {
         Self { tx: Arc::from(tx), rx: Arc::from(rx), waits: true, _directory: None }
     }
 
-    /// Whether both are one channel, whose other end echoes.
+    /// Returns true if both are one channel, whose other end echoes.
     fn is_echo(&self) -> bool {
         Arc::ptr_eq(&self.tx, &self.rx)
     }

@@ -14,7 +14,7 @@ use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use towline_channel::{Address, Capabilities, Channel, Error, FDS_MAX, Listener, UnixChannel, connect};
 
-/// So many writing ends of one pipe.
+/// `count` writing ends of one pipe.
 fn pipes(count: usize) -> (PipeReader, Vec<PipeWriter>) {
     let (reader, writer) = std::io::pipe().unwrap();
     let mut writers: Vec<_> = (1..count).map(|_| writer.try_clone().unwrap()).collect();
@@ -26,7 +26,7 @@ fn borrow(writers: &[PipeWriter]) -> Vec<BorrowedFd<'_>> {
     writers.iter().map(AsFd::as_fd).collect()
 }
 
-/// What is read to the end of a pipe; comes back only when every writing end is closed.
+/// Reads to the end of a pipe; returns only when every writing end is closed.
 fn drain(mut reader: PipeReader) -> Vec<u8> {
     let mut bytes = Vec::new();
     reader.read_to_end(&mut bytes).unwrap();
@@ -110,7 +110,7 @@ fn a_number_becomes_what_it_is() {
 }
 
 #[test]
-fn what_is_no_stream_is_refused() {
+fn only_stream_descriptors_are_accepted() {
     let why = |number: i32| match connect(&Address::Fd(number), soon(), &cancel()) {
         Err(Error::BadAddress { address, why }) if address == format!("fd:{number}") => why,
         other => panic!("fd:{number}: {other:?}"),

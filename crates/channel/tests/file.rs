@@ -24,7 +24,7 @@ fn read_at(channel: &dyn Channel, len: usize, offset: u64) -> towline_channel::R
 }
 
 #[test]
-fn what_is_before_the_offset_stays_and_what_is_behind_goes() {
+fn a_file_is_truncated_at_the_offset() {
     let (_directory, path) = scratch();
     std::fs::write(&path, "headold").unwrap();
     let channel = open(&format!("file:{},offset=0x4", path.display()));

@@ -50,7 +50,7 @@ fn tcp_without_a_host_and_by_name() {
         let far = listener.accept(soon(), &cancel()).unwrap();
         assert_talk(&*near, &*far);
     }
-    // Nobody listens at the first address of this machine's names: the next one is tried.
+    // There is no listener at the first address of this machine's names: the next one is tried.
     let only_ipv4 = bind("tcp:127.0.0.1:0");
     let address = Address::Tcp { host: String::new(), port: port(&only_ipv4) };
     connect(&address, soon(), &cancel()).unwrap();
@@ -96,7 +96,7 @@ fn accept_and_connect_meet_their_deadline() {
 }
 
 #[test]
-fn cancelling_wakes_who_accepts_and_who_connects() {
+fn cancelling_wakes_accept_and_connect() {
     let listener = bind("tcp:127.0.0.1:0");
     let directory = TempDir::new().unwrap();
     let unix_listener = Listener::bind(&unix_address(directory.path())).unwrap();
@@ -166,11 +166,11 @@ fn a_socket_file_in_use_is_left_alone() {
         other => panic!("{other:?}"),
     };
     in_use("a listening process");
-    first.accept(soon(), &cancel()).expect("the question whether somebody listens is a connection too");
+    first.accept(soon(), &cancel()).expect("the probe for a listener is a connection too");
     assert_talk(&*connect(&address, soon(), &cancel()).unwrap(), &*first.accept(soon(), &cancel()).unwrap());
     drop(first);
     std::fs::write(&path, "precious").unwrap();
-    in_use("a file that is no socket");
+    in_use("a file that is not a socket");
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
 }
 
@@ -186,7 +186,7 @@ fn somebody_else_s_socket_file_is_not_removed() {
 }
 
 #[test]
-fn of_many_who_replace_a_stale_socket_one_wins() {
+fn of_many_processes_that_replace_a_stale_socket_one_wins() {
     const RACERS: usize = 8;
     for _ in 0..20 {
         let directory = TempDir::new().unwrap();

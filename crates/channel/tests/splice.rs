@@ -7,7 +7,7 @@ use towline_channel::fault::Capture;
 use towline_channel::{Channel, ChannelExt, Error, IoBuf, IoBufMut, SendFlags, Splice, UnixChannel, pair};
 
 #[test]
-fn what_comes_out_is_what_went_in() {
+fn spliced_bytes_arrive_unchanged() {
     let (near, from) = UnixChannel::pair().unwrap();
     let (to, far) = UnixChannel::pair().unwrap();
     let bytes: Vec<u8> =
@@ -35,7 +35,7 @@ fn what_comes_out_is_what_went_in() {
 }
 
 #[test]
-fn ends_are_told_apart() {
+fn each_end_of_a_splice_is_named_in_its_error() {
     let (near, from) = UnixChannel::pair().unwrap();
     let (to, far) = UnixChannel::pair().unwrap();
     let splice = Splice::new().unwrap();
@@ -63,7 +63,7 @@ fn a_thread_that_waits_is_woken_by_shutdown() {
     assert!(matches!(error, Error::Closed { got: 0, .. }), "{error}");
 }
 
-/// What looks at the bytes, or keeps them in memory, is never gone past.
+/// Channels that transform or buffer bytes are never bypassed.
 #[test]
 fn only_bare_sockets_are_joined() {
     let (one, other) = UnixChannel::pair().unwrap();

@@ -73,9 +73,9 @@ fn dropping_a_channel_tells_the_end_and_losing_it_does_not() {
     assert!(matches!(again, Error::Cut { .. }), "{again:?}");
 }
 
-/// What was received ahead can be had when the descriptor is silent.
+/// Data received ahead is returned although the descriptor is not readable.
 #[test]
-fn what_came_ahead_is_told_of() {
+fn data_received_ahead_is_reported_by_has_buffered() {
     let (client, server) = pair();
     assert!(!server.has_buffered());
     send_all(&client, b"QEVM and more").unwrap();
@@ -160,7 +160,7 @@ proptest! {
     }
 }
 
-/// A client and who accepts it, past those who failed before.
+/// A client and its accepted connection, after failed ones.
 fn meet_at(listener: &Listener, options: &ConnectOptions) -> (Box<dyn Channel>, Box<dyn Channel>) {
     std::thread::scope(|scope| {
         let far = scope.spawn(|| {
@@ -192,7 +192,7 @@ impl Directories {
         Self { authority, near, far }
     }
 
-    /// Connects with TLS; returns what each end says.
+    /// Connects with TLS; returns the result at each end.
     fn meet(&self, hostname: Option<&str>) -> (String, String) {
         let client = TlsClient::load(self.near.path(), hostname).unwrap();
         let server = TlsServer::load(self.far.path()).unwrap();
@@ -237,7 +237,7 @@ fn write(directory: &Path, name: &str, content: &str) {
 }
 
 #[test]
-fn who_cannot_be_trusted_is_refused_with_the_reason_at_both_ends() {
+fn an_untrusted_peer_is_refused_with_the_reason_at_both_ends() {
     let good = Directories::new();
     assert_eq!(good.meet(Some("localhost")), (String::new(), String::new()));
     let other = Authority::new("another CA").unwrap();
@@ -318,16 +318,16 @@ fn files_that_are_no_good_are_named() {
     assert_eq!(load(&swapped).0, text);
 }
 
-/// Plain words at a TLS port are named, and the listener goes on.
+/// A client without TLS is named in the error, and the listener continues.
 #[test]
-fn who_speaks_no_tls_is_named_and_holds_up_nobody() {
+fn a_client_without_tls_is_named_and_blocks_no_other() {
     let d = Directories::new();
     let server = TlsServer::load(d.far.path()).unwrap();
     let options = ListenOptions { tls: Some(server), ..Default::default() };
     let listener = Listener::bind_with(&"tcp:127.0.0.1:0".parse().unwrap(), &options).unwrap();
     let Address::Tcp { port, .. } = listener.local_address() else { panic!() };
     let here = ("127.0.0.1", *port);
-    // Who says nothing and stays.
+    // Silent connections that stay open.
     let _silent: Vec<TcpStream> = (0..70).map(|_| TcpStream::connect(here).unwrap()).collect();
     for (words, what) in [
         (&b"QEVM\0\0\0\x03"[..], "it sent a migration without TLS: turn TLS on there (tls-creds"),
@@ -338,7 +338,7 @@ fn who_speaks_no_tls_is_named_and_holds_up_nobody() {
         stranger.write_all(words).unwrap();
         let error = listener.accept(soon(), &cancel()).unwrap_err();
         assert!(matches!(&error, Error::Tls { why, .. } if why.starts_with(what)), "{error}");
-        // It may be reset, as what it sent was not all read.
+        // It may be reset, as not all it sent was read.
         let _ = stranger.read(&mut [0; 9]);
     }
     let client = TlsClient::load(d.near.path(), None).unwrap();

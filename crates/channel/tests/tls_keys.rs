@@ -1,4 +1,4 @@
-//! New keys on a connection that lives, against rustls' own end: it asks for them and takes ours.
+//! Key updates on an established connection, against rustls' own end: it requests them and accepts ours.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -19,7 +19,8 @@ const ROUNDS: usize = 20;
 /// Several records, the last not full.
 const BYTES: usize = 100_000;
 
-/// What rustls sends next is under a new key, and it wants the same of us: it could not read what we send under the old.
+/// rustls' next record is under a new key, and requests an update from us: it could not read records under the old
+/// one.
 #[test]
 fn keys_are_renewed_when_the_peer_renews_its_own() {
     let directory = credentials();

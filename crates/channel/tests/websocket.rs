@@ -1,5 +1,5 @@
-//! WebSocket frames as others send them: fragments, pings, and what is refused. Whole streams are in the conformance suite,
-//! Python's end in the lab.
+//! WebSocket frames of other implementations: fragments, pings, and invalid ones. Whole streams are in the
+//! conformance suite, the test against Python in the lab.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use towline_channel::{Address, Channel, Error, Listener};
 
-/// A server of ours, and a client that says what it likes.
+/// A server of this crate, and a raw client.
 fn raw_client() -> (Box<dyn Channel>, TcpStream) {
     let listener = Listener::bind(&"ws://127.0.0.1:0/vm".parse().unwrap()).unwrap();
     let Address::WebSocket { port, .. } = listener.local_address() else { panic!() };
@@ -55,9 +55,9 @@ fn fragments_and_pings_between_them_are_one_stream() {
     assert_eq!(answer, [0x88, 2, 3, 0xe8]);
 }
 
-/// Nobody sends, and somebody waits for data: a ping is answered all the same.
+/// A ping is answered while a thread waits for data and none sends.
 #[test]
-fn a_ping_is_answered_by_who_waits() {
+fn a_ping_is_answered_by_the_waiting_thread() {
     let (channel, mut raw) = raw_client();
     std::thread::scope(|scope| {
         let waiting = spawn_asleep(scope, || recv_exact(channel.as_ref(), 1));
@@ -71,7 +71,7 @@ fn a_ping_is_answered_by_who_waits() {
 }
 
 #[test]
-fn what_breaks_the_rules_is_named() {
+fn protocol_errors_are_named() {
     let unmasked = [0x82, 1, b'x'];
     let long = [&[0x82, 0xff][..], &(u64::MAX >> 1).to_be_bytes(), &[0; 4]].concat();
     for (bytes, text) in [
@@ -80,7 +80,7 @@ fn what_breaks_the_rules_is_named() {
         (frame(0x80, b"x"), "it sent the fragments of a message out of order"),
         (
             frame(0x83, b"x"),
-            "it sent what is no frame: WebSocket protocol error: Encountered invalid opcode: 3",
+            "it sent an invalid frame: WebSocket protocol error: Encountered invalid opcode: 3",
         ),
         (frame(0x09, b"x"), "it sent a control frame of 1 bytes or in fragments, the limit is 125"),
         (unmasked.to_vec(), "it sent a frame without a mask, which only servers send"),

@@ -1,4 +1,4 @@
-//! Zero-copy sends over the loopback interface, where the kernel copies them all and says so.
+//! Zero-copy sends over the loopback interface, where the kernel copies them all and reports so.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod common;
@@ -50,7 +50,7 @@ fn on_loopback_all_is_copied_and_flush_says_so() {
         };
         let near = common::open(&listener.local_address().to_string());
         let far = listener.accept(soon(), &cancel()).unwrap();
-        assert!(!near.capabilities().contains(Capabilities::ZERO_COPY), "only when it was asked for");
+        assert!(!near.capabilities().contains(Capabilities::ZERO_COPY), "only on request");
         assert!(far.capabilities().contains(Capabilities::ZERO_COPY));
         assert_eq!(far.flush().unwrap(), Flushed::Done);
         let data = pattern(3 << 20);

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 use serde_json::json;
 use towline_channel::Address;
-use towline_compat::{Finding, Report, Severity, Verdict, Way};
+use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
 use towline_control::check::{self, End, Intent};
 
 use crate::Exit;
@@ -90,7 +90,7 @@ fn end(endpoint: &Endpoint) -> Result<End, Refused> {
 }
 
 fn tell(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: &Report) -> Exit {
-    let (verdict, by_hand) = (report.verdict(Way::Towline), report.verdict(Way::ByHand));
+    let (verdict, by_hand) = (report.verdict(ConfiguredBy::Towline), report.verdict(ConfiguredBy::ByHand));
     let exit = match verdict {
         Verdict::Yes | Verdict::YesWithNotes => Exit::Done,
         Verdict::No => Exit::Safe,
@@ -108,10 +108,10 @@ fn tell(reporter: &Reporter, args: &CheckArgs, to: &Endpoint, report: &Report) -
         }),
     );
     reporter.line(&format!("{} to {to}: {verdict}", args.source));
-    report.of(Way::Towline).for_each(|finding| line(reporter, finding));
+    report.of(ConfiguredBy::Towline).for_each(|finding| line(reporter, finding));
     if by_hand != verdict {
         reporter.line(&format!("by QEMU's own `migrate`, with what is set now: {by_hand}"));
-        let own = report.of(Way::ByHand).filter(|finding| finding.way == Some(Way::ByHand));
+        let own = report.of(ConfiguredBy::ByHand).filter(|finding| finding.way == Some(ConfiguredBy::ByHand));
         own.for_each(|finding| line(reporter, finding));
     }
     exit

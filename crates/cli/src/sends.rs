@@ -1,20 +1,20 @@
 //! How each lane sent its pages, for people and for machines.
 
 use serde_json::{Value, json};
-use towline_migration::{LaneSends, SendReason, SendWay, Tally};
+use towline_migration::{LaneSends, SendMethod, SendReason, SendTotals};
 
 use crate::units::count;
 
 /// One line for all lanes that did alike; none where there was nothing to choose.
 pub(crate) fn lines(lanes: &[LaneSends]) -> Vec<String> {
-    let mut alike: Vec<(SendWay, SendReason, Vec<&LaneSends>)> = Vec::new();
+    let mut alike: Vec<(SendMethod, SendReason, Vec<&LaneSends>)> = Vec::new();
     for lane in lanes.iter().filter(|lane| is_of_interest(lane)) {
-        match alike.iter_mut().find(|(way, reason, _)| (*way, *reason) == (lane.way, lane.reason)) {
+        match alike.iter_mut().find(|(method, reason, _)| (*method, *reason) == (lane.method, lane.reason)) {
             Some((_, _, lanes)) => lanes.push(lane),
-            None => alike.push((lane.way, lane.reason, vec![lane])),
+            None => alike.push((lane.method, lane.reason, vec![lane])),
         }
     }
-    alike.iter().map(|(way, reason, lanes)| line(*way, *reason, lanes)).collect()
+    alike.iter().map(|(method, reason, lanes)| line(*method, *reason, lanes)).collect()
 }
 
 /// An object for each lane.
@@ -22,11 +22,11 @@ pub(crate) fn json(lanes: &[LaneSends]) -> Value {
     let lane = |(number, lane): (usize, &LaneSends)| {
         json!({
             "lane": number,
-            "mode": lane.way.to_string(),
+            "mode": lane.method.to_string(),
             "reason": lane.reason.to_string(),
             "switches": lane.switches,
-            "plain": tally(&lane.plain),
-            "zero-copy": tally(&lane.zero_copy),
+            "plain": totals(&lane.plain),
+            "zero-copy": totals(&lane.zero_copy),
             "sends-zero-copied": lane.zero_copied,
             "sends-copied": lane.copied,
         })
@@ -37,13 +37,13 @@ pub(crate) fn json(lanes: &[LaneSends]) -> Value {
 /// Not one that was told to send plainly, or could nothing else.
 fn is_of_interest(lane: &LaneSends) -> bool {
     let is_choice = !matches!(lane.reason, SendReason::Unsupported | SendReason::Compressed);
-    is_choice && (lane.way, lane.reason) != (SendWay::Plain, SendReason::Asked)
+    is_choice && (lane.method, lane.reason) != (SendMethod::Plain, SendReason::Asked)
 }
 
-fn line(way: SendWay, reason: SendReason, lanes: &[&LaneSends]) -> String {
+fn line(method: SendMethod, reason: SendReason, lanes: &[&LaneSends]) -> String {
     let sum = |of: fn(&LaneSends) -> u64| count(lanes.iter().map(|lane| of(lane)).sum());
     let mut line = format!(
-        "{} {way}: {reason}; {} packets plain, {} zero-copy",
+        "{} {method}: {reason}; {} packets plain, {} zero-copy",
         lanes.len(),
         sum(|lane| lane.plain.packets),
         sum(|lane| lane.zero_copy.packets)
@@ -52,19 +52,19 @@ fn line(way: SendWay, reason: SendReason, lanes: &[&LaneSends]) -> String {
     if lanes.iter().any(|lane| lane.zero_copy.packets > 0) {
         line.push_str(&format!(" (kernel: {} not copied, {copied} copied)", count(sent)));
     }
-    let cost = |of: fn(&LaneSends) -> Tally| {
-        let all = lanes.iter().map(|lane| of(lane)).fold(Tally::default(), Tally::plus);
+    let cost = |of: fn(&LaneSends) -> SendTotals| {
+        let all = lanes.iter().map(|lane| of(lane)).fold(SendTotals::default(), SendTotals::plus);
         all.cpu_ms_per_gb().map_or_else(|| "?".to_owned(), |cost| format!("{cost:.0}"))
     };
     line.push_str(&format!("; {} | {} ms CPU/GB", cost(|lane| lane.plain), cost(|lane| lane.zero_copy)));
     line
 }
 
-fn tally(tally: &Tally) -> Value {
+fn totals(totals: &SendTotals) -> Value {
     json!({
-        "packets": tally.packets,
-        "cpu-ns-per-packet": tally.cpu_ns_per_packet(),
-        "cpu-ms-per-gb": tally.cpu_ms_per_gb(),
+        "packets": totals.packets,
+        "cpu-ns-per-packet": totals.cpu_ns_per_packet(),
+        "cpu-ms-per-gb": totals.cpu_ms_per_gb(),
     })
 }
 
@@ -74,8 +74,8 @@ mod tests {
 
     #[test]
     fn lanes_that_did_alike_share_a_line() {
-        let packets = |packets| Tally { packets, ..Tally::default() };
-        let measured = Tally {
+        let packets = |packets| SendTotals { packets, ..SendTotals::default() };
+        let measured = SendTotals {
             packets: 30,
             bytes: 15_000_000,
             measured_packets: 2,
@@ -90,7 +90,7 @@ mod tests {
             ..LaneSends::default()
         };
         let spared = LaneSends {
-            way: SendWay::ZeroCopy,
+            method: SendMethod::ZeroCopy,
             reason: SendReason::CostsLess,
             zero_copy: packets(1234),
             zero_copied: 1235,

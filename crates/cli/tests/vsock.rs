@@ -52,7 +52,7 @@ impl Place {
         let features = frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap().features;
         let options = Options { cid, size: 64, receive_bytes: 4096, features, takes_at_once: true };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let guest = Guest::start(&mut frontend, &memory, options).unwrap();
         (frontend, guest)
     }
@@ -120,9 +120,9 @@ fn a_process_that_is_killed_completes_no_chain_twice_and_loses_none() {
     let _process = place.start(&args);
     let mut frontend = Frontend::connect(&place.path("s"), WITHIN).unwrap();
     frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap();
-    frontend.share(Some(&Arc::clone(guest.memory()))).unwrap();
+    frontend.set_mem_table(Some(&Arc::clone(guest.memory()))).unwrap();
     // What a frontend knows of rings whose backend did not stop them: the used index.
-    let bases = [guest.rx().seen(), guest.tx().seen()];
+    let bases = [guest.rx().last_used_idx(), guest.tx().last_used_idx()];
     frontend.start(guest.rx(), bases[0]).unwrap();
     frontend.start(guest.tx(), bases[1]).unwrap();
     // The driver fails at a chain that comes back and was not out. What it sent leads nowhere any more, and it is told so.

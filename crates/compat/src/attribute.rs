@@ -1,9 +1,9 @@
 //! `migration_version`: one attribute that each migratable device offers, judged by the destination's device itself.
 //!
-//! Reading it gives the device's version string, which only its own type may look into. Writing the *source's* string to the
-//! *destination's* attribute answers: success, it can be migrated there; an errno, it cannot, and that device's log says why.
-//! That both are of one type is checked before anything is written. A device that cannot be migrated answers the read with
-//! ENODEV. (Linux, "vfio/mdev: expose mdev migration version", 2019.)
+//! Reading it returns the device's version string, which is opaque to other types. Writing the *source's* string to
+//! the *destination's* attribute checks it: success, the device can be migrated there; an errno, it cannot, and the
+//! device's log has the reason. Both types are compared before anything is written. A device that cannot be migrated
+//! fails the read with ENODEV. (Linux, "vfio/mdev: expose mdev migration version", 2019.)
 
 use crate::facts::{Attribute, Facts, Subject};
 use crate::limits;
@@ -11,14 +11,15 @@ use crate::report::{Findings, Report};
 
 /// The id of what is found here.
 pub const RULE_ID: &str = "migration-version";
-/// What a device that cannot be migrated answers (`errno.h`).
+/// Errno of a device that cannot be migrated (`errno.h`).
 const ENODEV: i32 = 19;
 
-/// Adds to a report what a destination's device says to the source's version. `write` gives it the string, and is called only if
-/// the types agree and the source gave one; its error is why the device refuses it, in words.
+/// Adds the verdict of a destination's device on the source's version to a report. `write` passes the string to the
+/// device, and is called only if the types match and the source has a string; its error is the device's reason for
+/// refusing it.
 ///
 /// Nothing is added unless both are attributes, or devices of ours.
-pub fn judge(
+pub fn evaluate(
     report: &mut Report,
     source: &Facts,
     destination: &Facts,
@@ -29,7 +30,7 @@ pub fn judge(
     }
 }
 
-/// What the facts say of the device's attribute.
+/// The device's attribute, if the facts have one.
 fn attribute(facts: &Facts) -> Option<Attribute> {
     match &facts.subject {
         Subject::Attribute(attribute) => Some(attribute.clone()),
@@ -68,14 +69,18 @@ fn compare(
         return findings.no(text, "is this a migration_version attribute?");
     }
     if let Err(why) = write(version) {
-        findings
-            .no(format!("the destination's device refuses the source's version: {why}"), "its log says why");
+        findings.no(
+            format!("the destination's device refuses the source's version: {why}"),
+            "its log has the reason",
+        );
     }
 }
 
 fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
     match errno {
-        Some(ENODEV) => findings.no("the source's device cannot be migrated (ENODEV)", "its log says why"),
+        Some(ENODEV) => {
+            findings.no("the source's device cannot be migrated (ENODEV)", "its log has the reason");
+        }
         Some(errno) => findings.unknown(
             format!("the source's version cannot be read: {}", std::io::Error::from_raw_os_error(errno)),
             "see that the attribute can be read",
@@ -91,7 +96,7 @@ fn unreadable(errno: Option<i32>, findings: &mut Findings<'_>) {
 mod tests {
     use super::*;
     use crate::facts;
-    use crate::report::{Verdict, Way};
+    use crate::report::{ConfiguredBy, Verdict};
 
     fn attribute(device_type: &str, version: Option<&str>, errno: Option<i32>) -> Facts {
         let version = version.map(str::to_owned);
@@ -100,11 +105,11 @@ mod tests {
 
     fn verdict(source: &Facts, answer: Result<(), String>) -> (Verdict, Option<String>) {
         let (mut report, mut written) = (Report::default(), None);
-        judge(&mut report, source, &attribute("net", None, None), |version| {
+        evaluate(&mut report, source, &attribute("net", None, None), |version| {
             written = Some(version.to_owned());
             answer
         });
-        (report.verdict(Way::Towline), written)
+        (report.verdict(ConfiguredBy::Towline), written)
     }
 
     #[test]
@@ -143,7 +148,7 @@ mod tests {
     fn other_facts_are_no_pair_of_attributes() {
         let image: Facts = Subject::Image(facts::Image::default()).into();
         let mut report = Report::default();
-        judge(&mut report, &image, &image, |_| panic!("nothing is written"));
+        evaluate(&mut report, &image, &image, |_| panic!("nothing is written"));
         assert_eq!(report, Report::default());
     }
 }

@@ -1,22 +1,22 @@
-//! Whether a guest would run elsewhere: facts of both sides in, a verdict with reasons out.
+//! Checks whether a guest would run elsewhere: facts of both sides in, a verdict with reasons out.
 //!
 //! ```text
-//!   a QEMU (QMP) · an image · a QEMU binary's -dump-vmstate · a device · a file of them      whoever can ask, asks
+//!   a QEMU (QMP) · an image · a QEMU binary's -dump-vmstate · a device · a file of them      collected elsewhere
 //!        └──────────────────── Facts ───────────────────┘
 //!                                 │  source, destination
-//!                              judge()  ── rules/*: one file, one id each
+//!                             evaluate()  ── rules/*: one file, one id each
 //!                                 ▼
 //!                              Report: findings (no · could not tell · note), each with its reason and the way out
 //! ```
 //!
-//! A verdict has two readings, because QEMU negotiates nothing: what [`Way::Towline`] sets alike at both ends has to be alike
-//! already where somebody says `migrate` [`Way::ByHand`].
+//! A verdict has two readings, because QEMU negotiates nothing: settings that [`ConfiguredBy::Towline`] makes equal
+//! at both ends must be equal already for a `migrate` [`ConfiguredBy::ByHand`].
 //!
-//! What it is not: it asks nobody and opens nothing. Facts come as values or as the JSON that [`Facts::to_json`] writes, which
-//! is bounded when it is read ([`limits`]) and whose unknown keys are ignored.
+//! It queries and opens nothing. Facts come as values or as the JSON that [`Facts::to_json`] writes, which is bounded
+//! when it is read ([`limits`]) and whose unknown keys are ignored.
 //!
-//! Limits: what differs but is in no rule's table is said to be unknown ([`Severity::Unknown`]), never taken for harmless.
-//! x86 guests. A device that has no state of its own (there are few) counts as missing all the same.
+//! Limits: a difference in no rule's table is reported as unknown ([`Severity::Unknown`]), never taken for harmless.
+//! x86 guests. A device without a state of its own (there are few) counts as missing all the same.
 
 #![forbid(unsafe_code)]
 
@@ -27,5 +27,5 @@ mod report;
 mod rules;
 
 pub use facts::{Error, Facts, Subject};
-pub use report::{Finding, Report, Severity, Verdict, Way};
-pub use rules::{Pair, RULES, Rule, judge};
+pub use report::{ConfiguredBy, Finding, Report, Severity, Verdict};
+pub use rules::{Pair, RULES, Rule, evaluate};

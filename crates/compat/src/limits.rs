@@ -1,4 +1,4 @@
-//! How much of anything is believed.
+//! Limits of facts that are read.
 
 /// Bytes of a facts file, or of what a QEMU binary dumps (1 to 2 MiB for x86).
 pub const FACTS_BYTES_MAX: usize = 32 << 20;
@@ -8,9 +8,9 @@ pub const ENTRIES_MAX: usize = 4 << 10;
 pub const SECTIONS_MAX: usize = 32 << 10;
 /// Properties of one device.
 pub const PROPERTIES_MAX: usize = 4096;
-/// How deep subsections may lie in each other.
+/// Maximum nesting of subsections.
 pub const DEPTH_MAX: usize = 16;
-/// Findings that are told; more of them say nothing new.
+/// Maximum number of findings reported.
 pub const FINDINGS_MAX: usize = 256;
 /// A `migration_version` string, as a page of sysfs.
 pub const MIGRATION_VERSION_BYTES_MAX: usize = 4096;

@@ -1,4 +1,4 @@
-//! What the rules found, and the verdict that follows.
+//! Findings of the rules, and the verdict that follows.
 
 use std::fmt;
 
@@ -6,23 +6,23 @@ use serde::Serialize;
 
 use crate::limits;
 
-/// Who sees to it that both ends are set alike.
+/// The party that makes the settings of both ends equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Way {
+pub enum ConfiguredBy {
     /// `towline copy` or `move`, which set capabilities and parameters.
     Towline,
     /// QEMU's own `migrate`, with what is set now.
     ByHand,
 }
 
-/// What a finding means for the guest.
+/// Consequence of a finding for the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
     /// It runs on; this is worth knowing.
     Note,
-    /// Nobody can say whether it runs on.
+    /// It is unknown whether the guest would run.
     Unknown,
     /// It would not run on.
     No,
@@ -59,14 +59,14 @@ impl fmt::Display for Verdict {
 pub struct Finding {
     /// The rule's id.
     pub rule: &'static str,
-    /// What it means.
+    /// Its severity.
     pub severity: Severity,
     /// The way it holds for; `None`: for both.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub way: Option<Way>,
+    pub way: Option<ConfiguredBy>,
     /// The thing and both values.
     pub text: String,
-    /// What to do about it, or empty.
+    /// The remedy, or empty.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub remedy: String,
 }
@@ -89,7 +89,7 @@ pub struct Report {
 impl Report {
     /// The verdict for one way.
     #[must_use]
-    pub fn verdict(&self, way: Way) -> Verdict {
+    pub fn verdict(&self, way: ConfiguredBy) -> Verdict {
         match self.of(way).map(|finding| finding.severity).max() {
             None => Verdict::Yes,
             Some(Severity::Note) => Verdict::YesWithNotes,
@@ -99,7 +99,7 @@ impl Report {
     }
 
     /// The findings of one way, in the rules' order.
-    pub fn of(&self, way: Way) -> impl Iterator<Item = &Finding> {
+    pub fn of(&self, way: ConfiguredBy) -> impl Iterator<Item = &Finding> {
         self.findings.iter().filter(move |finding| finding.way.is_none_or(|of| of == way))
     }
 
@@ -109,21 +109,21 @@ impl Report {
         &self.findings
     }
 
-    /// Why not, for one way, each with what to do about it.
+    /// Reasons against, for one way of configuring, each with its remedy.
     #[must_use]
-    pub fn reasons(&self, way: Way) -> Vec<String> {
+    pub fn reasons(&self, way: ConfiguredBy) -> Vec<String> {
         let no = self.of(way).filter(|finding| finding.severity == Severity::No);
         no.map(ToString::to_string).collect()
     }
 
-    /// What else to know, for one way.
+    /// Notes, for one way of configuring.
     #[must_use]
-    pub fn notes(&self, way: Way) -> Vec<String> {
+    pub fn notes(&self, way: ConfiguredBy) -> Vec<String> {
         let rest = self.of(way).filter(|finding| finding.severity != Severity::No);
         rest.map(ToString::to_string).collect()
     }
 
-    /// Keeps a finding, as long as there is room; one that is worse than a note always has some.
+    /// Keeps a finding, as long as there is room; there always is for one that is worse than a note.
     pub(crate) fn push(&mut self, finding: Finding) {
         let is_full = self.findings.len() >= limits::FINDINGS_MAX;
         match self.findings.iter().rposition(|kept| kept.severity < finding.severity) {
@@ -157,7 +157,13 @@ impl Findings<'_> {
         self.add(Severity::Note, None, text.into(), remedy.into());
     }
 
-    pub(crate) fn add(&mut self, severity: Severity, way: Option<Way>, text: String, remedy: String) {
+    pub(crate) fn add(
+        &mut self,
+        severity: Severity,
+        way: Option<ConfiguredBy>,
+        text: String,
+        remedy: String,
+    ) {
         self.report.push(Finding { rule: self.rule, severity, way, text, remedy });
     }
 }
@@ -166,7 +172,7 @@ impl Findings<'_> {
 mod tests {
     use super::*;
 
-    fn found(severity: Severity, way: Option<Way>) -> Report {
+    fn found(severity: Severity, way: Option<ConfiguredBy>) -> Report {
         let mut report = Report::default();
         Findings { rule: "r", report: &mut report }.add(severity, way, "t".into(), String::new());
         report
@@ -174,21 +180,21 @@ mod tests {
 
     #[test]
     fn the_worst_finding_decides() {
-        assert_eq!(Report::default().verdict(Way::Towline), Verdict::Yes);
-        assert_eq!(found(Severity::Note, None).verdict(Way::Towline), Verdict::YesWithNotes);
+        assert_eq!(Report::default().verdict(ConfiguredBy::Towline), Verdict::Yes);
+        assert_eq!(found(Severity::Note, None).verdict(ConfiguredBy::Towline), Verdict::YesWithNotes);
         let mut report = found(Severity::Unknown, None);
-        assert_eq!(report.verdict(Way::ByHand), Verdict::CouldNotTell);
+        assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::CouldNotTell);
         Findings { rule: "r", report: &mut report }.no("x", "do y");
-        assert_eq!(report.verdict(Way::ByHand), Verdict::No);
-        assert_eq!(report.reasons(Way::ByHand), ["x (do y)"]);
-        assert_eq!(report.notes(Way::ByHand), ["t"]);
+        assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::No);
+        assert_eq!(report.reasons(ConfiguredBy::ByHand), ["x (do y)"]);
+        assert_eq!(report.notes(ConfiguredBy::ByHand), ["t"]);
     }
 
     #[test]
-    fn what_holds_for_one_way_is_not_said_of_the_other() {
-        let report = found(Severity::No, Some(Way::ByHand));
-        assert_eq!(report.verdict(Way::ByHand), Verdict::No);
-        assert_eq!(report.verdict(Way::Towline), Verdict::Yes);
+    fn a_finding_for_one_way_is_not_reported_for_the_other() {
+        let report = found(Severity::No, Some(ConfiguredBy::ByHand));
+        assert_eq!(report.verdict(ConfiguredBy::ByHand), Verdict::No);
+        assert_eq!(report.verdict(ConfiguredBy::Towline), Verdict::Yes);
     }
 
     #[test]
@@ -198,6 +204,6 @@ mod tests {
         (0..limits::FINDINGS_MAX + 5).for_each(|_| findings.note("n", ""));
         findings.no("x", "");
         assert_eq!(report.findings().len(), limits::FINDINGS_MAX);
-        assert_eq!((report.left_out, report.verdict(Way::Towline)), (6, Verdict::No));
+        assert_eq!((report.left_out, report.verdict(ConfiguredBy::Towline)), (6, Verdict::No));
     }
 }

@@ -1,7 +1,7 @@
-//! Facts from anywhere: whatever they say, they are read or refused, and judged, in bounded time and memory. The body is a fuzz
+//! Facts from anywhere: they are read or refused, and evaluated, in bounded time and memory. The body is a fuzz
 //! target too.
 
-use towline_compat::{Facts, Pair, Way, judge};
+use towline_compat::{ConfiguredBy, Facts, Pair, evaluate};
 
 /// Reads bytes as facts, and judges what came of it against itself both ways.
 pub fn facts(bytes: &[u8]) {
@@ -9,7 +9,7 @@ pub fn facts(bytes: &[u8]) {
     let parts = [bytes, &bytes[..middle], &bytes[middle..]];
     let read: Vec<Facts> = parts.iter().filter_map(|part| Facts::parse(part).ok()).collect();
     for source in &read {
-        assert!(Facts::parse(&source.to_json()).is_ok(), "what is written is read");
+        assert!(Facts::parse(&source.to_json()).is_ok(), "written facts are read back");
         for destination in &read {
             let pair = Pair {
                 source,
@@ -19,8 +19,12 @@ pub fn facts(bytes: &[u8]) {
                 is_live: true,
                 is_one_host: true,
             };
-            let report = judge(&pair);
-            let _ = (report.verdict(Way::Towline), report.notes(Way::ByHand), report.reasons(Way::Towline));
+            let report = evaluate(&pair);
+            let _ = (
+                report.verdict(ConfiguredBy::Towline),
+                report.notes(ConfiguredBy::ByHand),
+                report.reasons(ConfiguredBy::Towline),
+            );
         }
     }
 }

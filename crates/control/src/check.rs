@@ -16,7 +16,7 @@ mod recorded;
 use std::path::{Path, PathBuf};
 
 use towline_compat::facts::{Block, Image as ImageFacts, Section, Subject};
-use towline_compat::{Facts, Pair, Report, attribute as judged, judge};
+use towline_compat::{Facts, Pair, Report, attribute as judged, evaluate};
 use towline_image::{Image, StoredGuest};
 use towline_qmp as qmp;
 
@@ -103,14 +103,14 @@ pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, 
     let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
     let Intent { lanes, is_postcopy } = intent;
     let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
-    let mut report = judge(&pair);
+    let mut report = evaluate(&pair);
     if let End::Attribute(_) | End::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),
             Subject::Attribute(attribute) => attribute.device_type.as_str(),
             _ => "",
         };
-        judged::judge(&mut report, &guest, &there, |version| destination.write(version, device_type));
+        judged::evaluate(&mut report, &guest, &there, |version| destination.write(version, device_type));
     }
     Ok(report)
 }

@@ -374,7 +374,7 @@ impl Qemu {
             result = self.client.next_event(left).map(|_| ());
         }
         match result {
-            Err(error) if !error.is_gone() => return Err(error.into()),
+            Err(error) if !error.is_disconnected() => return Err(error.into()),
             _ => {}
         }
         let left = self.client.deadline().saturating_sub(started.elapsed());

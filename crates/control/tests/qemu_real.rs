@@ -208,9 +208,12 @@ fn settings_of_a_dead_qemu_are_reported() {
         process.kill();
         let error = settings.restore(&mut qemu).unwrap_err();
         assert_eq!(error.left, ["multifd (was off)"]);
-        assert!(matches!(error.cause.as_deref(), Some(Error::Qmp(qmp::Error::Gone { .. }))), "{error}");
+        assert!(
+            matches!(error.cause.as_deref(), Some(Error::Qmp(qmp::Error::Disconnected { .. }))),
+            "{error}"
+        );
         let error = Settings::apply(&mut qemu, &multifd).unwrap_err();
-        assert!(matches!(&error.cause, Error::Qmp(qmp::Error::Gone { .. })), "{error}");
+        assert!(matches!(&error.cause, Error::Qmp(qmp::Error::Disconnected { .. })), "{error}");
         qemu.quit().unwrap();
     }
 }

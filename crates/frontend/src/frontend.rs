@@ -1,4 +1,4 @@
-//! A conversation with a backend: what QEMU says, in QEMU's order.
+//! A vhost-user connection to a backend: the requests that QEMU sends, in QEMU's order.
 
 use std::io::{IoSlice, Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -14,8 +14,8 @@ use crate::queue::Queue;
 use crate::wire::{self, Code, HEADER_BYTES, feature, halves, protocol, words};
 use crate::{Error, Result, system};
 
-/// How long a backend may take for an answer.
-const ANSWER_WITHIN: Duration = Duration::from_secs(60);
+/// The time that a backend may take for an answer.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Descriptors that one message can carry.
 const FDS_MAX: usize = 8;
 /// The longest answer that is read.
@@ -26,12 +26,12 @@ const CONNECT_INTERVAL: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct Frontend {
     stream: UnixStream,
-    agreed: Agreed,
+    negotiated: Negotiated,
 }
 
-/// What was negotiated.
+/// Negotiated features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Agreed {
+pub struct Negotiated {
     /// Virtio features.
     pub features: u64,
     /// Protocol features.
@@ -42,7 +42,7 @@ impl Frontend {
     /// Connects to a backend that listens, waiting for it to come up.
     ///
     /// # Errors
-    /// That nobody listens there within this time.
+    /// No backend listens there within this time.
     pub fn connect(path: &Path, within: Duration) -> Result<Self> {
         let until = Instant::now() + within;
         loop {
@@ -51,7 +51,7 @@ impl Frontend {
                 Err(source) if Instant::now() > until => {
                     return Err(Error::System { what: "connecting to the backend", source });
                 }
-                // There is no event that tells of a socket that begins to listen.
+                // The kernel has no event for a socket that starts to listen.
                 Err(_) => std::thread::sleep(CONNECT_INTERVAL),
             }
         }
@@ -73,9 +73,9 @@ impl Frontend {
     /// The kernel's.
     pub fn new(stream: UnixStream) -> Result<Self> {
         let failed = |source| Error::System { what: "timeouts", source };
-        stream.set_read_timeout(Some(ANSWER_WITHIN)).map_err(failed)?;
-        stream.set_write_timeout(Some(ANSWER_WITHIN)).map_err(failed)?;
-        Ok(Self { stream, agreed: Agreed::default() })
+        stream.set_read_timeout(Some(REPLY_TIMEOUT)).map_err(failed)?;
+        stream.set_write_timeout(Some(REPLY_TIMEOUT)).map_err(failed)?;
+        Ok(Self { stream, negotiated: Negotiated::default() })
     }
 
     /// The connection itself.
@@ -83,18 +83,18 @@ impl Frontend {
         &self.stream
     }
 
-    /// What was negotiated.
-    pub fn agreed(&self) -> Agreed {
-        self.agreed
+    /// The negotiated features.
+    pub fn negotiated(&self) -> Negotiated {
+        self.negotiated
     }
 
-    /// Takes what is there of `wished`, and all of `needed`; the same with protocol features, of which all that exist are
-    /// wished.
+    /// Accepts the offered features out of `wanted`, and all of `needed`; the same with protocol features, of which
+    /// all known ones are wanted.
     ///
     /// # Errors
-    /// [`Error::Features`], and those of [`Frontend::ask`].
-    pub fn negotiate(&mut self, needed: u64, wished: u64, needed_protocol: u64) -> Result<Agreed> {
-        self.say(Code::SET_OWNER, &[], &[])?;
+    /// [`Error::Features`], and those of [`Frontend::query`].
+    pub fn negotiate(&mut self, needed: u64, wanted: u64, needed_protocol: u64) -> Result<Negotiated> {
+        self.send_unacked(Code::SET_OWNER, &[], &[])?;
         let offered = self.number(Code::GET_FEATURES)?;
         let needed = needed | feature::VERSION_1;
         let missing = needed & !offered;
@@ -108,84 +108,84 @@ impl Frontend {
                 let (what, wanted) = ("protocol features", needed_protocol);
                 return Err(Error::Features { what, wanted, missing, offered });
             }
-            let wished = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
-            let taken = offered & (needed_protocol | wished | protocol::LOG_SHMFD);
-            self.say(Code::SET_PROTOCOL_FEATURES, &words(&[taken]), &[])?;
-            self.agreed.protocol = taken;
+            let wanted = protocol::MQ | protocol::REPLY_ACK | protocol::MEM_SLOTS | protocol::CONFIG;
+            let taken = offered & (needed_protocol | wanted | protocol::LOG_SHMFD);
+            self.send_unacked(Code::SET_PROTOCOL_FEATURES, &words(&[taken]), &[])?;
+            self.negotiated.protocol = taken;
         }
-        let taken = offered & (needed | wished | feature::PROTOCOL);
+        let taken = offered & (needed | wanted | feature::PROTOCOL);
         self.set_features(taken)?;
-        Ok(self.agreed)
+        Ok(self.negotiated)
     }
 
     /// Takes these features, whatever was offered.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn set_features(&mut self, taken: u64) -> Result<()> {
-        self.tell(Code::SET_FEATURES, &words(&[taken]), &[])?;
-        self.agreed.features = taken;
+        self.request(Code::SET_FEATURES, &words(&[taken]), &[])?;
+        self.negotiated.features = taken;
         Ok(())
     }
 
-    /// Shares memory, all anew; without any, takes it away.
+    /// Shares memory, all again; without any, takes it away.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
-    pub fn share(&mut self, memory: Option<&Memory>) -> Result<()> {
+    /// Those of [`Frontend::query`].
+    pub fn set_mem_table(&mut self, memory: Option<&Memory>) -> Result<()> {
         let regions: Vec<_> = memory.iter().flat_map(|memory| memory.regions()).collect();
         let mut payload = halves(u32::try_from(regions.len()).expect("few regions"), 0);
         regions.iter().for_each(|region| payload.extend(region.encode()));
         let fds: Vec<_> = memory.iter().flat_map(|memory| regions.iter().map(|_| memory.fd())).collect();
-        self.tell(Code::SET_MEM_TABLE, &payload, &fds)
+        self.request(Code::SET_MEM_TABLE, &payload, &fds)
     }
 
     /// Starts a ring at `base` and enables it.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn start(&mut self, queue: &Queue, base: u16) -> Result<()> {
         let index = queue.index();
-        self.tell(Code::SET_VRING_NUM, &halves(index, queue.size().into()), &[])?;
-        self.tell(Code::SET_VRING_BASE, &halves(index, base.into()), &[])?;
-        self.place(queue, false)?;
+        self.request(Code::SET_VRING_NUM, &halves(index, queue.size().into()), &[])?;
+        self.request(Code::SET_VRING_BASE, &halves(index, base.into()), &[])?;
+        self.set_vring_addr(queue, false)?;
         let ring = words(&[index.into()]);
-        self.tell(Code::SET_VRING_CALL, &ring, &[queue.call()])?;
-        self.tell(Code::SET_VRING_ERR, &ring, &[queue.err()])?;
-        self.tell(Code::SET_VRING_KICK, &ring, &[queue.kick()])?;
+        self.request(Code::SET_VRING_CALL, &ring, &[queue.call()])?;
+        self.request(Code::SET_VRING_ERR, &ring, &[queue.err()])?;
+        self.request(Code::SET_VRING_KICK, &ring, &[queue.kick()])?;
         self.enable(index, true)
     }
 
-    /// Says where a ring is, and whether writes to its used part are logged.
+    /// Sets the addresses of a ring, and whether writes to its used part are logged.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
-    pub fn place(&mut self, queue: &Queue, logged: bool) -> Result<()> {
-        let places = queue.places();
+    /// Those of [`Frontend::query`].
+    pub fn set_vring_addr(&mut self, queue: &Queue, logged: bool) -> Result<()> {
+        let places = queue.addresses();
         let user = [places.table, places.used, places.available].map(|guest| queue.memory().user(guest));
         let payload = [halves(queue.index(), logged.into()), words(&user), words(&[places.used])].concat();
-        self.tell(Code::SET_VRING_ADDR, &payload, &[])
+        self.request(Code::SET_VRING_ADDR, &payload, &[])
     }
 
     /// Enables or disables a ring, if rings can be.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn enable(&mut self, index: u32, enabled: bool) -> Result<()> {
-        if self.agreed.features & feature::PROTOCOL == 0 {
+        if self.negotiated.features & feature::PROTOCOL == 0 {
             return Ok(());
         }
-        self.tell(Code::SET_VRING_ENABLE, &halves(index, enabled.into()), &[])
+        self.request(Code::SET_VRING_ENABLE, &halves(index, enabled.into()), &[])
     }
 
     /// Stops a ring; where it stands.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn stop(&mut self, index: u32) -> Result<u16> {
-        let reply = self.ask(Code::GET_VRING_BASE, &halves(index, 0), &[])?;
+        let reply = self.query(Code::GET_VRING_BASE, &halves(index, 0), &[])?;
         let base = reply.get(4..8).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-        base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Answer {
+        base.and_then(|base| u16::try_from(base).ok()).ok_or_else(|| Error::Reply {
             request: Code::GET_VRING_BASE.0,
             found: format!("{reply:?}"),
             expected: "a ring and a number of 16 bits".into(),
@@ -195,18 +195,18 @@ impl Frontend {
     /// The device's own state, when no ring runs (DEVICE_STATE was agreed upon).
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`]; that it cannot be saved.
+    /// Those of [`Frontend::query`]; that it cannot be saved.
     pub fn save(&mut self) -> Result<Vec<u8>> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (mut reader, writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.ask(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()])?;
+        let reply = self.query(Code::SET_DEVICE_STATE_FD, &halves(0, 0), &[writer.as_fd()])?;
         // Otherwise it never ends.
         drop(writer);
         let mut state = Vec::new();
         reader.read_to_end(&mut state).map_err(failed)?;
         match (reply.first(), self.number(Code::CHECK_DEVICE_STATE)?) {
             (Some(0), 0) => Ok(state),
-            (_, found) => Err(Error::Answer {
+            (_, found) => Err(Error::Reply {
                 request: Code::CHECK_DEVICE_STATE.0,
                 found: format!("{reply:?} and {found}"),
                 expected: "a state".into(),
@@ -217,11 +217,11 @@ impl Frontend {
     /// Has the device take over a state. Whether it did.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn load(&mut self, state: &[u8]) -> Result<bool> {
         let failed = |source| Error::System { what: "a pipe for the state", source };
         let (reader, mut writer) = std::io::pipe().map_err(failed)?;
-        let reply = self.ask(Code::SET_DEVICE_STATE_FD, &halves(1, 0), &[reader.as_fd()])?;
+        let reply = self.query(Code::SET_DEVICE_STATE_FD, &halves(1, 0), &[reader.as_fd()])?;
         writer.write_all(state).map_err(failed)?;
         drop((writer, reader));
         Ok(reply.first() == Some(&0) && self.number(Code::CHECK_DEVICE_STATE)? == 0)
@@ -230,20 +230,20 @@ impl Frontend {
     /// Has writes logged here: a bit for each page from guest address 0 on.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn set_log(&mut self, log: &Memory) -> Result<()> {
         let size = log.regions().map(|region| region.size).sum();
-        self.ask(Code::SET_LOG_BASE, &words(&[size, 0]), &[log.fd()]).map(drop)
+        self.query(Code::SET_LOG_BASE, &words(&[size, 0]), &[log.fd()]).map(drop)
     }
 
     /// A request that is answered with a number.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`].
+    /// Those of [`Frontend::query`].
     pub fn number(&mut self, code: Code) -> Result<u64> {
-        let reply = self.ask(code, &[], &[])?;
+        let reply = self.query(code, &[], &[])?;
         let number = <[u8; 8]>::try_from(&reply[..]).map(u64::from_le_bytes);
-        number.map_err(|_| Error::Answer {
+        number.map_err(|_| Error::Reply {
             request: code.0,
             found: format!("{} bytes", reply.len()),
             expected: "8".into(),
@@ -253,10 +253,10 @@ impl Frontend {
     /// A request without an answer of its own. Where REPLY_ACK was agreed upon, it has taken effect when this returns.
     ///
     /// # Errors
-    /// Those of [`Frontend::ask`], and [`Error::Answer`] for a refusal.
-    pub fn tell(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
-        if self.agreed.protocol & protocol::REPLY_ACK == 0 {
-            return self.say(code, payload, fds);
+    /// Those of [`Frontend::query`], and [`Error::Reply`] for a refusal.
+    pub fn request(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        if self.negotiated.protocol & protocol::REPLY_ACK == 0 {
+            return self.send_unacked(code, payload, fds);
         }
         self.send(&wire::request(code, true, payload), code, fds)?;
         let reply = self.reply(code)?;
@@ -264,30 +264,30 @@ impl Frontend {
             return Ok(());
         }
         let expected = "0".into();
-        Err(Error::Answer { request: code.0, found: format!("{reply:?}"), expected })
+        Err(Error::Reply { request: code.0, found: format!("{reply:?}"), expected })
     }
 
     /// A request to which no answer is wanted.
     ///
     /// # Errors
-    /// [`Error::System`], [`Error::HungUp`].
-    pub fn say(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    /// [`Error::System`], [`Error::Disconnected`].
+    pub fn send_unacked(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.send(&wire::request(code, false, payload), code, fds)
     }
 
     /// A request with an answer of its own; its payload.
     ///
     /// # Errors
-    /// [`Error::System`], [`Error::HungUp`], [`Error::Answer`].
-    pub fn ask(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>> {
-        self.say(code, payload, fds)?;
+    /// [`Error::System`], [`Error::Disconnected`], [`Error::Reply`].
+    pub fn query(&mut self, code: Code, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<Vec<u8>> {
+        self.send_unacked(code, payload, fds)?;
         self.reply(code)
     }
 
     /// Any bytes, with at most eight descriptors.
     ///
     /// # Errors
-    /// [`Error::System`], [`Error::HungUp`].
+    /// [`Error::System`], [`Error::Disconnected`].
     pub fn send(&mut self, bytes: &[u8], code: Code, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -298,7 +298,7 @@ impl Frontend {
         match sent {
             Ok(sent) if sent == bytes.len() => Ok(()),
             Ok(_) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {
-                Err(Error::HungUp { request: code.0 })
+                Err(Error::Disconnected { request: code.0 })
             }
             Err(errno) => Err(system("sendmsg")(errno)),
         }
@@ -311,7 +311,7 @@ impl Frontend {
         if found != code.1 || !is_reply || length > REPLY_BYTES_MAX {
             let found = format!("request {found}, reply {is_reply}, {length} bytes");
             let expected = format!("a reply to {}", code.1);
-            return Err(Error::Answer { request: code.0, found, expected });
+            return Err(Error::Reply { request: code.0, found, expected });
         }
         let mut payload = vec![0; length];
         self.fill(&mut payload, code)?;
@@ -321,9 +321,9 @@ impl Frontend {
     fn fill(&mut self, bytes: &mut [u8], code: Code) -> Result<()> {
         use std::io::ErrorKind;
         self.stream.read_exact(bytes).map_err(|source| match source.kind() {
-            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => Error::HungUp { request: code.0 },
+            ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => Error::Disconnected { request: code.0 },
             ErrorKind::WouldBlock => {
-                Error::Late { what: "an answer of the backend", seconds: ANSWER_WITHIN.as_secs() }
+                Error::Timeout { what: "an answer of the backend", seconds: REPLY_TIMEOUT.as_secs() }
             }
             _ => Error::System { what: "reading an answer", source },
         })

@@ -3,7 +3,7 @@
 //! ```text
 //!   offset in the file   0 ......... region 0 ......... region 1 .........
 //!   guest address        GUEST_BASE + offset                                  regions lie beside each other
-//!   user address         USER_BASE + offset + index * USER_STRIDE             and are apart here, so that nobody can
+//!   user address         USER_BASE + offset + index * USER_STRIDE             and are apart here, so that none can
 //!                                                                             take the one for the other
 //! ```
 
@@ -35,7 +35,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// So many bytes, in one region, all of them touched.
+    /// Memory of this size, in one region, with all pages touched.
     ///
     /// # Errors
     /// The kernel's.
@@ -61,7 +61,7 @@ impl Memory {
         self.fd.as_fd()
     }
 
-    /// How it is described to a backend.
+    /// Its regions, as described to a backend.
     pub fn regions(&self) -> impl Iterator<Item = RegionInfo> + '_ {
         (0..self.regions).map(|index| RegionInfo {
             guest: GUEST_BASE + index * self.region,
@@ -91,8 +91,8 @@ impl Memory {
             let start = place(next);
             (start + bytes <= self.region * self.regions).then_some(start + bytes)
         });
-        let before =
-            taken.unwrap_or_else(|next| panic!("{bytes} bytes more than {next} of the guest's memory"));
+        let before = taken
+            .unwrap_or_else(|next| panic!("cannot allocate {bytes} bytes of the guest's memory at {next}"));
         GUEST_BASE + place(before)
     }
 

@@ -4,7 +4,7 @@
 //!   Pair ── transmit, transmit_from ──► tx queue      a header of 12 bytes and a frame, in one buffer or in pages
 //!        ◄── receive: Frame ─────────── rx queue      one buffer, or as many as the header says (MRG_RXBUF)
 //! ```
-//! What it is not: no TCP, no control queue, no checksums; frames are what the caller makes of them.
+//! Without TCP, control queue and checksums; the caller builds the frames.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::{Error, Result};
 pub const HEADER_BYTES: usize = 12;
 /// The longest frame that segmentation offload makes, with its Ethernet header.
 pub const FRAME_BYTES_MAX: usize = 65536 + 18;
-/// What Linux posts for each receive buffer with merged buffers and an MTU of 1500.
+/// Size of Linux's receive buffers with merged buffers and an MTU of 1500.
 pub const LINUX_BUFFER_BYTES: usize = 1536;
 const PAGE: usize = 4096;
 const BUFFERS_MAX: u16 = 1024;
@@ -32,9 +32,9 @@ pub mod feature {
     pub const CSUM: u64 = 1 << 0;
     /// The driver takes partial checksums.
     pub const GUEST_CSUM: u64 = 1 << 1;
-    /// The MTU is told.
+    /// The MTU is reported.
     pub const MTU: u64 = 1 << 3;
-    /// The address is told.
+    /// The address is reported.
     pub const MAC: u64 = 1 << 5;
     /// The driver takes TCP super-frames over IPv4.
     pub const GUEST_TSO4: u64 = 1 << 7;
@@ -52,7 +52,7 @@ pub mod feature {
     pub const OFFLOADS: u64 = CSUM | GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | HOST_TSO4 | HOST_TSO6;
 }
 
-/// How a pair is made.
+/// Options of a pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Entries of each ring.
@@ -79,12 +79,12 @@ impl Frame<'_> {
         self.parts.iter().map(|(_, len)| len).sum::<usize>() - HEADER_BYTES
     }
 
-    /// Whether there is nothing behind the header.
+    /// Returns true if there is nothing after the header.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many buffers it lies in.
+    /// Number of buffers that it lies in.
     pub fn buffers(&self) -> usize {
         self.parts.len()
     }
@@ -115,12 +115,12 @@ pub struct Pair {
     tx: Queue,
     slots: u64,
     free: Vec<u16>,
-    /// Buffers that the driver has, to be given back.
+    /// Buffers that the driver has and has to recycle.
     held: Vec<u64>,
 }
 
 impl Pair {
-    /// How much memory it takes.
+    /// Memory required, in bytes.
     pub fn memory_bytes(options: &Options) -> u64 {
         let (rx, tx) = (stride(options.receive_bytes), stride(options.transmit_bytes));
         u64::from(options.size) * (rx + tx + 2 * 1100) + (1 << 17)
@@ -144,12 +144,12 @@ impl Pair {
         let held = (0..size).map(|at| buffers + at * stride(options.receive_bytes)).collect();
         let free = (0..options.size).rev().collect();
         let mut pair = Self { options, memory: Arc::clone(memory), rx, tx, slots, free, held };
-        pair.give_back();
-        pair.rx.disarm();
-        pair.tx.disarm();
+        pair.recycle();
+        pair.rx.disable_callback();
+        pair.tx.disable_callback();
         frontend.start(&pair.rx, 0)?;
         frontend.start(&pair.tx, 0)?;
-        pair.rx.raise();
+        pair.rx.force_kick();
         Ok(pair)
     }
 
@@ -168,7 +168,7 @@ impl Pair {
         (&mut self.rx, &mut self.tx)
     }
 
-    fn give_back(&mut self) {
+    fn recycle(&mut self) {
         while let Some(guest) = self.held.pop() {
             let pages = Pages::new(guest, self.options.receive_bytes);
             if !self.rx.add(&[], pages.all(), guest) {
@@ -183,10 +183,10 @@ impl Pair {
     /// Takes what came and gives the buffers back.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gave back what it cannot have; [`Error::Late`]: a frame of which a part is missing.
+    /// [`Error::Used`]: an invalid used entry; [`Error::Timeout`]: a part of a frame is missing.
     pub fn receive(&mut self, mut each: impl FnMut(&Frame<'_>)) -> Result<usize> {
         let (mut count, mut parts) = (0, Vec::new());
-        while let Some(used) = self.rx.take()? {
+        while let Some(used) = self.rx.pop_used()? {
             parts.clear();
             self.part(used.token, used.len, &mut parts)?;
             let buffers = match self.options.features & feature::MRG_RXBUF {
@@ -199,15 +199,15 @@ impl Pair {
             }
             for _ in 1..buffers {
                 // All of a frame comes back at once.
-                let next = self.rx.take()?;
-                let next = next.ok_or(Error::Late { what: "the rest of a frame", seconds: 0 })?;
+                let next = self.rx.pop_used()?;
+                let next = next.ok_or(Error::Timeout { what: "the rest of a frame", seconds: 0 })?;
                 self.part(next.token, next.len, &mut parts)?;
             }
             each(&Frame { memory: &self.memory, parts: &parts });
             count += 1;
         }
         if !self.held.is_empty() {
-            self.give_back();
+            self.recycle();
         }
         Ok(count)
     }
@@ -227,8 +227,8 @@ impl Pair {
         (0..self.options.size).for_each(|slot| self.memory.write(self.slot(slot), bytes));
     }
 
-    /// Transmits header and frame, `len` bytes in all, of whatever the buffer holds. False if there is no room. Seen with
-    /// [`Pair::flush`].
+    /// Transmits header and frame, `len` bytes in all, with the current content of the buffer. False if there is no
+    /// free buffer. Published by [`Pair::flush`].
     pub fn transmit_any(&mut self, len: usize) -> bool {
         let Some(slot) = self.free.pop() else { return false };
         if self.tx.add(Pages::new(self.slot(slot), len).all(), &[], slot.into()) {
@@ -238,15 +238,15 @@ impl Pair {
         false
     }
 
-    /// Transmits this header and frame. False if there is no room.
+    /// Transmits this header and frame. False if there is no free buffer.
     pub fn transmit(&mut self, bytes: &[u8]) -> bool {
         let Some(slot) = self.free.last() else { return false };
         self.memory.write(self.slot(*slot), bytes);
         self.transmit_any(bytes.len())
     }
 
-    /// Transmits what `read` puts into a transmit buffer: header and frame, without a copy of ours. `None` if there is no
-    /// room.
+    /// Transmits the header and frame that `read` writes into a transmit buffer, without another copy. `None` if
+    /// there is no free buffer.
     ///
     /// # Errors
     /// Those of `read`.
@@ -255,7 +255,7 @@ impl Pair {
         read: impl FnOnce(&mut [u8]) -> io::Result<usize>,
     ) -> io::Result<Option<usize>> {
         let Some(slot) = self.free.last() else { return Ok(None) };
-        if self.tx.room() < self.options.transmit_bytes.div_ceil(PAGE) + 1 {
+        if self.tx.free_descriptors() < self.options.transmit_bytes.div_ceil(PAGE) + 1 {
             return Ok(None);
         }
         let at = offset(self.slot(*slot));
@@ -274,23 +274,23 @@ impl Pair {
     /// [`Error::Used`].
     pub fn reclaim(&mut self) -> Result<usize> {
         let before = self.free.len();
-        while let Some(used) = self.tx.take()? {
+        while let Some(used) = self.tx.pop_used()? {
             self.free.push(u16::try_from(used.token).expect("it is a slot"));
         }
         Ok(self.free.len() - before)
     }
 
-    /// Sleeps until most of what is being transmitted has come back.
+    /// Sleeps until most of the transmitted buffers have been used.
     ///
     /// # Errors
-    /// [`Error::Late`].
+    /// [`Error::Timeout`].
     pub fn wait_room(&mut self, within: Duration) -> Result<()> {
         let share = (self.tx.in_flight() / 4 * 3).max(1);
-        if !self.tx.arm(share) && !crate::wait_any(&[self.tx.call()], within)? {
-            return Err(Error::Late { what: "a transmitted frame", seconds: within.as_secs() });
+        if !self.tx.enable_callback(share) && !crate::wait_any(&[self.tx.call()], within)? {
+            return Err(Error::Timeout { what: "a transmitted frame", seconds: within.as_secs() });
         }
-        self.tx.heard();
-        self.tx.disarm();
+        self.tx.drain_call();
+        self.tx.disable_callback();
         Ok(())
     }
 

@@ -4,7 +4,7 @@
 //!   add(out, in) ─► free descriptors, a chain, an available entry … ─► publish(): the index, and a kick if it is wanted
 //!   take()  ◄── used entries        arm(): wake me with the next one; wait() on the call eventfd, as a guest sleeps
 //! ```
-//! It behaves. What a driver must not do is done by writing into [`Memory`] at [`Queue::places`].
+//! It obeys the rules. Tests of a misbehaving driver write into [`Memory`] at [`Queue::addresses`].
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ const ENTRIES: u64 = 4;
 const NO_NOTIFICATION: u16 = 1;
 const PAGE: u64 = 4096;
 
-/// How a ring is made.
+/// Options of a ring.
 #[derive(Debug, Clone, Copy)]
 pub struct QueueOptions {
     /// Entries, a power of two.
@@ -41,7 +41,7 @@ pub struct QueueOptions {
 
 /// Guest addresses of a ring's parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Places {
+pub struct RingAddresses {
     /// The descriptor table.
     pub table: u64,
     /// The available ring.
@@ -64,13 +64,13 @@ pub struct Buffer {
 /// A chain that came back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
-    /// What was said with [`Queue::add`].
+    /// The token of [`Queue::add`].
     pub token: u64,
-    /// How many bytes the device says that it wrote.
+    /// Number of bytes that the device reports as written.
     pub len: u32,
 }
 
-/// What happened so far.
+/// Counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QueueStatistics {
     /// Chains made available.
@@ -92,7 +92,7 @@ pub struct Queue {
     index: u32,
     size: u16,
     features: u64,
-    places: Places,
+    places: RingAddresses,
     /// Descriptors in no chain.
     free: Vec<u16>,
     /// By descriptor: the next of its chain, as it is in the table.
@@ -119,7 +119,7 @@ impl Queue {
         assert!(size.is_power_of_two(), "a ring of {size} entries");
         let entries = u64::from(size);
         let indirect = DESCRIPTOR_BYTES * INDIRECT_MAX as u64 * entries;
-        let places = Places {
+        let places = RingAddresses {
             table: memory.alloc(DESCRIPTOR_BYTES * entries, PAGE),
             available: memory.alloc(6 + 2 * entries, PAGE),
             used: memory.alloc(6 + 8 * entries, PAGE),
@@ -159,7 +159,7 @@ impl Queue {
     }
 
     /// Where its parts are.
-    pub fn places(&self) -> Places {
+    pub fn addresses(&self) -> RingAddresses {
         self.places
     }
 
@@ -168,7 +168,7 @@ impl Queue {
         &self.memory
     }
 
-    /// What happened so far.
+    /// The counters.
     pub fn statistics(&self) -> QueueStatistics {
         self.statistics
     }
@@ -183,33 +183,33 @@ impl Queue {
         self.call.as_fd()
     }
 
-    /// The eventfd by which the device says that the ring is broken.
+    /// The eventfd by which the device reports a broken ring.
     pub fn err(&self) -> BorrowedFd<'_> {
         self.err.as_fd()
     }
 
     /// Where the used ring was read up to: where a backend that comes new has to begin.
-    pub fn seen(&self) -> u16 {
+    pub fn last_used_idx(&self) -> u16 {
         self.seen
     }
 
     /// The available index, what is not published yet included.
-    pub fn available(&self) -> u16 {
+    pub fn avail_idx(&self) -> u16 {
         self.staged
     }
 
-    /// How many chains the device has.
+    /// Number of chains that the device has.
     pub fn in_flight(&self) -> u16 {
         self.staged.wrapping_sub(self.seen)
     }
 
-    /// How many descriptors are in no chain.
-    pub fn room(&self) -> usize {
+    /// Number of descriptors that are in no chain.
+    pub fn free_descriptors(&self) -> usize {
         self.free.len()
     }
 
-    /// Puts a chain together: what the device reads, then what it writes. It is seen with [`Queue::publish`]. False if
-    /// there are not enough descriptors, and nothing was done.
+    /// Builds a chain: buffers that the device reads, then buffers that it writes. Published by [`Queue::publish`].
+    /// False, without effect, if there are not enough descriptors.
     ///
     /// # Panics
     /// Without a buffer, or with more than 64 in an indirect chain.
@@ -243,19 +243,19 @@ impl Queue {
             }
         }
         self.tokens[usize::from(head)] = Some(token);
-        self.offer(head);
+        self.make_available(head);
         true
     }
 
     /// Makes a head available, whatever it is. Seen with [`Queue::publish`].
-    pub fn offer(&mut self, head: u16) {
+    pub fn make_available(&mut self, head: u16) {
         let entry = self.places.available + ENTRIES + 2 * u64::from(self.staged & (self.size - 1));
         self.memory.store_16(entry, head, Ordering::Relaxed);
         self.staged = self.staged.wrapping_add(1);
         self.statistics.added += 1;
     }
 
-    /// Shows the device what was added, and wakes it if it wants that. True if it was woken.
+    /// Publishes the added chains, and kicks the device unless it suppresses that. True if it was kicked.
     pub fn publish(&mut self) -> bool {
         if self.staged == self.published {
             return false;
@@ -271,7 +271,7 @@ impl Queue {
             self.memory.load_16(self.places.used, Ordering::Relaxed) & NO_NOTIFICATION == 0
         };
         if wanted {
-            self.raise();
+            self.force_kick();
         } else {
             self.statistics.kicks_suppressed += 1;
         }
@@ -279,13 +279,13 @@ impl Queue {
     }
 
     /// Wakes the device, whatever it wants.
-    pub fn raise(&mut self) {
+    pub fn force_kick(&mut self) {
         self.statistics.kicks += 1;
         // It can only be full, and then it is readable.
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// Whether there is something to [`Queue::take`].
+    /// Returns true if there is something to [`Queue::pop_used`].
     pub fn is_ready(&self) -> bool {
         self.memory.load_16(self.places.used + INDEX, Ordering::Acquire) != self.seen
     }
@@ -293,8 +293,8 @@ impl Queue {
     /// Takes a chain that came back.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gives back what it does not have, or more than there is.
-    pub fn take(&mut self) -> Result<Option<Used>> {
+    /// [`Error::Used`]: an id that the device does not have, or more bytes than the chain has.
+    pub fn pop_used(&mut self) -> Result<Option<Used>> {
         let index = self.memory.load_16(self.places.used + INDEX, Ordering::Acquire);
         let ready = index.wrapping_sub(self.seen);
         if ready == 0 {
@@ -327,8 +327,9 @@ impl Queue {
         Error::Used { ring: self.index, what }
     }
 
-    /// Asks to be woken when `after` further chains have come back (1: with the next one). True if they are there already.
-    pub fn arm(&mut self, after: u16) -> bool {
+    /// Enables the call after `after` further chains have been used (1: with the next one). True if they have been
+    /// already.
+    pub fn enable_callback(&mut self, after: u16) -> bool {
         if self.has(feature::EVENT_IDX) {
             let event = self.seen.wrapping_add(after.max(1) - 1);
             self.memory.store_16(self.used_event(), event, Ordering::Relaxed);
@@ -340,8 +341,8 @@ impl Queue {
         index.wrapping_sub(self.seen) >= after.max(1)
     }
 
-    /// Asks not to be woken.
-    pub fn disarm(&mut self) {
+    /// Suppresses calls.
+    pub fn disable_callback(&mut self) {
         if self.has(feature::EVENT_IDX) {
             self.memory.store_16(self.used_event(), self.seen.wrapping_sub(1), Ordering::Relaxed);
         } else {
@@ -349,8 +350,8 @@ impl Queue {
         }
     }
 
-    /// Takes what the device has raised. True if it had.
-    pub fn heard(&mut self) -> bool {
+    /// Drains the call eventfd. True if the device had signalled it.
+    pub fn drain_call(&mut self) -> bool {
         let heard = rustix::io::read(&self.call, &mut [0u8; 8]).is_ok();
         self.statistics.calls += u64::from(heard);
         heard
@@ -359,15 +360,15 @@ impl Queue {
     /// Sleeps until a chain has come back.
     ///
     /// # Errors
-    /// [`Error::Late`].
+    /// [`Error::Timeout`].
     pub fn wait(&mut self, within: Duration) -> Result<()> {
-        while !self.arm(1) {
+        while !self.enable_callback(1) {
             if !wait_any(&[self.call()], within)? {
-                return Err(Error::Late { what: "a used entry", seconds: within.as_secs() });
+                return Err(Error::Timeout { what: "a used entry", seconds: within.as_secs() });
             }
-            self.heard();
+            self.drain_call();
         }
-        self.disarm();
+        self.disable_callback();
         Ok(())
     }
 
@@ -396,7 +397,7 @@ fn descriptor(memory: &Memory, table: u64, index: u16, buffer: Buffer, flags: u1
     memory.write(table + DESCRIPTOR_BYTES * u64::from(index), &bytes);
 }
 
-/// Whether the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
+/// Returns true if the step from `old` to `new` passes the entry behind `event` (virtio's `vring_need_event`).
 pub fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -431,7 +432,7 @@ mod tests {
     }
 
     /// Gives a chain back as a device would.
-    fn give_back(queue: &Queue, at: u16, head: u32, len: u32) {
+    fn recycle(queue: &Queue, at: u16, head: u32, len: u32) {
         let entry = queue.places.used + ENTRIES + 8 * u64::from(at % queue.size);
         queue.memory.write(entry, &[head.to_le_bytes(), len.to_le_bytes()].concat());
         queue.memory.store_16(queue.places.used + INDEX, at.wrapping_add(1), Ordering::Release);
@@ -442,16 +443,16 @@ mod tests {
         let mut queue = queue(0);
         let [out, back] = [(0x10, 3), (0x20, 5)].map(|(guest, len)| Buffer { guest, len });
         assert!(queue.add(&[out], &[back], 7));
-        assert_eq!((queue.room(), queue.publish(), queue.heard()), (2, true, false));
+        assert_eq!((queue.free_descriptors(), queue.publish(), queue.drain_call()), (2, true, false));
         let head = queue.memory.load_16(queue.places.available + ENTRIES, Ordering::Relaxed);
         let table = queue.memory.bytes(queue.places.table, 64);
         let first = &table[usize::from(head) * 16..][..16];
         let second = &table[usize::from(first[14]) * 16..][..16];
         assert_eq!(first[..14], [0x10, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 1, 0]);
         assert_eq!(second, [0x20, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 2, 0, 0, 0]);
-        give_back(&queue, 0, head.into(), 4);
-        assert_eq!(queue.take().unwrap(), Some(Used { token: 7, len: 4 }));
-        assert_eq!((queue.room(), queue.take().unwrap()), (4, None));
+        recycle(&queue, 0, head.into(), 4);
+        assert_eq!(queue.pop_used().unwrap(), Some(Used { token: 7, len: 4 }));
+        assert_eq!((queue.free_descriptors(), queue.pop_used().unwrap()), (4, None));
     }
 
     #[test]
@@ -460,11 +461,11 @@ mod tests {
         let buffer = Buffer { guest: GUEST_BASE, len: 1 };
         assert!(queue.add(&[buffer, buffer], &[], 1));
         queue.publish();
-        assert_eq!(queue.room(), 3, "an indirect chain takes one");
-        give_back(&queue, 0, 9, 0);
-        assert_eq!(queue.take().unwrap_err().to_string(), "ring 0: chain 9 comes back and was not out");
-        give_back(&queue, 4, 0, 0);
-        let error = queue.take().unwrap_err().to_string();
+        assert_eq!(queue.free_descriptors(), 3, "an indirect chain takes one");
+        recycle(&queue, 0, 9, 0);
+        assert_eq!(queue.pop_used().unwrap_err().to_string(), "ring 0: chain 9 comes back and was not out");
+        recycle(&queue, 4, 0, 0);
+        let error = queue.pop_used().unwrap_err().to_string();
         assert_eq!(error, "ring 0: its used index 5 is beyond the available index 1");
     }
 
@@ -474,7 +475,7 @@ mod tests {
         let [first, second] = memory.regions().collect::<Vec<_>>().try_into().unwrap();
         assert_eq!((first.guest, first.user, first.offset), (GUEST_BASE, USER_BASE, 0));
         assert_eq!(memory.user(second.guest + 5), second.user + 5);
-        // What would cross the border goes behind it.
+        // An allocation that would cross the border is placed after it.
         assert_eq!(memory.alloc(0xfff0, 16), GUEST_BASE);
         assert_eq!(memory.alloc(0x20, 16), second.guest);
         memory.write(second.guest - 2, b"abcd");

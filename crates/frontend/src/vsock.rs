@@ -4,7 +4,7 @@
 //!   Guest ── request / send / shutdown ──► tx queue         streams are named by (guest port, host port)
 //!         ◄── poll(): Event ───────────── rx queue          buffers go back to the device at once
 //! ```
-//! What it is not: a socket layer. Nothing is kept of what is received; an event says where it lies while it is told.
+//! Not a socket layer: received data is not kept; an event gives its location while it is handled.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -19,9 +19,9 @@ use crate::{Error, Result};
 pub const HEADER_BYTES: usize = 44;
 /// The longest payload that Linux sends in one packet.
 pub const PAYLOAD_BYTES_MAX: usize = 64 << 10;
-/// What Linux's driver offers for one packet, header and all (`VIRTIO_VSOCK_DEFAULT_RX_BUF_SIZE`).
+/// Size of Linux's receive buffers, with the header (`VIRTIO_VSOCK_DEFAULT_RX_BUF_SIZE`).
 pub const LINUX_BUFFER_BYTES: usize = 3776;
-/// What Linux lets the other side send ahead of the application (`VIRTIO_VSOCK_DEFAULT_BUF_SIZE`).
+/// Receive window of Linux's sockets (`VIRTIO_VSOCK_DEFAULT_BUF_SIZE`).
 pub const BUF_ALLOC: u32 = 256 << 10;
 /// The host.
 pub const HOST_CID: u64 = 2;
@@ -45,7 +45,7 @@ pub mod op {
     pub const RW: u16 = 5;
     /// There is room again.
     pub const CREDIT_UPDATE: u16 = 6;
-    /// How much room is there?
+    /// Request a credit update.
     pub const CREDIT_REQUEST: u16 = 7;
 }
 
@@ -71,11 +71,11 @@ pub struct Header {
     pub kind: u16,
     /// One of [`op`].
     pub op: u16,
-    /// What the operation says.
+    /// Flags of the operation.
     pub flags: u32,
     /// The sender's room in all.
     pub buf_alloc: u32,
-    /// What its application has taken so far.
+    /// Total bytes that its application has consumed.
     pub fwd_cnt: u32,
 }
 
@@ -99,7 +99,7 @@ impl Header {
         bytes
     }
 
-    /// What is in a ring.
+    /// Decodes the header in a ring.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
@@ -122,7 +122,7 @@ impl Header {
 /// A stream: the guest's port, the host's port.
 pub type Ports = (u32, u32);
 
-/// What the host did. Payloads lie in the guest's memory only while [`Guest::poll`] tells of them.
+/// An event from the host. Payloads are valid in the guest's memory only during [`Guest::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// It wants to connect; [`Guest::accept`] or [`Guest::reset`].
@@ -151,7 +151,7 @@ pub enum Event {
 /// The credit of a stream.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream {
-    /// Whom it is with, if not the host.
+    /// The peer's CID, if not the host.
     peer_cid: Option<u64>,
     kind: u16,
     sent: u32,
@@ -159,11 +159,11 @@ struct Stream {
     peer_taken: u32,
     received: u32,
     taken: u32,
-    /// What of `taken` the host was last told.
+    /// The value of `consumed` last sent to the host.
     told: u32,
 }
 
-/// What a guest is made of.
+/// Options of a guest.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Its context.
@@ -174,7 +174,7 @@ pub struct Options {
     pub receive_bytes: usize,
     /// Negotiated features.
     pub features: u64,
-    /// Whether data counts as taken when it is received; if not, [`Guest::taken`] says so.
+    /// True if received data counts as consumed at once; if not, [`Guest::consumed`] reports it.
     pub takes_at_once: bool,
 }
 
@@ -191,14 +191,14 @@ pub struct Guest {
     streams: HashMap<Ports, Stream>,
     /// Buffers that go back at the end of a poll.
     held: Vec<u64>,
-    /// Control packets for which there was no room.
+    /// Control packets that wait for a free slot.
     waiting: VecDeque<Header>,
 }
 
 const SLOT_BYTES: u64 = (PAYLOAD_BYTES_MAX + 4096) as u64;
 
 impl Guest {
-    /// How much memory it takes.
+    /// Memory required, in bytes.
     pub fn memory_bytes(options: &Options) -> u64 {
         let size = u64::from(options.size);
         let buffers = size * (options.receive_bytes as u64).next_multiple_of(64) + size * SLOT_BYTES;
@@ -227,12 +227,12 @@ impl Guest {
             waiting: VecDeque::new(),
         };
         guest.held = (0..size).map(|index| guest.rx_buffers + index * stride).collect();
-        guest.give_back();
-        guest.tx.disarm();
+        guest.recycle();
+        guest.tx.disable_callback();
         frontend.start(&guest.rx, 0)?;
         frontend.start(&guest.tx, 0)?;
         // A kick before the ring was there may have been lost.
-        guest.rx.raise();
+        guest.rx.force_kick();
         Ok(guest)
     }
 
@@ -251,7 +251,7 @@ impl Guest {
         &self.memory
     }
 
-    fn give_back(&mut self) {
+    fn recycle(&mut self) {
         let len = u32::try_from(self.options.receive_bytes).expect("a buffer is short");
         for guest in self.held.drain(..) {
             assert!(self.rx.add(&[], &[Buffer { guest, len }], guest), "a receive buffer too many");
@@ -259,14 +259,14 @@ impl Guest {
         self.rx.publish();
     }
 
-    /// Takes everything that has come and gives the buffers back. Credit is told when the host would stall.
+    /// Handles all received packets and recycles their buffers. Sends a credit update when the host would stall.
     ///
     /// # Errors
-    /// [`Error::Used`]: the device gave back what it cannot have.
+    /// [`Error::Used`]: an invalid used entry.
     pub fn poll(&mut self, mut each: impl FnMut(&mut Self, Event)) -> Result<usize> {
         self.reclaim()?;
         let mut count = 0;
-        while let Some(used) = self.rx.take()? {
+        while let Some(used) = self.rx.pop_used()? {
             count += 1;
             self.held.push(used.token);
             let mut bytes = [0; HEADER_BYTES];
@@ -274,14 +274,14 @@ impl Guest {
             let header = Header::decode(&bytes);
             let whole = used.len as usize == HEADER_BYTES + header.len as usize;
             if !whole || header.dst_cid != self.options.cid {
-                let what = format!("a packet of {} bytes that says {header:?}", used.len);
+                let what = format!("a packet of {} bytes with the header {header:?}", used.len);
                 return Err(Error::Used { ring: 0, what });
             }
             if let Some(event) = self.event(&header, used.token) {
                 each(self, event);
             }
         }
-        self.give_back();
+        self.recycle();
         self.tx.publish();
         Ok(count)
     }
@@ -309,7 +309,7 @@ impl Guest {
             op::RW => {
                 stream.received = stream.received.wrapping_add(header.len);
                 if self.options.takes_at_once {
-                    self.taken(ports, header.len);
+                    self.consumed(ports, header.len);
                 }
                 let guest = buffer + HEADER_BYTES as u64;
                 Some(Event::Data { ports, guest, len: header.len, flags: header.flags })
@@ -322,9 +322,9 @@ impl Guest {
         }
     }
 
-    /// The application has taken so much of what was received. The host is told when it would have less than a packet's
-    /// room, as Linux does it.
-    pub fn taken(&mut self, ports: Ports, len: u32) {
+    /// The application has consumed this number of received bytes. Sends a credit update when the host's credit falls
+    /// below one packet, as Linux does.
+    pub fn consumed(&mut self, ports: Ports, len: u32) {
         let Some(stream) = self.streams.get_mut(&ports) else { return };
         stream.taken = stream.taken.wrapping_add(len);
         let free = BUF_ALLOC.wrapping_sub(stream.received.wrapping_sub(stream.told));
@@ -338,7 +338,7 @@ impl Guest {
     /// # Errors
     /// [`Error::Used`].
     pub fn reclaim(&mut self) -> Result<()> {
-        while let Some(used) = self.tx.take()? {
+        while let Some(used) = self.tx.pop_used()? {
             self.tx_free.push(u16::try_from(used.token).expect("it is a slot"));
         }
         while let Some(header) = self.waiting.front().copied()
@@ -378,7 +378,8 @@ impl Guest {
         }
     }
 
-    /// Puts a packet into the ring as it is, however wrong; its payload is what the slot holds. False if there is no room.
+    /// Puts a packet into the ring as it is, even if invalid; its payload is the slot's content. False if there is no
+    /// free slot.
     pub fn put(&mut self, header: &Header, len: usize) -> bool {
         let Some(slot) = self.tx_free.pop() else { return false };
         let guest = self.slot(slot);
@@ -419,7 +420,7 @@ impl Guest {
         self.tx_slots + u64::from(slot) * SLOT_BYTES
     }
 
-    /// Asks the host for a stream from `ports.0` to `ports.1`; an [`Event::Connected`] or [`Event::Reset`] follows.
+    /// Requests a stream from `ports.0` to `ports.1`; an [`Event::Connected`] or [`Event::Reset`] follows.
     pub fn request(&mut self, ports: Ports) {
         self.streams.insert(ports, Stream { kind: STREAM, ..Stream::default() });
         self.control(ports, op::REQUEST, 0);
@@ -438,7 +439,7 @@ impl Guest {
         self.control(ports, op::REQUEST, 0);
     }
 
-    /// Says yes to an [`Event::Request`].
+    /// Accepts an [`Event::Request`].
     pub fn accept(&mut self, ports: Ports) {
         self.control(ports, op::RESPONSE, 0);
     }
@@ -453,7 +454,7 @@ impl Guest {
         self.control(ports, op::RST, 0);
     }
 
-    /// How many bytes the host takes now.
+    /// Number of bytes that the host takes now.
     pub fn credit(&self, ports: Ports) -> u32 {
         self.streams
             .get(&ports)
@@ -488,9 +489,9 @@ impl Guest {
         true
     }
 
-    /// Whether there is a slot left to send from.
+    /// Returns true if there is a slot left to send from.
     pub fn has_room(&self) -> bool {
-        self.tx.room() >= 2 && !self.tx_free.is_empty()
+        self.tx.free_descriptors() >= 2 && !self.tx_free.is_empty()
     }
 
     /// Sleeps until the host has sent something, or, if `for_room`, a share of the transmit ring came back. False if
@@ -501,12 +502,12 @@ impl Guest {
     pub fn wait(&mut self, for_room: bool, within: Duration) -> Result<bool> {
         self.tx.publish();
         let share = self.tx.in_flight() / 4 * 3;
-        let ready = self.rx.arm(1) || (for_room && self.tx.arm(share.max(1)));
+        let ready = self.rx.enable_callback(1) || (for_room && self.tx.enable_callback(share.max(1)));
         let heard = ready || wait_any(&[self.rx.call(), self.tx.call()], within)?;
-        self.rx.heard();
-        self.tx.heard();
-        self.rx.disarm();
-        self.tx.disarm();
+        self.rx.drain_call();
+        self.tx.drain_call();
+        self.rx.disable_callback();
+        self.tx.disable_callback();
         Ok(heard)
     }
 }

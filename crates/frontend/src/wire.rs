@@ -56,7 +56,7 @@ codes! {
     SET_DEVICE_STATE_FD = 42, CHECK_DEVICE_STATE = 43,
 }
 
-/// A stretch of the guest's memory.
+/// A region of the guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionInfo {
     /// Its guest address.
@@ -70,7 +70,7 @@ pub struct RegionInfo {
 }
 
 impl RegionInfo {
-    /// As it goes on the wire.
+    /// Encodes it.
     pub fn encode(&self) -> Vec<u8> {
         words(&[self.guest, self.size, self.user, self.offset])
     }
@@ -97,7 +97,7 @@ pub fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// Two numbers of 32 bits: a ring and what is said of it.
+/// Two numbers of 32 bits: a ring and its value.
 pub fn halves(first: u32, second: u32) -> Vec<u8> {
     [first.to_le_bytes(), second.to_le_bytes()].concat()
 }

@@ -1,4 +1,5 @@
-//! What tracking a guest's writes costs on this machine: `cargo run --release --example dirty_tracking [GIB]`.
+//! Measures the cost of tracking a guest's writes on this machine: `cargo run --release --example dirty_tracking
+//! [GIB]`.
 //!
 //! ```text
 //!   harvest   of GIB of small pages: nothing written, 1 % written at random, all written

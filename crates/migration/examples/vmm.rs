@@ -2,10 +2,11 @@
 //!
 //! ```text
 //!   this process: vCPU threads count, and note each count in memory ──► LiveMemory ──► Outgoing ──┐
-//!   the same program, started anew: goes on counting, in a memory that is right ◄── Memory ◄── Incoming
+//!   the same program, started again: goes on counting, in a memory that is right ◄── Memory ◄── Incoming
 //! ```
 //!
-//! A real VMM has KVM's vCPUs (and may track by `tracker::KvmDirtyLog`), devices, and a destination that somebody else started.
+//! A real VMM has KVM's vCPUs (and may track by `tracker::KvmDirtyLog`), devices, and a destination started by
+//! another process.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,7 +30,7 @@ const WITHIN: Duration = Duration::from_secs(10);
 
 type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
-/// A guest whose vCPUs have one register, what they have counted to.
+/// A guest whose vCPUs have one register, their counter.
 struct Vm {
     memory: Region,
     counts: [AtomicU64; VCPUS],
@@ -56,13 +57,13 @@ impl Vm {
                 }
             })
         };
-        self.threads.lock().expect("nobody panics").extend((0..VCPUS).map(vcpu));
+        self.threads.lock().expect("no thread panics").extend((0..VCPUS).map(vcpu));
         Ok(())
     }
 
     fn pause(&self) -> towline_migration::Result<()> {
         self.is_paused.store(true, Ordering::Relaxed);
-        for thread in self.threads.lock().expect("nobody panics").drain(..) {
+        for thread in self.threads.lock().expect("no thread panics").drain(..) {
             thread.join().expect("a vCPU does not panic");
         }
         Ok(())
@@ -72,7 +73,7 @@ impl Vm {
         self.counts.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Whether memory holds every count that was not overwritten since.
+    /// Returns true if memory holds every count that was not overwritten since.
     fn verdict(&self) -> &'static str {
         let is_right = |(index, last): (usize, u64)| {
             let first = last.saturating_sub((BYTES / 4096 / VCPUS) as u64 - 1).max(1);
@@ -136,7 +137,7 @@ fn destination(address: &Address) -> Result<()> {
         count.store(u64::from_be_bytes(bytes.try_into()?), Ordering::Relaxed);
     }
     let arrived = vm.counts();
-    println!("destination: goes on from {arrived:?}, memory is {}", vm.verdict());
+    println!("destination: continues from {arrived:?}, memory is {}", vm.verdict());
     vm.run()?;
     while vm.counts().iter().zip(arrived).any(|(now, then)| *now < then + 100) {
         thread::yield_now();

@@ -19,7 +19,7 @@ use crate::{Result, Session};
 const BUFFER_BYTES_MAX: usize = 96 << 20;
 /// Buffers of one lane: more than a socket's own buffer holds is never on its way.
 const BUFFERS_MAX: usize = 16;
-/// How often who waits for a lease looks whether the migration failed.
+/// Interval at which a wait for a lease checks whether the migration failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// See the module's picture.
@@ -33,14 +33,14 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
-    /// For one of so many lanes, each buffer of `length` bytes, a multiple of the page size.
+    /// Buffers for one of `lanes` lanes, each of `length` bytes, a multiple of the page size.
     pub(crate) fn new(length: usize, lanes: usize) -> Result<Self> {
         let most = (BUFFER_BYTES_MAX / length / lanes.max(1)).clamp(1, BUFFERS_MAX);
         Ok(Self { current: Buffer::new(length)?, leased: VecDeque::new(), length, most })
     }
 
     /// The current buffer was handed on and is read until `lease` is done: sees to it that another one is current then.
-    pub(crate) fn turn(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
+    pub(crate) fn rotate(&mut self, lease: ZeroCopyLease, session: &Session) -> Result<()> {
         if lease.is_done()? {
             return Ok(());
         }

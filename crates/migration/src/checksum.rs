@@ -47,7 +47,7 @@ fn each_page(contents: &[IoBuf<'_>], mut take: impl FnMut(&[u8])) {
     }
 }
 
-/// Says what of a packet was changed on its way.
+/// The error for a damaged packet.
 pub(crate) fn damaged(damage: Damage, packet: &Packet, blocks: &[RamBlock]) -> InvalidMessage {
     let block = packet.block.map_or("", |block| blocks[block.index()].name.as_str());
     let page = match damage {

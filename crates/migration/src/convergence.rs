@@ -1,4 +1,5 @@
-//! When to stop a guest that writes while it is sent, and when to say that it will not come to that.
+//! Convergence policy: decides when to stop a guest that writes while it is sent, and when to report that it will not
+//! converge.
 //!
 //! ```text
 //!   after each pass ──► Observation ──► Policy ──► Continue        what is left takes too long, but it becomes less
@@ -6,11 +7,11 @@
 //!                                              └─► CannotConverge  it does not become less: figures, and ways out
 //! ```
 //!
-//! Pure: it is told times and bytes, and has no clock. What each pass leaves becomes a downtime, by the lower of the latest rate
-//! and that of the last three passes together. Whether downtimes fall is judged in windows, each of several passes *and*
-//! seconds, by the lowest of each: two windows in a row no better than the one before, or six without a new lowest, and the
-//! guest will not converge. So a burst of writing or a link that stalls costs a window, not the migration; and a guest
-//! that goes up and down for ever is not waited for as long.
+//! Pure: its input is times and bytes, and it has no clock. The remainder of each pass becomes a downtime, by the
+//! lower of the latest rate and that of the last three passes together. Progress is judged in windows, each of
+//! several passes *and* seconds, by the lowest downtime of each: after two consecutive windows no better than the one
+//! before, or six without a new lowest, the guest will not converge. So a burst of writing or a link that stalls
+//! costs a window, not the migration; and a guest that oscillates is not waited for indefinitely.
 //!
 //! Not here: slowing the guest down, and what becomes of it when it cannot converge.
 
@@ -19,7 +20,7 @@ use std::time::Duration;
 
 use towline_protocol::ram::PAGE_SIZE;
 
-/// Passes whose rate together the latest must not exceed: one that socket buffers swallowed seems fast.
+/// Number of passes whose common rate bounds the latest one's: a pass that socket buffers absorbed seems fast.
 const RATE_PASSES: usize = 3;
 /// Part of a window's lowest downtime by which the next one's has to be lower.
 const IMPROVEMENT: u32 = 10;
@@ -29,17 +30,17 @@ const WINDOWS_STUCK_MAX: u32 = 2;
 const WINDOWS_IDLE_MAX: u32 = 6;
 /// Passes after which a window ends even if no time goes by.
 const WINDOW_PASSES_MAX: u32 = 1000;
-/// A pass that takes less says nothing of the rate.
+/// A shorter pass yields no rate.
 const PASS_TIME_MIN: Duration = Duration::from_micros(1);
 
-/// What there is to decide by.
+/// Limits of the decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// How long the guest may stand still.
+    /// The time that the guest may stand still.
     pub downtime: Duration,
-    /// How much of that is needed for anything but memory: device state, the hand-over.
+    /// The part of it for everything but memory: device state, switchover.
     pub switchover_cost: Duration,
-    /// How long to look before it is given up.
+    /// Time to look before it is given up.
     pub patience: Patience,
 }
 
@@ -58,18 +59,18 @@ impl Default for Patience {
     }
 }
 
-/// What one pass showed, or several since the last look.
+/// Result of one pass, or of several since the last sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Observation {
-    /// How long it took.
+    /// The time that it took.
     pub time: Duration,
-    /// Bytes of page contents sent each second; 0 where no page had any, which says nothing of the link.
+    /// Bytes of page contents sent per second; 0 where no page had any, which yields no rate of the link.
     pub rate: f64,
     /// Bytes of pages that the guest wrote each second, each page once a pass.
     pub dirty_rate: f64,
     /// Bytes of pages to be sent again.
     pub left: u64,
-    /// What a QEMU expects itself; the longer of it and of the policy's own counts.
+    /// QEMU's own estimate; the longer of it and of the policy's is used.
     pub expected_downtime: Option<Duration>,
 }
 
@@ -87,7 +88,7 @@ impl Observation {
 /// Figures of `query-migrate` at a source that is QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sample {
-    /// When they were asked for, since any fixed moment.
+    /// Time of the sample, since any fixed moment.
     pub at: Duration,
     /// `dirty-sync-count`: passes begun.
     pub dirty_sync_count: u64,
@@ -103,8 +104,8 @@ pub struct Sample {
     pub expected_downtime: Option<Duration>,
 }
 
-/// Makes observations of samples, one for each in which a further pass has begun. QEMU itself decides when to stop its guest:
-/// [`Decision::SwitchOver`] only says that it should soon.
+/// Turns samples into observations, one whenever a further pass has begun. QEMU itself decides when to stop its
+/// guest: [`Decision::SwitchOver`] only means that it should soon.
 #[derive(Debug, Default)]
 pub struct Sampler {
     /// The first sample of the pass.
@@ -134,18 +135,18 @@ impl Sampler {
     }
 }
 
-/// What to do next.
+/// The next step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
     /// One more pass.
     Continue,
     /// Stop the guest and send what is left.
     SwitchOver,
-    /// It does not become less. Whoever goes on all the same is told so again after as long.
+    /// It does not converge. Repeated after the same time if the migration continues.
     CannotConverge(CannotConverge),
 }
 
-/// Why a guest cannot be moved within its downtime, in figures of the last window.
+/// Reason why a guest cannot be moved within its downtime, in figures of the last window.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub struct CannotConverge {
     /// Bytes of pages that the guest writes each second.
@@ -154,9 +155,9 @@ pub struct CannotConverge {
     pub rate: f64,
     /// Bytes that were left at best.
     pub left: u64,
-    /// How long the guest would stand still for these; `Duration::MAX` if nothing gets through.
+    /// The time that the guest would stand still for these; `Duration::MAX` if nothing gets through.
     pub expected_downtime: Duration,
-    /// How long it may.
+    /// The time that it may.
     pub downtime_limit: Duration,
     /// Passes observed in all.
     pub passes: u64,
@@ -213,8 +214,8 @@ impl Policy {
 
     /// Takes in what a pass showed.
     ///
-    /// Ends for whatever it is told: after so many passes, [`Decision::Continue`] is not among the answers any more unless
-    /// the downtime that is left keeps falling by a tenth, which it can do a few hundred times.
+    /// Terminates for any input: after a bounded number of passes, [`Decision::Continue`] is not returned any more
+    /// unless the remaining downtime keeps falling by a tenth, which it can do a few hundred times.
     pub fn observe(&mut self, observation: &Observation) -> Decision {
         self.recent.rotate_right(1);
         self.recent[0] = Some(*observation);
@@ -231,7 +232,7 @@ impl Policy {
         }
     }
 
-    /// How long the guest would stand still if it were stopped now.
+    /// The time that the guest would stand still if it were stopped now.
     fn downtime(&self, observation: &Observation) -> Duration {
         let memory = match (observation.left, self.rate(observation)) {
             (0, _) => Duration::ZERO,
@@ -245,7 +246,7 @@ impl Policy {
             .saturating_add(self.limits.switchover_cost)
     }
 
-    /// What the link can be counted on for, if one of the last passes had pages with content.
+    /// The reliable rate of the link, if one of the last passes had pages with content.
     fn rate(&self, observation: &Observation) -> Option<f64> {
         let known = self.recent.iter().flatten().filter(|pass| pass.rate > 0.0);
         let (sent, time) = known.fold((0.0, 0.0), |(sent, time), pass| {

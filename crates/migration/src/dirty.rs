@@ -1,4 +1,4 @@
-//! Which pages were written: a bitmap that many threads mark and one harvests, without a lock.
+//! Dirty map: a bitmap that many threads mark and one harvests, without a lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -37,7 +37,7 @@ impl DirtyMap {
     pub fn mark(&self, page: PageRef, length: u64) {
         let bits = &self.blocks[page.block.index()];
         bits.masks(page, length).for_each(|(word, mask)| {
-            // Releases the write to whoever harvests the mark.
+            // Releases the write to the thread that harvests the mark.
             bits.words[word].fetch_or(mask, Ordering::Release);
         });
     }
@@ -46,7 +46,7 @@ impl DirtyMap {
     pub fn harvest(&self, report: &mut dyn FnMut(PageRef, u64)) {
         for (index, bits) in self.blocks.iter().enumerate() {
             let block = BlockIndex(u32::try_from(index).expect("bounded by BLOCKS_MAX"));
-            // Most words are 0; a swap would take their cache lines from who marks.
+            // Most words are 0; a swap would take their cache lines from the marking threads.
             let take = |marks: &AtomicU64| match marks.load(Ordering::Relaxed) {
                 0 => 0,
                 _ => marks.swap(0, Ordering::Acquire),
@@ -65,14 +65,14 @@ impl DirtyMap {
         });
     }
 
-    /// Whether a page is marked.
+    /// Returns true if a page is marked.
     pub fn is_marked(&self, page: PageRef) -> bool {
         let number = page.offset / PAGE_SIZE;
         let word = &self.blocks[page.block.index()].words[(number / WORD_BITS) as usize];
         word.load(Ordering::Acquire) >> (number % WORD_BITS) & 1 == 1
     }
 
-    /// How many pages from `page` on, at most `most` and at least 1, are marked or not as it is; the first is.
+    /// Number of pages that from `page` on, at most `most` and at least 1, are marked or not as it is; the first is.
     pub(crate) fn alike(&self, page: PageRef, most: u64) -> (u64, bool) {
         let is_marked = self.is_marked(page);
         let most = most.min(self.blocks[page.block.index()].pages - page.offset / PAGE_SIZE);

@@ -1,4 +1,4 @@
-//! Why a migration ended early.
+//! Errors that end a migration.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ pub enum Error {
     /// The peer's bytes cannot be followed.
     #[error("{peer}: {source}")]
     Protocol {
-        /// Who sent them.
+        /// The sender.
         peer: String,
-        /// What is wrong with them.
+        /// The fault.
         source: towline_protocol::Error,
     },
     /// A lane failed.
@@ -24,7 +24,7 @@ pub enum Error {
     Lane {
         /// Its number.
         lane: usize,
-        /// How.
+        /// The cause.
         source: Box<Error>,
     },
     /// The guest could not be read, or its destination could not take it.
@@ -33,9 +33,9 @@ pub enum Error {
     /// The other end closed the connection in the middle.
     #[error("{peer} closed the connection while {awaiting} was awaited")]
     Ended {
-        /// Who.
+        /// The peer.
         peer: String,
-        /// What was to come next.
+        /// The expected item.
         awaiting: &'static str,
     },
     /// The source closed its connection before it was acknowledged.
@@ -43,7 +43,7 @@ pub enum Error {
         "{peer} closed the connection before the guest's arrival was acknowledged: it has its guest back"
     )]
     SourceGone {
-        /// Who.
+        /// The peer.
         peer: String,
     },
     /// A lane's connection ended where data or a barrier was still to come.
@@ -54,11 +54,11 @@ pub enum Error {
         "{connected} of {expected} lanes connected within {waited:?}: the source must have multifd on, and multifd-channels {expected} as here (--multifd-channels)"
     )]
     LanesMissing {
-        /// How many came.
+        /// Number of connections.
         connected: usize,
-        /// How many this side has.
+        /// Number of this that side has.
         expected: usize,
-        /// How long was waited.
+        /// The time that was waited.
         waited: Duration,
     },
     /// The source has more lanes than this side.
@@ -69,10 +69,10 @@ pub enum Error {
     LaneTooMany {
         /// The number it gave itself.
         id: u8,
-        /// How many this side has.
+        /// Number of this that side has.
         expected: usize,
     },
-    /// The destination has not said that it loaded the guest.
+    /// The destination has not acknowledged the guest.
     #[error("{peer} ended without saying that it has the guest: it refused it or died, its own log says why")]
     NotAcknowledged {
         /// The destination.
@@ -85,7 +85,7 @@ pub enum Error {
     NoAnswer {
         /// The destination.
         peer: String,
-        /// How long was waited.
+        /// The time that was waited.
         waited: Duration,
         /// This side's lanes.
         lanes: usize,
@@ -98,12 +98,12 @@ pub enum Error {
         /// Its own words.
         text: String,
     },
-    /// Zero-copy sends were asked for where there are none.
+    /// Zero-copy sends are required and unavailable.
     #[error(
         "zero-copy sends (--zero-copy-send on) are not possible: {why}; `auto` goes without where it must"
     )]
     NoZeroCopy {
-        /// Why not.
+        /// The reason.
         why: String,
     },
     /// A lane sent pages that no barrier follows, so that their order is not known.
@@ -114,18 +114,18 @@ pub enum Error {
     /// The migration failed, and the guest that was stopped for it is still stopped.
     #[error("{source}; it must be started again by hand, since that failed: {start}")]
     NotStarted {
-        /// Why the migration failed.
+        /// The migration's error.
         source: Box<Error>,
-        /// Why the guest did not start.
+        /// The error of the restart.
         start: Box<Error>,
     },
     /// The guest writes faster than it can be sent; it runs on at its source.
     #[error(transparent)]
     CannotConverge(#[from] CannotConverge),
-    /// A thread of this migration panicked; its own message says where.
+    /// A thread of this migration panicked; its own message has the location.
     #[error("a thread of the migration panicked; this is a bug of towline, please report its message")]
     Panicked,
-    /// Somebody asked for the end.
+    /// The migration was cancelled.
     #[error("cancelled")]
     Cancelled,
 }

@@ -1,8 +1,9 @@
-//! The two points of no return of a migration, and who decides whether it passes them.
+//! The two points of no return of a migration, and the party that decides on them.
 //!
-//! The engine moves bytes; whether a guest may run at its destination, and whether its source may be acknowledged, is for
-//! whoever drives it to say. It asks a [`Gate`] right before the last bytes are sent and right before the acknowledgement, from
-//! the thread that sends them, so that a cancellation comes either before or after, and never between.
+//! The engine moves bytes; the embedder decides whether a guest may run at its destination, and whether its source
+//! may be acknowledged. The engine calls a [`SwitchoverGate`] right before the last bytes are sent and right before the
+//! acknowledgement, on the thread that sends them, so that a cancellation comes either before or after, and never
+//! between.
 
 use std::fmt::Debug;
 
@@ -11,7 +12,7 @@ use towline_protocol::session::{MoveId, Receiver};
 
 use crate::Error;
 
-/// Whether the last bytes may be sent.
+/// Permission to send the last bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Commit {
     /// No: the migration fails.
@@ -22,7 +23,7 @@ pub enum Commit {
     Final,
 }
 
-/// What a connection to a source shows when its stream is complete.
+/// State of the connection to a source after its stream is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkState {
     /// It is open.
@@ -34,13 +35,14 @@ pub enum LinkState {
 }
 
 /// See the module's text. Called from the engine's threads, one at a time.
-pub trait Gate: Debug + Send + Sync {
-    /// Who is at the destination: a towline that does this with the guest, or a QEMU. Called before any page is sent.
+pub trait SwitchoverGate: Debug + Send + Sync {
+    /// Reports the kind of destination: a towline and its use of the guest, or a QEMU. Called before any page is
+    /// sent.
     fn destination(&self, receiver: Option<Receiver>) {
         let _ = receiver;
     }
 
-    /// A towline is at the source, and will report the outcome of this move. Called before any page comes.
+    /// Reports that a towline is at the source, and will send the outcome of this move. Called before any page comes.
     fn source_reports(&self, id: MoveId) {
         let _ = id;
     }
@@ -50,12 +52,13 @@ pub trait Gate: Debug + Send + Sync {
         MoveId::default()
     }
 
-    /// Whether the last bytes are held back until a QEMU at the destination has loaded everything before them.
+    /// Returns true if the last bytes are held back until a QEMU at the destination has loaded everything before them.
     fn confirms_loading(&self) -> bool {
         false
     }
 
-    /// May the last bytes be sent? `run_state`: what the guest did when it was stopped, in QEMU's words.
+    /// Decides whether the last bytes may be sent. `run_state`: the guest's run state when it was stopped, in QEMU's
+    /// words.
     fn commit(&self, run_state: Option<&str>) -> Commit {
         let _ = run_state;
         Commit::Reversible
@@ -74,8 +77,8 @@ pub trait Gate: Debug + Send + Sync {
     }
 }
 
-/// Looks at a connection over which nothing is to come any more. What is read there is left.
-pub fn look_at_link(channel: &dyn Channel) -> LinkState {
+/// Checks the state of a connection on which no further data is expected. Data is left unread.
+pub fn probe_link(channel: &dyn Channel) -> LinkState {
     let Some(fd) = channel.as_fd() else { return LinkState::Open };
     if !channel.has_buffered() && !is_readable(fd) {
         return LinkState::Open;

@@ -1,4 +1,4 @@
-//! What the engine needs of a guest: [`Guest`] to read one, [`Sink`] to put one somewhere.
+//! The engine's interfaces to a guest: [`Guest`] to read one, [`Sink`] to store one.
 //!
 //! Both are the consumer's traits. A stored guest, live memory, a relay implement them; the engine knows none of these.
 
@@ -30,7 +30,7 @@ pub trait Guest: Sync {
         RAM_SECTION_ID
     }
 
-    /// Begins to watch what is written: from its return on every write is in a later [`Self::harvest_dirty`]. Called before
+    /// Starts to track writes: from its return on every write is in a later [`Self::harvest_dirty`]. Called before
     /// any page is named.
     ///
     /// # Errors
@@ -39,7 +39,7 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// Nobody asks what is written any more. Called at the end of every migration, before a guest is started again.
+    /// Stops tracking. Called at the end of every migration, before a guest is started again.
     ///
     /// # Errors
     /// The guest may go on being slowed down; the migration's result stays as it is.
@@ -47,13 +47,13 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// What is known of the pages from `page` on, without touching them: at least one page, all alike.
+    /// The state of the pages from `page` on, without touching them: at least one page, all alike.
     fn extent(&self, page: PageRef) -> Extent;
 
-    /// Says that `length` bytes from `page` on are about to be sent: whoever has to fetch or verify them does it now. In precopy a unit:
-    /// 2 MiB, or less at the block's end (a live guest's later passes: what was written of one). In postcopy whole
-    /// [`Self::unit_bytes`], several of them within 2 MiB, by several threads at once; those first that somebody waits for, and nothing
-    /// that is prepared already.
+    /// Announces that `length` bytes from `page` on are about to be sent: a guest that has to fetch or verify them
+    /// does it now. In precopy a unit: 2 MiB, or less at the block's end (a live guest's later passes: the dirty part
+    /// of one). In postcopy whole [`Self::unit_bytes`], several of them within 2 MiB, by several threads at once;
+    /// faults first, and nothing that is prepared already.
     ///
     /// # Errors
     /// The memory cannot be had or is not what it should be; the migration ends.
@@ -62,29 +62,29 @@ pub trait Guest: Sync {
         Ok(())
     }
 
-    /// How much is prepared for one page that somebody waits for, in bytes: a power of two from 64 KiB to 2 MiB.
+    /// Bytes that are prepared for one fault: a power of two from 64 KiB to 2 MiB.
     fn unit_bytes(&self) -> u64 {
         64 << 10
     }
 
-    /// Says that these bytes, which were prepared, are not read again without being prepared again: whoever keeps fetched memory in
-    /// bounded room lets it go. Postcopy says so of each unit; precopy, which reads once, does not.
+    /// Releases prepared bytes; they are not read again without being prepared again, so that a cache of fetched
+    /// memory can drop them. Postcopy releases each unit; precopy, which reads once, does not.
     fn release(&self, page: PageRef, length: u64) {
         let _ = (page, length);
     }
 
-    /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of it: whoever keeps a guest
-    /// in several places has each such unit in one. Where it is sent without a copy the kernel reads it
-    /// after the call too: until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
+    /// The memory of `length` bytes from `page` on, within one block and not across a multiple of 2 MiB of it, so
+    /// that each such unit may be in another place. With zero-copy sends the kernel reads it after the call too:
+    /// until [`crate::Outgoing::run`] returns it stays mapped, of its length, and this guest's own.
     fn memory(&self, page: PageRef, length: u64) -> IoBuf<'_>;
 
-    /// The same memory, if nobody at all can change it meanwhile: it is compressed where it is, anything else is copied first.
+    /// The same memory, if nothing can change it meanwhile: it is compressed in place, anything else is copied first.
     fn immutable(&self, page: PageRef, length: u64) -> Option<&[u8]> {
         let _ = (page, length);
         None
     }
 
-    /// Whether a page of an [`ExtentKind::Unknown`] extent is zero now.
+    /// Returns true if a page of an [`ExtentKind::Unknown`] extent is zero now.
     fn is_zero(&self, page: PageRef) -> bool {
         let _ = page;
         false
@@ -125,13 +125,13 @@ pub trait Guest: Sync {
 /// Pages that are alike.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
-    /// How many, at least 1, within the block.
+    /// Number of pages, at least 1, within the block.
     pub pages: u64,
-    /// What is known of them.
+    /// Their kind.
     pub kind: ExtentKind,
 }
 
-/// What is known of a page without reading it.
+/// Knowledge about a page without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExtentKind {
     /// It has content to be sent.
@@ -179,16 +179,16 @@ pub trait Sink: Sync {
 
     /// Memory that the contents of `length` bytes from `page` on can be received straight into; `None`: they are
     /// received into a buffer and given to [`Self::pages`].
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let _ = (page, length);
         None
     }
 
-    /// Pages whose contents were received into [`Self::room`].
+    /// Pages whose contents were received into [`Self::buffer_for`].
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let _ = (stream, block, offsets);
         Ok(())
     }
@@ -199,7 +199,7 @@ pub trait Sink: Sync {
     ///
     /// # Errors
     /// As [`Self::pages`].
-    fn pass_on(
+    fn splice_from(
         &self,
         stream: Stream,
         from: &dyn Channel,
@@ -229,13 +229,13 @@ pub trait Sink: Sync {
     /// As [`Self::pages`].
     fn zero(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()>;
 
-    /// The content that a page has here now; XBZRLE says only what changed.
+    /// The content of a page here now; XBZRLE sends only differences.
     ///
     /// # Errors
     /// It cannot be read back.
     fn current(&self, page: PageRef, content: &mut [u8]) -> Result<()>;
 
-    /// All lanes are at a barrier: what comes next may replace what came before. Called with every lane waiting.
+    /// All lanes are at a barrier: pages after it may replace pages before it. Called with every lane waiting.
     ///
     /// # Errors
     /// The migration ends.
@@ -267,14 +267,14 @@ pub trait Sink: Sync {
     /// It cannot be kept; the source's guest runs on.
     fn device_state(&self, state: DeviceState) -> Result<()>;
 
-    /// Everything came. Returns only when the guest is safe here, because the source is told so next.
+    /// The stream is complete. Returns only when the guest is safe here, because the source is acknowledged next.
     ///
     /// # Errors
     /// The guest is not safe here; its source keeps it.
     fn commit(&self) -> Result<()>;
 
-    /// The last step, and a short one: what was committed becomes visible. It comes when nobody can cancel any more, so that
-    /// what was cancelled leaves nothing.
+    /// The last step, and a short one: makes the committed guest visible. Called when the migration can no longer be
+    /// cancelled, so that a cancelled one leaves nothing.
     ///
     /// # Errors
     /// The guest is not here; its source keeps it.
@@ -282,8 +282,8 @@ pub trait Sink: Sync {
         Ok(())
     }
 
-    /// The source opened a return path: for a sink that has more to say there than the engine has (a relay passes on
-    /// what its destination says).
+    /// The source opened a return path: for a sink that sends messages of its own there (a relay forwards those of
+    /// its destination).
     fn return_path(&self, writer: ReturnPathWriter) {
         drop(writer);
     }

@@ -7,20 +7,20 @@
 //!                                   + the caller's                      + the caller's
 //! ```
 //!
-//! - [`Guest`] and [`Sink`] are what the engine needs of whoever has or takes the guest; this crate supplies [`LiveMemory`]
-//!   (a VMM's memory with its guest running in it), [`Memory`] (our own or shared memory, either end) and [`Relay`] (a sink
-//!   that sends on, so that two QEMUs meet).
-//! - [`DirtyTracker`] says what a live guest writes: the kernel's write protection, or KVM's dirty log.
-//! - [`convergence`] decides when a guest that writes is stopped, and when it is told that it will not come to that.
+//! - [`Guest`] and [`Sink`] are the engine's interfaces to the owner of the guest; this crate supplies [`LiveMemory`]
+//!   (a VMM's memory with its guest running in it), [`Memory`] (private or shared memory, either end) and [`Relay`]
+//!   (a sink that forwards, so that two QEMUs meet).
+//! - [`DirtyTracker`] tracks a live guest's writes: the kernel's write protection, or KVM's dirty log.
+//! - [`convergence`] decides when a guest that writes is stopped, and when it is reported not to converge.
 //! - [`synthetic`] is a guest without a machine, with a checked pattern and a dirtying load.
 //! - [`Session`] ties the threads of one migration together: the lanes' barrier, and the first error, which wakes all.
-//! - [`ZeroCopySend`]: whether the kernel reads pages where they are; each lane may find out for itself.
+//! - [`ZeroCopySend`]: selects MSG_ZEROCOPY for pages; each lane may measure whether it pays.
 //! - [`Compression`] is of lanes only, and has the one copy that there is.
 //! - [`Statistics`] count with QEMU's names, and how many calls moved how many pages.
 //!
-//! What it is not: it knows nothing of files, QMP or devices, and starts no QEMU. It never copies a page in userspace on
-//! its way into a socket or file, unless it is compressed. Limits: postcopy of a guest that does
-//! not change only ([`postcopy`]), live ones in passes; one target page size (4 KiB).
+//! Out of scope: files, QMP and devices; it starts no QEMU. It never copies a page in userspace on its way into a
+//! socket or file, unless it is compressed. Limits: postcopy of a guest that does not change only ([`postcopy`]),
+//! live ones in passes; one target page size (4 KiB).
 
 mod buffer;
 mod checksum;
@@ -46,7 +46,7 @@ mod tuning;
 pub use compression::Compression;
 pub use dirty::DirtyMap;
 pub use error::{Error, Result};
-pub use gate::{Commit, Gate, LinkState, look_at_link};
+pub use gate::{Commit, LinkState, SwitchoverGate, probe_link};
 pub use guest::{Extent, ExtentKind, Guest, Pages, ReturnPathWriter, Sink, Stream};
 pub use incoming::Incoming;
 pub use live::{LiveBlock, LiveMemory};
@@ -55,7 +55,7 @@ pub use outgoing::{Outgoing, ZeroCopySend};
 pub use postcopy::Postcopy;
 pub use relay::Relay;
 pub use session::Session;
-pub use statistics::{LaneSends, SendReason, SendWay, Snapshot, Statistics, Tally};
+pub use statistics::{LaneSends, SendMethod, SendReason, SendTotals, Snapshot, Statistics};
 pub use sys::{Region, Span};
 pub use tracker::{DirtyTracker, TrackerError};
 pub use tuning::Tuning;

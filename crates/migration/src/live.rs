@@ -1,4 +1,4 @@
-//! A running guest's memory that somebody else has mapped: the source of a VMM's migration.
+//! A running guest's memory, mapped by its VMM: the source of a VMM's migration.
 //!
 //! ```text
 //!   VMM: maps memory, runs vCPUs in it ──► Span ──┐
@@ -9,8 +9,8 @@
 //! The memory is only read, and never as a slice: it may change at any time until `stop` has returned. For the other end,
 //! and for memory that only this process writes by [`crate::Memory::write`], there is [`crate::Memory`].
 //!
-//! Limits: pages of 4 KiB; the mapping stays as it is while a migration runs. What the tracker cannot see is told by
-//! [`LiveMemory::mark_dirty`]. Shared memory that nobody touched is made by being read.
+//! Limits: pages of 4 KiB; the mapping stays as it is while a migration runs. Writes that the tracker cannot see are
+//! reported by [`LiveMemory::mark_dirty`]. Reading untouched shared memory allocates it.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -26,7 +26,7 @@ use crate::sys::Span;
 use crate::tracker::DirtyTracker;
 use crate::{Extent, ExtentKind, Guest, MemoryError, Result};
 
-/// Most pages looked at for one extent: those of a unit that is sent.
+/// Maximum number of pages looked at for one extent: those of a unit that is sent.
 const EXTENT_PAGES_MAX: u64 = 512;
 
 /// A block of a live guest.
@@ -48,7 +48,7 @@ pub struct LiveMemory<'a> {
     blocks: Vec<RamBlock>,
     spans: Vec<Span<'a>>,
     tracker: Box<dyn DirtyTracker + 'a>,
-    /// Pages that nobody has touched, as the tracker said when it began.
+    /// Pages that were never touched, as the tracker reported when it began.
     untouched: DirtyMap,
     /// Written behind the tracker's back.
     marked: DirtyMap,
@@ -116,8 +116,8 @@ impl<'a> LiveMemory<'a> {
         self
     }
 
-    /// Has the device state ([`towline_protocol::device_state::DeviceState::bytes`]) asked of `device_state` when the guest
-    /// is stopped, unless one is set.
+    /// Calls `device_state` for the device state ([`towline_protocol::device_state::DeviceState::bytes`]) when the
+    /// guest is stopped, unless one is set.
     #[must_use]
     pub fn with_device_state(
         mut self,
@@ -133,7 +133,7 @@ impl<'a> LiveMemory<'a> {
         *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(bytes);
     }
 
-    /// Says that `length` bytes from `at` on were written (or discarded) in a way that the tracker does not see: by a
+    /// Marks `length` bytes from `at` on as written (or discarded) in a way that the tracker does not see: by a
     /// device, by another process, through another mapping. To be called after the write.
     ///
     /// # Panics
@@ -163,7 +163,7 @@ impl Guest for LiveMemory<'_> {
     }
 
     fn stop_tracking(&self) -> Result<()> {
-        // Nothing is known of a page that nobody watches.
+        // Pages that are not tracked may be dirty.
         self.untouched.harvest(&mut |_, _| {});
         Ok(self.tracker.stop(&self.spans)?)
     }

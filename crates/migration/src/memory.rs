@@ -5,13 +5,13 @@
 //!                                                 Memory ◄── Incoming      straight into place, populated ahead
 //! ```
 //!
-//! Each block is anonymous memory or a shared mapping of a file or memfd, which others write through mappings of their
-//! own. Of anonymous memory it is known which pages were never touched, so these are neither looked at nor sent, and not
-//! touched where zero pages arrive. What is written during a migration has to be marked ([`Memory::mark_dirty`];
-//! [`Memory::write`] does it), since nothing watches the memory itself.
+//! Each block is anonymous memory or a shared mapping of a file or memfd, which other processes write through
+//! mappings of their own. For anonymous memory untouched pages are known, so these are neither read nor sent, and not
+//! touched where zero pages arrive. Writes during a migration have to be marked ([`Memory::mark_dirty`];
+//! [`Memory::write`] does it), since the memory itself is not tracked.
 //!
-//! What it is not: it runs no guest, and its device state is opaque bytes. Limits: pages of 4 KiB; a block's file must
-//! not be cut while it is mapped.
+//! It runs no guest, and its device state is opaque bytes. Limits: pages of 4 KiB; a block's file must not be
+//! truncated while it is mapped.
 
 mod error;
 mod guest;
@@ -67,7 +67,7 @@ pub struct Memory {
     ram: OnceLock<Ram>,
     /// If built to adopt: the most bytes that may be allocated.
     limit: Option<u64>,
-    /// If built to adopt into a file: that, of exactly so many bytes.
+    /// The file to adopt into, if any, of exactly the guest's size.
     file: Option<OwnedFd>,
     section_id: AtomicU32,
     given_state: Mutex<Option<Vec<u8>>>,
@@ -91,7 +91,7 @@ struct Ram {
 
 struct Place {
     region: Region,
-    /// Nobody but us writes here, so `touched` says the truth.
+    /// No other mapping writes here, so `touched` is exact.
     is_ours: bool,
 }
 
@@ -141,12 +141,12 @@ impl Memory {
         lock(&self.received_state).take()
     }
 
-    /// What `look` makes of the device state that came and was not taken.
+    /// The result of `look` on the received device state, if it has not been taken.
     pub(crate) fn look_at_device_state<T>(&self, look: impl FnOnce(&DeviceState) -> T) -> Option<T> {
         lock(&self.received_state).as_ref().map(look)
     }
 
-    /// Whether a guest came completely. Whether its source knows is the result of [`crate::Incoming::run`].
+    /// Returns true if a guest came completely. Whether its source knows is the result of [`crate::Incoming::run`].
     pub fn is_committed(&self) -> bool {
         self.is_committed.load(Ordering::Acquire)
     }
@@ -175,8 +175,8 @@ impl Memory {
         self.ram().span(at).read(address(at), bytes);
     }
 
-    /// Says that somebody wrote `length` bytes from `at` on, by other means than [`Self::write`]: it is sent (again). To
-    /// be called after the write.
+    /// Marks `length` bytes from `at` on as written by other means than [`Self::write`]: they are sent (again). To be
+    /// called after the write.
     ///
     /// # Panics
     /// If it is not within the block.
@@ -230,7 +230,7 @@ impl Ram {
         self.places[page.block.index()].region.span()
     }
 
-    /// Whether a page is known to be zero without looking.
+    /// Returns true if a page is known to be zero without looking.
     fn is_untouched(&self, page: PageRef) -> bool {
         self.places[page.block.index()].is_ours && !self.touched.is_marked(page)
     }

@@ -2,16 +2,15 @@
 //!
 //! ```text
 //!   source ─► Incoming ─► Relay ─► destination       each page goes out of the buffer it was received into, if any
-//!          ◄─ SHUT 0 ◄──  commit() ◄─ SHUT 0         the source hears only what the destination has said
+//!          ◄─ SHUT 0 ◄──  commit() ◄─ SHUT 0         only acknowledged after the destination did
 //! ```
 //!
-//! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their bounds, so
-//! the destination reads the source's order. Between bare sockets, where nothing is sent by zero-copy and nobody compares
-//! checksums, the contents of a lane's pages change hands within the kernel (`splice(2)`): only headers are seen here. The
-//! relay holds no guest memory; a destination that is slow makes the source wait by its socket. Both sides have the same number
-//! of lanes and the same compression, and the machine type says the same of both. What is compressed is decompressed and
-//! compressed again: a lane's stream depends on all its packets before, and the relay makes two of one that has both zero pages
-//! and others.
+//! Lane i goes to lane i, records to records, a barrier follows wherever the source had one, sections keep their
+//! bounds, so the destination reads the source's order. Between bare sockets, without zero-copy sends and checksums,
+//! the contents of a lane's pages move within the kernel (`splice(2)`): only headers are seen here. The relay holds
+//! no guest memory; a slow destination slows the source down by its socket. Both sides have the same number of lanes,
+//! the same compression and the same machine type. Compressed pages are decompressed and compressed again: a lane's
+//! stream depends on all its packets before, and the relay splits packets with both zero pages and others.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -28,12 +27,12 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::guest::ReturnPathWriter;
 use crate::outgoing::{
-    Audience, Connections, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
+    Connections, Forwarding, LaneOptions, LaneWriter, MainWriter, ReturnPath, check_zero_copy, greet,
     send_device_state,
 };
 use crate::{Error, Pages, Result, Session, Sink, Statistics, Stream};
 
-/// How long the destination may take to answer the stream's head.
+/// The time that the destination may take to answer the stream's head.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// See the module's picture.
@@ -63,7 +62,7 @@ impl Relay {
     /// As [`Self::new`], with lanes that are compressed or must send without a copy.
     ///
     /// # Errors
-    /// [`Error::Compressor`]: there is no memory for one. [`Error::NoZeroCopy`].
+    /// [`Error::Compressor`]: out of memory. [`Error::NoZeroCopy`].
     pub fn with_options(
         session: Arc<Session>,
         connections: Connections,
@@ -81,8 +80,8 @@ impl Relay {
             LaneWriter::new(Arc::clone(lane), packets, statistics, options).map(Mutex::new)
         };
         let lanes = connections.lanes.iter().map(writer).collect::<Result<_>>()?;
-        let audience = Audience::Awaited(Vec::new());
-        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), audience);
+        let forwarding = Forwarding::Buffered(Vec::new());
+        let answers = ReturnPath::start(Arc::clone(&connections.main), Arc::clone(&session), forwarding);
         Ok(Self {
             main: Mutex::new(MainWriter::new(Arc::clone(&connections.main), Arc::clone(&statistics))),
             lanes,
@@ -98,12 +97,12 @@ impl Relay {
         })
     }
 
-    /// What went out; the incoming migration counts what came in.
+    /// Statistics of the sending side; the incoming migration counts the receiving side.
     pub fn statistics(&self) -> &Arc<Statistics> {
         &self.statistics
     }
 
-    /// Whether the guest ran at its source, once its device state came and if that says so.
+    /// True if the guest ran at its source, once its device state came and if that has the run state.
     pub fn guest_ran(&self) -> Option<bool> {
         self.ran.get().copied()
     }
@@ -113,7 +112,7 @@ impl Relay {
         Arc::clone(&self.connections.main)
     }
 
-    /// Whether the whole guest went out: from then on the destination may have it.
+    /// Returns true if the whole guest went out: from then on the destination may have it.
     pub fn is_sent(&self) -> bool {
         self.sent.get().is_some()
     }
@@ -196,7 +195,7 @@ impl Sink for Relay {
         }
     }
 
-    fn pass_on(
+    fn splice_from(
         &self,
         stream: Stream,
         from: &dyn Channel,

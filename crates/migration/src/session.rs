@@ -3,7 +3,7 @@
 //! ```text
 //!   lane threads   arrive() ──┐ wait …              ┌── go on
 //!   main thread               lead(f): all here? f() ┘
-//!   any thread                fail(error): stored if first, every channel shut down, everybody woken
+//!   any thread                fail(error): stored if first, every channel shut down, all threads woken
 //! ```
 //!
 //! A thread that blocks in a system call is woken by its channel's shutdown, one at the barrier by the condition
@@ -19,7 +19,7 @@ use towline_channel::Channel;
 
 use towline_protocol::session::{MoveId, Receiver};
 
-use crate::gate::{Commit, Gate, LinkState};
+use crate::gate::{Commit, LinkState, SwitchoverGate};
 use crate::{Error, Result, Tuning};
 
 /// See the module's picture.
@@ -30,7 +30,7 @@ pub struct Session {
     failed: AtomicBool,
     finished: AtomicBool,
     tuning: OnceLock<Tuning>,
-    gate: OnceLock<Arc<dyn Gate>>,
+    gate: OnceLock<Arc<dyn SwitchoverGate>>,
     /// A destination that runs the guest by itself was given the last bytes.
     committed: AtomicBool,
 }
@@ -51,12 +51,12 @@ struct State {
     closed: bool,
 }
 
-/// How a lane leaves its barrier.
+/// Result of waiting at a barrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Released {
     /// All were there: go on.
     GoOn,
-    /// The stream is complete, so nobody will lead: stop.
+    /// The stream is complete, so there are no further barriers: stop.
     Closed,
 }
 
@@ -66,13 +66,13 @@ impl Session {
         self.tuning.get_or_init(|| tuning.clone());
     }
 
-    /// What they were changed to.
+    /// The changed settings.
     pub fn tuning(&self) -> &Tuning {
         self.tuning.get_or_init(Tuning::default)
     }
 
-    /// Has `gate` asked at the points of no return; the first that is given.
-    pub fn guard_by(&self, gate: Arc<dyn Gate>) {
+    /// Sets the `gate` that is called at the points of no return; only the first one is used.
+    pub fn set_gate(&self, gate: Arc<dyn SwitchoverGate>) {
         self.gate.get_or_init(|| gate);
     }
 
@@ -118,7 +118,7 @@ impl Session {
     pub(crate) fn acknowledge(&self, run_state: Option<&str>, source: &dyn Channel) -> Result<()> {
         let _state = self.lock();
         self.check()?;
-        let link = crate::gate::look_at_link(source);
+        let link = crate::gate::probe_link(source);
         if self.gate.get().is_some_and(|gate| !gate.acknowledge(run_state, link)) {
             return Err(match link {
                 LinkState::Open => Error::Cancelled,
@@ -156,8 +156,8 @@ impl Session {
         state.channels.push(Arc::clone(channel));
     }
 
-    /// Ends the migration with `error`, unless it failed before or is finished. Returns whether this was the first. What
-    /// came of it is the result of the migration's `run`: the destination's word may have been on its way.
+    /// Ends the migration with `error`, unless it failed before or is finished. Returns true for the first error. The
+    /// outcome is the result of the migration's `run`: the destination's acknowledgement may have been on its way.
     pub fn fail(&self, error: Error) -> bool {
         let mut state = self.lock();
         if self.is_finished() || self.is_failed() {
@@ -195,7 +195,7 @@ impl Session {
         if self.is_failed() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// The run succeeded, whatever else was said meanwhile: forgets the channels.
+    /// The run succeeded, regardless of later errors: forgets the channels.
     pub(crate) fn succeed(&self) {
         let mut state = self.lock();
         self.finished.store(true, Ordering::Release);
@@ -277,7 +277,7 @@ impl Session {
         self.lock().lanes.push(Arc::clone(lane));
     }
 
-    /// After a failure: waits until every lane has left, at most this long, and shuts down what did not.
+    /// After a failure: waits until every lane has left, at most this long, and shuts down the others.
     pub(crate) fn see_out(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         let mut state = self.lock();

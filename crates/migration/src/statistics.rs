@@ -1,4 +1,4 @@
-//! What was moved, counted with QEMU's names.
+//! Migration statistics, with QEMU's names.
 //!
 //! The object belongs to one migration; its counters are written by every lane and read at any time.
 
@@ -7,7 +7,7 @@ mod lanes;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use lanes::{LaneSends, SendReason, SendWay, Tally};
+pub use lanes::{LaneSends, SendMethod, SendReason, SendTotals};
 
 macro_rules! statistics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
@@ -56,8 +56,8 @@ statistics! {
     normal_bytes,
     /// Passes over the memory; at a destination, as many as the stream shows (FLUSH records behind the first).
     dirty_sync_count,
-    /// How often, of each lane in each pass where zero-copy was asked for (`on`), the kernel copied everything: as in QEMU,
-    /// between 0 and `dirty_sync_count` times the lanes.
+    /// Number of times, for each lane in each pass with zero-copy required (`on`), that the kernel copied everything:
+    /// as in QEMU, between 0 and `dirty_sync_count` times the lanes.
     dirty_sync_missed_zero_copy,
     /// System calls that moved pages out of or into several buffers at once.
     vectored_calls,
@@ -72,7 +72,7 @@ statistics! {
 }
 
 impl Statistics {
-    /// How the pages of each lane were sent, in the order of the lanes. Empty for a migration that comes in.
+    /// Send method and totals of each lane, in order. Empty for an incoming migration.
     pub fn lane_sends(&self) -> Vec<LaneSends> {
         let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
         lanes.iter().map(|lane| *lane.lock().unwrap_or_else(PoisonError::into_inner)).collect()
@@ -97,7 +97,7 @@ impl Statistics {
         Self::add(if buffers > 1 { &self.vectored_calls } else { &self.plain_calls }, 1);
     }
 
-    /// Counts pages that went with content, in so many calls that never had them in memory.
+    /// Counts pages with content that were spliced in `calls` calls.
     pub(crate) fn count_spliced(&self, pages: u64, bytes: u64, calls: u64) {
         Self::add(&self.normal, pages);
         Self::add(&self.normal_bytes, pages * towline_protocol::ram::PAGE_SIZE);
@@ -105,7 +105,7 @@ impl Statistics {
         Self::add(&self.spliced_calls, calls);
     }
 
-    /// Counts a lane's bytes that are no pages.
+    /// Counts a lane's bytes other than pages.
     pub(crate) fn count_lane(&self, bytes: usize) {
         Self::add(&self.multifd_bytes, bytes as u64);
         Self::add(&self.transferred, bytes as u64);

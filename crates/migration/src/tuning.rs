@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// What stands for a limit that nobody has changed.
+/// Value of a limit that has not been changed.
 const UNCHANGED: u64 = u64::MAX;
-/// What stands for "as fast as it goes".
+/// Value for "unlimited".
 const UNLIMITED: u64 = 0;
 
 /// Limits that were changed under way, in place of those that a migration began with. Clones are the same ones.
@@ -37,7 +37,7 @@ impl Tuning {
         self.0.changes.fetch_add(1, Ordering::Release);
     }
 
-    /// How long the guest may be stopped from here on; taken in whole milliseconds.
+    /// The time that the guest may be stopped from here on; taken in whole milliseconds.
     pub fn set_downtime_limit(&self, limit: Duration) {
         let value = u64::try_from(limit.as_millis()).unwrap_or(UNCHANGED).min(UNCHANGED - 1);
         self.0.downtime_ms.store(value, Ordering::Relaxed);
@@ -60,7 +60,7 @@ impl Tuning {
             .map(Duration::from_millis)
     }
 
-    /// How often something was changed; for who passes changes on.
+    /// Number of changes; for forwarding them.
     pub fn changes(&self) -> u64 {
         self.0.changes.load(Ordering::Acquire)
     }
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_set_is_what_all_clones_see() {
+    fn changes_are_visible_to_all_clones() {
         let tuning = Tuning::default();
         let other = tuning.clone();
         assert_eq!((tuning.max_bandwidth(), tuning.downtime_limit(), tuning.changes()), (None, None, 0));

@@ -29,7 +29,7 @@ fn full() -> Arc<Memory> {
     guest
 }
 
-/// Over a relay, whose buffers nobody changes; byte `at` of the last hop's only lane is changed. Returns why it failed.
+/// Over a relay, whose buffers are not changed; byte `at` of the last hop's only lane is changed. Returns the error.
 fn flipped(at: u64, compression: Compression) -> InvalidMessage {
     let (guest, sink) = (full(), empty(MACHINES[0], &BLOCKS));
     let flip = Fault { side: Side::Destination, stream: Stream::Lane(0), layer: Layer::Flip(at) };
@@ -123,7 +123,7 @@ fn a_guest_that_writes_while_it_is_sent_is_no_damage() {
 }
 
 #[test]
-fn without_lanes_nobody_asks() {
+fn without_lanes_no_checksums_are_requested() {
     let (guest, sink) = (full(), empty(MACHINES[0], &BLOCKS));
     let outcome = migrate(link(Kind::Unix, 0), &guest, &sink);
     outcome.expect_success();

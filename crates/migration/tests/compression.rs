@@ -1,4 +1,4 @@
-//! Compressed lanes from end to end: every page arrives, fewer bytes travel, and ends that disagree say so.
+//! Compressed lanes from end to end: every page arrives, fewer bytes travel, and ends that disagree report it.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -18,7 +18,7 @@ fn compressed(compression: Compression) -> outgoing::Options {
     outgoing::Options { compression, ..options() }
 }
 
-/// What must hold of a migration over compressed lanes.
+/// Invariants of a migration over compressed lanes.
 fn check(outcome: &Outcome, guest: &Memory, sink: &Memory) {
     outcome.expect_success();
     assert_eq!(difference(guest, sink), None);

@@ -1,4 +1,4 @@
-//! The convergence policy: what it must never say, whatever it is told, and what it says of guests that one can think of.
+//! The convergence policy: invariants for any input, and decisions for typical guests.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 use std::time::Duration;
@@ -10,7 +10,8 @@ use towline_migration::convergence::{
 };
 
 const MIB: u64 = 1 << 20;
-/// What a guest's memory allows at most: windows of 1000 passes, each a tenth lower than one of the six before it.
+/// Maximum number of passes for a guest's memory: windows of 1000 passes, each a tenth lower than one of the six
+/// before it.
 const PASSES_MAX: u64 = 1000 * 6 * 500;
 
 fn limits(downtime_ms: u64) -> Limits {
@@ -132,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn what_a_qemu_says_is_judged_as_what_passes_show(
+    fn samples_of_a_qemu_are_judged_like_passes(
         passes in vec((1..2_000_u64, 0..64 * MIB, 0..64 * MIB), 2..200),
     ) {
         let (mut told, mut sampled, mut sampler) = (Policy::new(limits(100)), Policy::new(limits(100)), Sampler::default());
@@ -143,7 +144,7 @@ proptest! {
         prop_assert_eq!(sampler.observe(sample), None);
         for (millis, sent, left) in passes {
             let time = Duration::from_millis(millis);
-            // Between two passes QEMU's figures move, and say nothing yet.
+            // Between two passes QEMU's figures change, and yield no observation.
             sample.at += time / 2;
             prop_assert_eq!(sampler.observe(Sample { remaining: 7, ..sample }), None);
             sample.at += time - time / 2;
@@ -183,7 +184,7 @@ fn the_verdict_has_figures_and_ways_out() {
     for part in ["MB/s", "allowed 300.0ms", "--downtime-limit", "--max-bandwidth", "--throttle"] {
         assert!(text.contains(part), "{text}");
     }
-    // What it says there was left takes as long as it says, on this link.
+    // The reported remainder takes the reported time on this link.
     let told = verdict.left as f64 / HOT.rate;
     assert!((verdict.expected_downtime.as_secs_f64() - told).abs() < 0.1 * told, "{verdict:?}");
 }
@@ -254,7 +255,7 @@ fn another_limit_counts_from_the_next_pass_on() {
 }
 
 #[test]
-fn what_a_qemu_expects_itself_counts_if_it_is_longer() {
+fn qemus_own_estimate_counts_if_it_is_longer() {
     let mut policy = Policy::new(limits(300));
     let fits = Observation::of_pass(Duration::from_secs(1), 100 * MIB, MIB);
     let expects = |millis| Observation { expected_downtime: Some(Duration::from_millis(millis)), ..fits };
@@ -263,7 +264,7 @@ fn what_a_qemu_expects_itself_counts_if_it_is_longer() {
 }
 
 #[test]
-fn a_link_that_takes_nothing_is_told_as_such() {
+fn a_link_without_throughput_is_reported() {
     let mut policy = Policy::new(limits(300));
     let mut left = MIB;
     let decisions = std::iter::repeat_with(|| {

@@ -29,7 +29,7 @@ fn check(outcome: &Outcome, guest: &Memory, sink: &Memory) {
     assert!(sink.is_committed());
 }
 
-/// What must hold of the counters of both ends.
+/// Invariants of the counters of both ends.
 fn check_statistics(outcome: &Outcome, guest: &Memory, lanes: usize) {
     let (source, destination) = (&outcome.source.statistics, &outcome.destination.statistics);
     let pages: u64 = guest.blocks().iter().map(|block| block.pages()).sum();
@@ -131,7 +131,7 @@ fn a_guest_that_came_can_go_on() {
 }
 
 #[test]
-fn memory_over_a_descriptor_is_shared_with_who_else_maps_it() {
+fn memory_over_a_descriptor_is_shared_with_other_mappings() {
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 50 * PAGE as u64).unwrap();
     let shared = |offset| Backing::Shared { file: file.as_fd(), offset };
@@ -140,7 +140,7 @@ fn memory_over_a_descriptor_is_shared_with_who_else_maps_it() {
     let memory = |block| Memory::new(configuration(MACHINES[0]), &[block]).map(Arc::new);
     let error = memory(block(40, 11 * PAGE as u64)).unwrap_err();
     assert!(matches!(error, MemoryError::FileTooShort { found: 204_800, expected: 208_896, .. }), "{error}");
-    // One mapping of the file receives, another (as the guest's process would have) reads and goes on.
+    // One mapping of the file receives, another (as the guest's process would have) reads and continues.
     let (guest, _) = Writer::guest(MACHINES[0], &[("pc.ram", 40)], 5);
     let (sink, seen) =
         (memory(block(40, 10 * PAGE as u64)).unwrap(), memory(block(40, 10 * PAGE as u64)).unwrap());
@@ -275,7 +275,7 @@ fn every_write_is_in_a_harvest_that_follows_it() {
 #[test]
 fn a_sink_before_its_block_list_refuses_pages() {
     let memory = Memory::adopting(1 << 20);
-    assert!(memory.room(at(0, 0), 4096).is_none());
+    assert!(memory.buffer_for(at(0, 0), 4096).is_none());
     let error = memory.zero(towline_migration::Stream::Main, at(0, 0).block, &[0]).unwrap_err();
-    assert_eq!(error.to_string(), "there is no memory yet: the block list has not come");
+    assert_eq!(error.to_string(), "there is no memory yet: the block list has not arrived");
 }

@@ -1,4 +1,4 @@
-//! The example VMM does what it says.
+//! The example VMM migrates itself as documented.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 use std::io::Write;
@@ -29,7 +29,7 @@ fn the_example_vmm_moves_itself() {
     };
     let stopped = after("source: stopped at ");
     assert_ne!(stopped, "[0, 0]", "the guest did not run");
-    assert_eq!(after("destination: goes on from "), format!("{stopped}, memory is right"));
+    assert_eq!(after("destination: continues from "), format!("{stopped}, memory is right"));
     assert_eq!(after("destination: counted on, "), "memory is right");
     after("source: the guest has arrived");
 }

@@ -1,4 +1,5 @@
-//! Migrations that fail in every phase: both ends end soon, the source keeps its guest, and the error says what it was.
+//! Migrations that fail in every phase: both ends end soon, the source keeps its guest, and the error names the
+//! fault.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -17,14 +18,14 @@ const BLOCKS: [(&str, u64); 2] = [("vga.vram", 9), ("pc.ram", 150)];
 /// The time within which both ends know of a failure; they need milliseconds, a busy machine more.
 const SOON: Duration = Duration::from_secs(20);
 
-/// What must hold whatever failed. Returns whether it succeeded.
+/// Invariants of any failure. Returns true if it succeeded.
 fn check(outcome: &Outcome, faults: &[Fault], guest: &Memory, sink: &Memory, writer: &Writer) -> bool {
     assert!(outcome.slowest() < SOON, "{faults:?}: {outcome:?}");
     let (stops, starts) = writer.counts();
     match &outcome.source.result {
         Ok(()) => {
             assert_eq!((stops, starts), (1, 0), "{faults:?}: {outcome:?}");
-            assert!(sink.is_committed(), "{faults:?}: the source was told what is not so: {outcome:?}");
+            assert!(sink.is_committed(), "{faults:?}: the source was acknowledged wrongly: {outcome:?}");
             assert_eq!(difference(guest, sink), None, "{faults:?}");
             true
         }
@@ -210,7 +211,7 @@ fn a_destination_that_says_it_has_the_guest_too_early_is_not_believed() {
 }
 
 #[test]
-fn a_silent_destination_is_told_from_a_slow_one() {
+fn a_silent_destination_is_distinguished_from_a_slow_one() {
     let (guest, _) = Writer::guest(MACHINES[0], &BLOCKS, 1);
     let Link { source, destination: _kept } = link(Kind::Unix, 2);
     let options = outgoing::Options { answer_timeout: Duration::from_millis(50), ..options() };
@@ -219,7 +220,7 @@ fn a_silent_destination_is_told_from_a_slow_one() {
 }
 
 #[test]
-fn a_guest_that_cannot_be_started_again_is_told() {
+fn a_guest_that_cannot_be_restarted_is_reported() {
     let stopped = Arc::new(AtomicBool::new(false));
     let stopper = Arc::clone(&stopped);
     let blocks = blocks(&BLOCKS);

@@ -77,7 +77,7 @@ fn receive(listener: Listener, lanes: usize, sink: &Memory) -> Result<(), Error>
 }
 
 #[test]
-fn strangers_disturb_nobody() {
+fn unrelated_connections_have_no_effect() {
     for lanes in [0, 1, 4] {
         for (listener, _kept) in listeners() {
             let address = listener.local_address().clone();

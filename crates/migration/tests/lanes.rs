@@ -18,15 +18,15 @@ use towline_channel::{
 use towline_migration::{Compression, Error, Outgoing, Relay, Session, ZeroCopySend, outgoing};
 
 const LANES: usize = 3;
-/// Which of them fails.
+/// The lane that fails.
 const FAILING: usize = 1;
-/// What a lane's connection holds: less than one packet.
+/// Capacity of a lane's connection: less than one packet.
 const CAPACITY: usize = 10_000;
 /// Times that each case is run; the median counts, as this machine may be busy.
 const RUNS: usize = 5;
 const AT_ONCE: Duration = Duration::from_secs(2);
 
-/// A channel that tells when its sender stands still, and whose flush does what a test says.
+/// A channel that signals when its sender blocks, and whose flush is controlled by a test.
 #[derive(Debug)]
 struct Watched {
     inner: Box<dyn Channel>,
@@ -42,7 +42,7 @@ struct State {
     changed: Condvar,
 }
 
-/// What a flush does.
+/// Behaviour of a flush.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 enum Flush {
     #[default]
@@ -56,7 +56,7 @@ enum Flush {
 
 impl State {
     fn stands_still(&self) -> bool {
-        // Nobody reads, so a call that finds no room ends only with the connection.
+        // There is no reader, so a blocked call ends only with the connection.
         self.sent.load(Ordering::SeqCst) == CAPACITY && self.is_sending.load(Ordering::SeqCst)
     }
 
@@ -206,7 +206,7 @@ fn a_relays_lane_that_fails_while_all_stand_still() {
     }
 }
 
-/// At a barrier: one lane waits for its memory, another hears that it never gets it back.
+/// At a barrier: one lane waits for its memory, another fails to get it back.
 #[test]
 fn a_flush_that_fails_while_another_waits() {
     let times = (0..RUNS).map(|_| {

@@ -1,4 +1,4 @@
-//! Live memory with threads that write in it while it is sent: what arrives is what it was when it stopped.
+//! Live memory with threads that write in it while it is sent: it arrives as it was when it stopped.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -145,7 +145,7 @@ fn a_guest_that_hammers_its_memory_arrives_as_it_was_when_it_stopped() {
 struct Log {
     words: Vec<Vec<AtomicU64>>,
     is_on: AtomicBool,
-    /// How many more times it can be had.
+    /// Number of more that times it can be had.
     left: AtomicU32,
 }
 
@@ -247,8 +247,8 @@ fn a_guest_that_cannot_converge_runs_on_at_its_source() {
 }
 
 #[test]
-fn what_a_tracker_cannot_see_is_marked() {
-    let Some(tracker) = write_protect("what_a_tracker_cannot_see_is_marked") else { return };
+fn writes_that_a_tracker_cannot_see_are_marked() {
+    let Some(tracker) = write_protect("writes_that_a_tracker_cannot_see_are_marked") else { return };
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, 1203 * PAGE as u64).unwrap();
     let map = |offset: u64, pages: u64| {
@@ -277,8 +277,8 @@ fn what_a_tracker_cannot_see_is_marked() {
 }
 
 #[test]
-fn memory_that_nobody_touched_is_neither_sent_nor_made() {
-    let Some(tracker) = write_protect("memory_that_nobody_touched_is_neither_sent_nor_made") else { return };
+fn untouched_memory_is_neither_sent_nor_allocated() {
+    let Some(tracker) = write_protect("untouched_memory_is_neither_sent_nor_allocated") else { return };
     let spans: Vec<_> = BLOCKS.iter().map(|&(_, pages)| anonymous(pages)).collect();
     spans[1].write(100 * PAGE, &[1; 2 * PAGE]);
     let guest = live(&spans, tracker, &Arc::default());

@@ -75,7 +75,7 @@ fn receive(
     })
 }
 
-/// What the destination said in the end.
+/// The destination's last messages.
 fn said(channel: &dyn Channel) -> Vec<u8> {
     let mut all = Vec::new();
     let mut bytes = [0; 100];
@@ -132,9 +132,10 @@ fn pages_behind_the_last_barrier_are_refused_before_the_commit() {
     assert_eq!(said(&source), message(&Message::Pong(1)));
 }
 
-/// What a QEMU before 9.0 does at times (`multifd_send_thread`: a job too many). Were its lane shut down, it would fail.
+/// The behaviour of a QEMU before 9.0 at times (`multifd_send_thread`: a job too many). Were its lane shut down, it
+/// would fail.
 #[test]
-fn an_empty_packet_behind_the_last_barrier_harms_nobody() {
+fn an_empty_packet_behind_the_last_barrier_is_harmless() {
     let ((source, main), (lane, arriving)) = (pair(1 << 20), UnixChannel::pair().unwrap());
     send(&lane, &Init { uuid: UUID, id: 0 }.encode());
     packet(&lane, &Packet::sync(0));
@@ -224,7 +225,7 @@ impl Sink for Odd {
 }
 
 #[test]
-fn a_sink_that_panics_on_a_lane_or_in_the_end_hangs_nobody() {
+fn a_sink_that_panics_on_a_lane_or_in_the_end_blocks_no_thread() {
     let panics: fn(&Session) -> Result<(), Error> = |_| panic!("on purpose");
     let does_not: fn(&Session) -> Result<(), Error> = |_| Ok(());
     for (in_pages, in_commit) in [(panics, does_not), (does_not, panics)] {

@@ -1,5 +1,5 @@
-//! Postcopy against a destination of the test's own, which takes each page once, asks for pages, and loses its connections: every
-//! page comes once, with its content, prepared before it is read, over however many connections.
+//! Postcopy against a destination of the test's own, which accepts each page once, requests pages, and loses its
+//! connections: every page comes once, with its content, prepared before it is read, over however many connections.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::collections::HashSet;
@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use towline_channel::{Channel, ChannelExt, IoBuf, IoBufMut, SendFlags, pair};
-use towline_migration::postcopy::{Link, Options, Running};
+use towline_migration::postcopy::{Options, PostcopyChannels, Running};
 use towline_migration::{Extent, ExtentKind, Guest, Postcopy, Result, Session, Statistics};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::postcopy::put_bitmap;
@@ -19,7 +19,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock, device_state};
 
 const PAGE: usize = 4096;
 const HUGE: u64 = 2 << 20;
-/// What a guest has prepared for a fault, if it does not say otherwise, and at most at once.
+/// Bytes that a guest prepares for a fault by default, and the maximum at once.
 const UNIT: u64 = 64 << 10;
 const RUN: u64 = 2 << 20;
 /// Bytes on the way between the two ends: little, so that a cut leaves work undone.
@@ -29,7 +29,7 @@ const WITHIN: Duration = Duration::from_secs(60);
 /// Pages of the three blocks, and the destination's page size of each.
 const SHAPE: [(&str, u64, u64); 3] = [("pc.ram", 1500, 4096), ("huge", 2048, HUGE), ("rom", 5, 4096)];
 
-/// Every fifth page is zero, every other says who it is.
+/// Every fifth page is zero, every other identifies itself.
 fn content(block: usize, page: u64) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     if page % 5 != 3 {
@@ -40,7 +40,7 @@ fn content(block: usize, page: u64) -> [u8; PAGE] {
     bytes
 }
 
-/// A guest whose memory may be read only where it is prepared and not given back.
+/// A guest whose memory may be read only while it is prepared and not released.
 struct Stored {
     configuration: Configuration,
     blocks: Vec<RamBlock>,
@@ -116,7 +116,7 @@ impl Guest for Stored {
     }
 }
 
-/// What outlives the destination's connections.
+/// State that outlives the destination's connections.
 #[derive(Default)]
 struct Destination {
     /// Each target page that came in postcopy or ahead of it.
@@ -291,7 +291,7 @@ fn pipe() -> (Arc<dyn Channel>, Arc<dyn Channel>) {
     (Arc::new(left), Arc::new(right))
 }
 
-/// The guest's processor: asks for random pages, one after the other, and waits for each.
+/// The guest's processor: requests random pages, one after the other, and waits for each.
 fn ask(destination: &Destination, channel: &Arc<dyn Channel>, is_over: &AtomicBool, seed: u64) {
     let mut random = fastrand::Rng::with_seed(seed);
     let stream = Stream { channel: Arc::clone(channel), of: destination, last: None };
@@ -349,7 +349,7 @@ fn connection<'p>(
         });
         let session = Arc::new(Session::default());
         let connect = || Ok(Arc::clone(&near_urgent));
-        let link = Link { main: near, preempt: preempt.then_some(&connect) };
+        let link = PostcopyChannels { main: near, preempt: preempt.then_some(&connect) };
         let running: Running<'_> = match is_new {
             true => postcopy.offer(&session, &link).unwrap().run(),
             false => postcopy.recover(&session, &link).unwrap(),
@@ -402,7 +402,7 @@ fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u
             break;
         }
         if !destination.runs.load(Ordering::Acquire) {
-            // Lost before the guest ran: this destination is of no more use.
+            // Lost before the guest ran: this destination is unusable.
             return;
         }
     }
@@ -413,7 +413,7 @@ fn restore(preempt: bool, cuts: usize, working_set: Vec<(PageRef, u64)>, seed: u
     assert!(!guest.unprepared.load(Ordering::Relaxed), "a page was read that was not prepared");
     assert_eq!(postcopy.remaining(), 0);
     if cuts == 0 {
-        assert_eq!(*guest.prepared.lock().unwrap(), HashSet::new(), "what was prepared is given back");
+        assert_eq!(*guest.prepared.lock().unwrap(), HashSet::new(), "all prepared units are released");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Synthetic guests over every number of lanes, and what is found when something of them is lost on the way.
+//! Synthetic guests over every number of lanes, and the detection of lost parts.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -42,7 +42,7 @@ fn checked() -> Checked {
     Checked::new(Memory::adopting(LENGTH), NonZeroUsize::new(2).unwrap())
 }
 
-/// Sends `guest` into `sink`: what each end says.
+/// Sends `guest` into `sink`: the result of each end.
 fn send(
     guest: &dyn Guest,
     sink: &dyn Sink,
@@ -104,7 +104,7 @@ fn memory_that_was_made_ready_takes_a_guest_of_its_size_only() {
 }
 
 #[test]
-fn of_any_other_guest_the_hashes_are_told() {
+fn hashes_are_reported_for_other_guests() {
     let (guest, _writer) = Writer::guest(MACHINES[0], &[("pc.bios", 3), ("pc.ram", 700)], 5);
     let sink = checked();
     let (sent, received) = send(&*guest, &sink, 2, Compression::None);
@@ -130,8 +130,8 @@ impl Sink for Spoiled<'_> {
     fn blocks(&self, blocks: &[RamBlock]) -> Result<()> {
         Sink::blocks(self.0, blocks)
     }
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        self.0.room(page, length)
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        self.0.buffer_for(page, length)
     }
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {
         self.0.pages(stream, pages)
@@ -182,7 +182,7 @@ fn a_wrong_page_is_named_and_the_source_keeps_its_guest() {
     }
 }
 
-/// A guest whose writes are not heard of.
+/// A guest whose writes are not tracked.
 struct Forgetful<'a> {
     guest: &'a dyn Guest,
     /// Comes true when some were made behind the first pass.
@@ -227,7 +227,7 @@ fn writes_that_were_lost_are_found() {
     let source = Synthetic::new(Shape { zero_percent: 0, ..busy(Backing::Private) }).unwrap();
     let sink = checked();
     let sent_and_received = source.run(|guest| {
-        // What is written between the first pass and the stop is what gets lost.
+        // The writes between the first pass and the stop are lost.
         let begun = source.ledger().writes();
         let forgetful = Forgetful { guest, until: &|| source.ledger().writes() > begun + 2000 };
         send(&forgetful, &sink, 2, Compression::None)

@@ -1,4 +1,4 @@
-//! Lanes that send without a copy, over the loopback, where the kernel copies in the end and says so.
+//! Lanes that send without a copy, over the loopback, where the kernel copies in the end and reports it.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 mod common;
@@ -9,7 +9,8 @@ use std::sync::atomic::Ordering;
 use common::*;
 use towline_channel::Channel;
 use towline_migration::{
-    Compression, Error, LaneSends, Outgoing, SendReason, SendWay, Statistics, Stream, ZeroCopySend, outgoing,
+    Compression, Error, LaneSends, Outgoing, SendMethod, SendReason, Statistics, Stream, ZeroCopySend,
+    outgoing,
 };
 
 const BLOCKS: [(&str, u64); 3] = [("vga.rom", 1), ("vga.vram", 513), ("pc.ram", 1537)];
@@ -42,7 +43,7 @@ fn every_machine_type_and_number_of_lanes() {
     }
 }
 
-/// What each lane did with a guest large enough to decide.
+/// Send method of each lane with a guest large enough to decide.
 fn lanes_of(asked: ZeroCopySend, kind: Kind) -> Vec<LaneSends> {
     let pages = [("pc.ram", 16 << 10)];
     let (guest, _) = Writer::guest(MACHINES[0], &pages, 1);
@@ -61,17 +62,17 @@ fn lanes_of(asked: ZeroCopySend, kind: Kind) -> Vec<LaneSends> {
 #[test]
 fn each_lane_finds_out_that_the_kernel_copies() {
     for lane in lanes_of(ZeroCopySend::Auto, Kind::TcpZeroCopy) {
-        assert_eq!((lane.way, lane.reason), (SendWay::Plain, SendReason::Copied), "{lane:?}");
+        assert_eq!((lane.method, lane.reason), (SendMethod::Plain, SendReason::Copied), "{lane:?}");
         assert_eq!((lane.zero_copy.packets, lane.zero_copied, lane.switches), (1, 0, 0), "{lane:?}");
         assert!(lane.copied > 0 && lane.plain.packets > 20 && lane.plain.measured_cpu_ns > 0, "{lane:?}");
     }
     for lane in lanes_of(ZeroCopySend::On, Kind::TcpZeroCopy) {
-        assert_eq!((lane.way, lane.reason), (SendWay::ZeroCopy, SendReason::Asked));
+        assert_eq!((lane.method, lane.reason), (SendMethod::ZeroCopy, SendReason::Asked));
         assert!(lane.copied >= lane.zero_copy.packets && lane.zero_copied == 0, "{lane:?}");
         assert_eq!(lane.plain.packets, 0);
     }
     for lane in lanes_of(ZeroCopySend::Auto, Kind::Tcp) {
-        assert_eq!((lane.way, lane.reason), (SendWay::Plain, SendReason::Unsupported));
+        assert_eq!((lane.method, lane.reason), (SendMethod::Plain, SendReason::Unsupported));
     }
 }
 
@@ -97,7 +98,7 @@ fn a_relay_does_not_refill_what_is_still_read() {
 }
 
 #[test]
-fn what_must_be_and_cannot_is_refused_before_a_byte_is_sent() {
+fn required_zero_copy_that_is_unavailable_is_refused_before_a_byte_is_sent() {
     for (kind, lanes, why) in [
         (Kind::Unix, 2, "the connection to"),
         (Kind::Tcp, 1, "the connection to tcp:127.0.0.1:"),
@@ -117,7 +118,7 @@ fn what_must_be_and_cannot_is_refused_before_a_byte_is_sent() {
     }
 }
 
-/// A lane whose peer reads nothing holds the guest's memory; when the migration has failed, nobody does.
+/// A lane whose peer reads nothing holds the guest's memory; after the migration has failed, the kernel does not.
 #[test]
 fn after_a_failure_the_kernel_reads_nothing_any_more() {
     let pages = [("pc.ram", 16 << 10)];

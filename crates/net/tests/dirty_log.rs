@@ -59,7 +59,7 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
     let (_served, mut frontend) = Served::start(network, net);
     let features = frontend.negotiate(features, features, 0).unwrap().features;
     let memory = Arc::new(Memory::new(MEMORY_BYTES).unwrap());
-    frontend.share(Some(&memory)).unwrap();
+    frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queues =
         [0, 1].map(|index| Queue::new(&memory, index, QueueOptions { size: 256, features }).unwrap());
     queues.iter().for_each(|queue| frontend.start(queue, 0).unwrap());
@@ -69,7 +69,7 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
     let log = Memory::new((GUEST_BASE + MEMORY_BYTES) / PAGE / 8).unwrap();
     frontend.set_log(&log).unwrap();
     frontend.set_features(features | LOG_ALL).unwrap();
-    queues.iter().for_each(|queue| frontend.place(queue, true).unwrap());
+    queues.iter().for_each(|queue| frontend.set_vring_addr(queue, true).unwrap());
     let pages = (0..MEMORY_BYTES / PAGE).map(|page| memory.bytes(GUEST_BASE + page * PAGE, PAGE as usize));
     let copied = Arc::new(Mutex::new(Copied { memory: Arc::clone(&memory), log, pages: pages.collect() }));
     let at_flush = Arc::clone(&copied);
@@ -96,20 +96,20 @@ fn migrates(case: &Case, (network, net, socket): (&Network, &Arc<Net>, &UdpSocke
             }
         }
         while order.len() < BUFFERS as usize / 2 && queues[0].wait(Duration::from_millis(200)).is_ok() {
-            order.extend(std::iter::from_fn(|| queues[0].take().unwrap()).map(|used| used.token));
+            order.extend(std::iter::from_fn(|| queues[0].pop_used().unwrap()).map(|used| used.token));
         }
         while queues[1].in_flight() > 0 {
             queues[1].wait(WITHIN).unwrap();
-            while queues[1].take().unwrap().is_some() {}
+            while queues[1].pop_used().unwrap().is_some() {}
         }
-        order.extend(std::iter::from_fn(|| queues[0].take().unwrap()).map(|used| used.token));
+        order.extend(std::iter::from_fn(|| queues[0].pop_used().unwrap()).map(|used| used.token));
     }
     for ring in [0, 1] {
         frontend.stop(ring).unwrap();
     }
     let mut copied = copied.lock().unwrap();
     copied.sync();
-    let areas = [queues[0].places().used, queues[1].places().used].map(|used| (used, PAGE));
+    let areas = [queues[0].addresses().used, queues[1].addresses().used].map(|used| (used, PAGE));
     for (start, len) in areas.into_iter().chain([(buffers, stride * BUFFERS)]) {
         for page in (start - GUEST_BASE) / PAGE..(start + len - GUEST_BASE).div_ceil(PAGE) {
             let now = memory.bytes(GUEST_BASE + page * PAGE, PAGE as usize);

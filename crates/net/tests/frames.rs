@@ -95,7 +95,7 @@ impl Bench {
         let features = taken.unwrap().features;
         let options = DriverOptions { size, receive_bytes, transmit_bytes: 1 << 16, features };
         let memory = Arc::new(Memory::new(Pair::memory_bytes(&options)).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let pair = Pair::start(&mut frontend, &memory, 0, options).unwrap();
         let socket = network.enter(|| UdpSocket::bind(("10.9.0.1", PORT)).unwrap()).unwrap();
         socket.set_read_timeout(Some(WITHIN)).unwrap();
@@ -289,7 +289,7 @@ fn the_network_hears_where_a_guest_is_now() {
     let mac = [2, 0, 0, 9, 0, 2, 0, 0];
     // A port of a bridge learns only after a while, in which it listens for others.
     towline_lab::wait_until("a bridge that has learnt", WITHIN, || {
-        frontend.tell(Code::SEND_RARP, &mac, &[])?;
+        frontend.request(Code::SEND_RARP, &mac, &[])?;
         let mut show = std::process::Command::new("nsenter");
         show.args(&bench.network.prefix()[1..]).args(["bridge", "fdb", "show", "br", "br0"]);
         let known = show.output()?;
@@ -297,8 +297,8 @@ fn the_network_hears_where_a_guest_is_now() {
     })
     .unwrap();
     // This one was made by the card, which raises its MTU as it is told.
-    frontend.tell(Code::NET_SET_MTU, &9000u64.to_le_bytes(), &[]).unwrap();
-    assert!(frontend.tell(Code::NET_SET_MTU, &65_530u64.to_le_bytes(), &[]).is_err());
+    frontend.request(Code::NET_SET_MTU, &9000u64.to_le_bytes(), &[]).unwrap();
+    assert!(frontend.request(Code::NET_SET_MTU, &65_530u64.to_le_bytes(), &[]).is_err());
 }
 
 #[test]
@@ -348,7 +348,7 @@ fn memory_that_is_taken_away_is_unmapped() {
     let memory = Arc::clone(pair.rx().memory());
     assert_eq!(mappings(memory.fd()), 2);
     (0..2).for_each(|ring| assert!(frontend.stop(ring).is_ok()));
-    frontend.share(None).unwrap();
+    frontend.set_mem_table(None).unwrap();
     assert_eq!(mappings(memory.fd()), 1, "the card keeps memory that is the guest's no more");
 }
 

@@ -24,7 +24,7 @@ const UUID: &[u8] = b"configuration/uuid";
 const PAGE_BITS: &[u8] = b"configuration/target-page-bits";
 const SUBSECTION_VERSION: u32 = 1;
 
-/// What a stream says of its guest before anything else.
+/// Properties of the guest at the beginning of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configuration {
     /// The versioned machine type, e.g. `pc-q35-10.0`.

@@ -12,10 +12,10 @@
 //! The memory of a background snapshot ([`Destination::of_snapshot`]) has no END: behind a PART a device's FULL section is the
 //! device state's beginning.
 //!
-//! [`Destination::handle`] takes one item from the input. After [`Event::Page`] the page's bytes follow: the driver takes
-//! them itself (from what it has buffered, or straight from the channel) and goes on behind them. After
-//! [`Event::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`].
-//! In a mapped-ram file the driver goes to [`crate::mapped_ram::MappedRamHeader::end`] after each [`Event::Block`].
+//! [`Destination::handle`] consumes one item of the input. After [`Event::Page`] the page's bytes follow: the driver
+//! consumes them itself (from its buffer, or straight from the channel) and continues after them. After
+//! [`Event::DeviceState`] the rest of the stream belongs to a [`crate::device_state::Collector`]. In a mapped-ram
+//! file the driver seeks to [`crate::mapped_ram::MappedRamHeader::end`] after each [`Event::Block`].
 
 use alloc::boxed::Box;
 use alloc::format;
@@ -37,7 +37,7 @@ pub use memory::{AwaitBlock, AwaitFooter, AwaitRecord, Complete};
 /// The most input bytes that one item needs to be decoded whole: a command with its data.
 pub const ITEM_BYTES_MAX: usize = limits::COMMAND_BYTES_MAX + 5;
 
-/// What one item of the stream says.
+/// One item of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event<'a> {
     /// The stream's beginning, complete.
@@ -56,7 +56,7 @@ pub enum Event<'a> {
     ZeroPage(PageRef),
     /// A page as what changed in it ([`crate::xbzrle`]).
     Xbzrle {
-        /// Which page.
+        /// The page.
         page: PageRef,
         /// The changes.
         data: &'a [u8],
@@ -87,8 +87,8 @@ pub enum SectionKind {
     End,
 }
 
-/// Where the lanes' barriers are, which the stream itself shows: a source of FLUSH records sends one in its first section; one
-/// that sends none there means the end of each section.
+/// Position of the lanes' barriers, which the stream itself shows: a source of FLUSH records sends one in its first
+/// section; a source without them has one at the end of each section.
 #[derive(Debug, Default)]
 pub struct Barriers(Option<BarrierForm>);
 
@@ -98,7 +98,7 @@ impl Barriers {
         self.0.replace(BarrierForm::FlushRecord).is_some()
     }
 
-    /// A section ends: whether that is a barrier. Not to be asked without lanes.
+    /// Handles the end of a section. Returns true if it is a barrier. To be called only with lanes.
     pub fn section_end(&mut self) -> bool {
         *self.0.get_or_insert(BarrierForm::EachSection) == BarrierForm::EachSection
     }
@@ -141,7 +141,7 @@ pub struct AwaitMachine {
 #[derive(Debug)]
 pub struct AwaitSubsection {
     configuration: Configuration,
-    /// How many there were.
+    /// Number of there that were.
     count: usize,
     is_snapshot: bool,
 }
@@ -196,14 +196,14 @@ impl Destination {
         }
     }
 
-    /// For mapped-ram: says where in the file the next item begins, which the driver alone knows.
+    /// For mapped-ram: sets the offset of the next item in the file, which only the driver knows.
     pub fn at_file_offset(&mut self, offset: u64) {
         if let Self::Blocks(state) = self {
             state.file_offset = offset;
         }
     }
 
-    /// What is waited for, for messages about a stream that ends too early.
+    /// The expected item, for messages about a stream that ends too early.
     pub fn awaits(&self) -> &'static str {
         match self {
             Self::Header(_) => "the stream's header",

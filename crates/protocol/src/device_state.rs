@@ -1,4 +1,4 @@
-//! What follows the memory: device sections, EOF and the VM description, kept as one opaque run of bytes.
+//! The stream after the memory: device sections, EOF and the VM description, kept as one opaque run of bytes.
 //!
 //! ```text
 //!   { u8 4  be32 id  counted name  be32 instance  be32 version  fields…  u8 0x7e  be32 id }*   u8 0   u8 6  be32 n  JSON
@@ -43,7 +43,7 @@ const FOOTER_BYTES: usize = 5;
 pub struct Device {
     /// The idstr, e.g. `0000:00:01.0/virtio-net`.
     pub name: String,
-    /// Tells devices of one name apart.
+    /// Distinguishes devices of one name.
     pub instance: u32,
     /// The version of its state.
     pub version: u32,
@@ -82,7 +82,7 @@ impl DeviceState {
         &self.devices
     }
 
-    /// What stands in a device's section, between its header and its footer.
+    /// The payload of a device's section, between its header and its footer.
     pub fn content(&self, device: &Device) -> &[u8] {
         let start = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8;
         let next = self.devices.iter().map(|other| other.offset).find(|&offset| offset > device.offset);
@@ -90,8 +90,8 @@ impl DeviceState {
         self.bytes.get(start..end).unwrap_or_default()
     }
 
-    /// The guest's run state when it was stopped, in QEMU's words (`running`, `paused`), as the section `globalstate`
-    /// has it: be32 size, then 100 bytes of text. `None` where there is no such section.
+    /// The guest's run state when it was stopped, in QEMU's words (`running`, `paused`), from the section
+    /// `globalstate`: be32 size, then 100 bytes of text. `None` without such a section.
     pub fn run_state(&self) -> Option<&str> {
         let device = self.devices.iter().find(|device| device.name == "globalstate")?;
         let text = device.offset + SECTION_HEAD_BYTES + 1 + device.name.len() + 8 + 4;
@@ -107,8 +107,8 @@ impl DeviceState {
     }
 }
 
-/// Writes a tail with these sections, by name, version and content: for a source whose devices are not QEMU's. Their instance is
-/// 0; a destination tells them apart by their names.
+/// Writes a tail with these sections, by name, version and content: for a source whose devices are not QEMU's. Their
+/// instance is 0; a destination distinguishes them by their names.
 ///
 /// # Panics
 /// If a name is longer than 255 bytes, or cannot stand in JSON as it is.
@@ -137,11 +137,11 @@ pub fn encode(devices: &[(&str, u32, &[u8])]) -> Vec<u8> {
 #[derive(Debug, Default)]
 pub struct Collector {
     bytes: Vec<u8>,
-    /// How far was searched for descriptions.
+    /// Position up to which descriptions were searched.
     searched: usize,
     /// The last possible description: where it begins, and how long the tail is if it is the one.
     candidate: Option<(usize, usize)>,
-    /// How many descriptions were none of these sections', and what was wrong with the last one.
+    /// Number of descriptions that were none of these sections', and what was wrong with the last one.
     refusals: usize,
     refused: Option<InvalidMessage>,
 }
@@ -158,7 +158,7 @@ impl Collector {
         Ok(())
     }
 
-    /// How many bytes came.
+    /// Number of bytes that came.
     pub fn len(&self) -> usize {
         self.bytes.len()
     }
@@ -170,8 +170,8 @@ impl Collector {
 
     /// The device state, if it is complete with the bytes so far.
     ///
-    /// A description that does not fit the sections is no error yet: a guest can write one into a device, and how the
-    /// bytes come in pieces must not decide about it. [`Self::truncated`] reports it if nothing else follows.
+    /// A description that does not fit the sections is no error yet: a guest can write one into a device, and the
+    /// result must not depend on how the bytes are split. [`Self::truncated`] reports it if nothing else follows.
     ///
     /// # Errors
     /// Too many descriptions that do not fit.
@@ -194,7 +194,7 @@ impl Collector {
         }
     }
 
-    /// The error if nothing follows: what was wrong with the last description, or that there was none.
+    /// The error if nothing follows: the fault of the last description, or its absence.
     pub fn truncated(&self) -> Error {
         let nothing = InvalidMessage::Truncated { what: "the device state" };
         self.refused.clone().unwrap_or(nothing).into()
@@ -217,7 +217,7 @@ impl Collector {
     }
 }
 
-/// What is wanted of the description. The rest of it is checked to be JSON and not kept.
+/// The required parts of the description. The rest of it is checked to be JSON and not kept.
 #[derive(Deserialize)]
 struct Description<'a> {
     #[serde(borrow)]
@@ -231,7 +231,7 @@ struct ListedDevice<'a> {
     instance_id: u32,
 }
 
-/// The devices, of which there are no more than the limit at any time while they are read.
+/// The devices, never more than the limit while they are read.
 struct Listed<'a>(Vec<ListedDevice<'a>>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Listed<'a> {

@@ -1,4 +1,4 @@
-//! What can be wrong with a stream, by whose fault it is.
+//! Errors of a stream, by whose fault they are.
 
 use alloc::string::String;
 
@@ -42,7 +42,7 @@ pub enum InvalidMessage {
     RamTotal { total: u64 },
     #[error("block {name:?} has {length} bytes, but only {left} of the announced total are left")]
     BlockLength { name: String, length: u64, left: u64 },
-    #[error("block {name:?} has {length} bytes, which is no multiple of the page size {page_size}")]
+    #[error("block {name:?} has {length} bytes, not a multiple of the page size {page_size}")]
     BlockAlignment { name: String, length: u64, page_size: u64 },
     #[error("more than {} RAM blocks", limits::BLOCKS_MAX)]
     TooManyBlocks,
@@ -131,7 +131,7 @@ pub enum PeerMisbehaved {
     ShutWithError { status: u32 },
 }
 
-/// What another implementation may do and this one cannot.
+/// A feature that another implementation may use and this one lacks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -149,7 +149,7 @@ pub enum PeerIncompatible {
     #[error("section {name:?} has version {found}, this side knows up to {known}")]
     SectionVersion { name: String, found: u32, known: u32 },
     #[error(
-        "the stream opens no return path, so the source would not hear of a failure: set the capability return-path at the source, or pass --return-path off if the stream comes from a file"
+        "the stream opens no return path, so the source would not learn of a failure: set the capability return-path at the source, or pass --return-path off if the stream comes from a file"
     )]
     NoReturnPath,
 }

@@ -1,8 +1,8 @@
 //! QEMU's migration stream (7.2 to 11.1): its wire formats and both ends' state machines.
 //!
-//! What it is not: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through a
-//! [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): whoever drives the machine
-//! borrows the page itself and hands it to the kernel, so that no page is copied in userspace.
+//! Sans-IO: there is no input or output here, no thread, no clock and no guest memory. Bytes come in through a
+//! [`Reader`], bytes go out into a `Vec<u8>`, and pages are only ever *named* ([`PageRef`]): the driver borrows the
+//! page itself and passes it to the kernel, so that no page is copied in userspace.
 //!
 //! ```text
 //!   main channel    header · configuration · commands · ram START · ram PART × n · ram END · device state · EOF · VMDESC
@@ -15,9 +15,9 @@
 //! - [`multifd`] holds the lanes' formats, [`return_path`] the messages back, [`mapped_ram`] the layout of a stored
 //!   guest, [`device_state`] the opaque tail behind the memory, [`machine`] what a machine type implies for the wire.
 //!
-//! Integers are big-endian. A *counted* string is one length byte and as many bytes, without a NUL. Every length that
-//! a peer sends is compared with a constant of [`limits`] before it is used. Limits: target pages of one size per
-//! stream (4 KiB unless said otherwise), `ram` as the only iterable section, no postcopy as the destination.
+//! Integers are big-endian. A *counted* string is one length byte and that number of bytes, without a NUL. Every
+//! length that a peer sends is compared with a constant of [`limits`] before it is used. Limits: target pages of one
+//! size per stream (4 KiB by default), `ram` as the only iterable section, no postcopy as the destination.
 
 #![no_std]
 #![forbid(unsafe_code)]

@@ -6,7 +6,7 @@ pub const NAME_BYTES_MAX: usize = 255;
 /// Longest machine type name in the configuration section, which has a 32-bit length there.
 pub const MACHINE_NAME_BYTES_MAX: usize = 256;
 
-/// Most capabilities a configuration section may list; QEMU 10.0 knows 25 and sends two of them at most.
+/// Maximum number of capabilities a configuration section may list; QEMU 10.0 knows 25 and sends two of them at most.
 pub const CAPABILITIES_MAX: usize = 64;
 
 /// Most RAM blocks of one guest. A large guest with hot-plugged memory and many PCI ROMs has a few hundred.
@@ -28,7 +28,7 @@ pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
 /// Most device sections of one guest.
 pub const DEVICES_MAX: usize = 65_536;
 
-/// Most descriptions that do not fit the device state before them. A real one fits; others are a guest's work, and each
+/// Maximum number of descriptions that do not fit the device state before them. A real one fits; others are a guest's work, and each
 /// costs a search through all of it.
 pub const DESCRIPTIONS_MAX: usize = 64;
 

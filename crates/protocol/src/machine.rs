@@ -1,4 +1,4 @@
-//! What a versioned machine type implies for the wire.
+//! Wire format that follows from a versioned machine type.
 //!
 //! QEMU sends no version of itself: what its stream looks like follows from machine type, capabilities and parameters,
 //! and both sides must have the same. The table is that of QEMU's `hw_compat_*` arrays (`hw/core/machine.c`).

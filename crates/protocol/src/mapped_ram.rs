@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The bitmap has a bit for each page, 1 where the page has content; it is an array of the host's `unsigned long`, on
-//! x86 little-endian, padded to 8 bytes. Offsets are absolute in the file. Each block's pages lie in the file as they
-//! lie in memory, so a block can be mapped; what is a hole reads as zero, but only the bitmap is binding.
+//! x86 little-endian, padded to 8 bytes. Offsets are absolute in the file. Each block's pages have the layout of its
+//! memory, so a block can be mapped; a hole reads as zero, but only the bitmap is binding.
 
 use alloc::vec::Vec;
 
@@ -57,7 +57,7 @@ impl MappedRamHeader {
         put64(out, self.pages_offset);
     }
 
-    /// Reads a header. Whether it fits its block and file is [`Self::check`]'s to say.
+    /// Reads a header. [`Self::check`] compares it with its block and file.
     pub(crate) fn decode(input: &mut Reader<'_>) -> Result<(u32, Self), Incomplete> {
         let version = input.be32()?;
         let (page_size, bitmap_offset, pages_offset) = (input.be64()?, input.be64()?, input.be64()?);

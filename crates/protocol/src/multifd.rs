@@ -8,9 +8,9 @@
 //! All pages of a packet are of one block, at most 128 of 4 KiB; their contents follow in the order of the offsets. A
 //! packet with SYNC ends a lane's part of a pass: the destination's lane waits there until the main channel's barrier.
 //!
-//! QEMU ≥ 9.0 clears the header for each packet and sends SYNC in one of its own, whose `pages_alloc` is 0. Older ones
-//! set SYNC on the lane's last packet with pages if that is still waiting, send an empty packet behind it, and leave in
-//! each header what they do not set: with no pages, size, number, name and offsets are those of the packet before.
+//! QEMU ≥ 9.0 clears the header for each packet and sends SYNC in a separate one, whose `pages_alloc` is 0. Older
+//! ones set SYNC on the lane's last packet with pages if that is still queued, send an empty packet after it, and do
+//! not clear unused header fields: without pages, size, number, name and offsets are those of the packet before.
 
 mod checksum;
 
@@ -52,7 +52,7 @@ pub struct Init {
 }
 
 impl Init {
-    /// As it goes on the wire.
+    /// Encodes it.
     pub fn encode(&self) -> [u8; INIT_BYTES] {
         let mut bytes = [0; INIT_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_be_bytes());
@@ -73,19 +73,19 @@ impl Init {
 
 /// Checks that the lanes of one migration number themselves 0..N-1 and carry one uuid.
 #[derive(Debug)]
-pub struct Roster {
+pub struct LaneRegistry {
     seen: Vec<bool>,
     uuid: Option<[u8; 16]>,
 }
 
-impl Roster {
+impl LaneRegistry {
     /// For `lanes` lanes.
     pub fn new(lanes: usize) -> Self {
         Self { seen: alloc::vec![false; lanes], uuid: None }
     }
 
     /// Takes a lane in; returns its index.
-    pub fn admit(&mut self, init: &Init) -> Result<usize> {
+    pub fn register(&mut self, init: &Init) -> Result<usize> {
         let index = usize::from(init.id);
         let lanes = self.seen.len();
         let taken = self.seen.get_mut(index);
@@ -122,7 +122,7 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     text
 }
 
-/// How a packet's pages are compressed.
+/// Compression of a packet's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs, reason = "QEMU's `multifd-compression` values")]
 pub enum Method {
@@ -176,7 +176,7 @@ impl Method {
 pub struct Packet {
     /// This lane's part of the pass ends behind this packet's pages.
     pub sync: bool,
-    /// How the contents are compressed.
+    /// Compression of the contents.
     pub method: Method,
     /// `None` in a packet without pages.
     pub block: Option<BlockIndex>,
@@ -184,7 +184,7 @@ pub struct Packet {
     pub data_bytes: u32,
     /// One counter over all lanes, with repetitions before QEMU 9.0; nothing depends on it.
     pub packet_num: u64,
-    /// What the header says its offset array could hold: 128, or 0 in the SYNC packets of QEMU ≥ 9.0. Nothing depends on it.
+    /// Capacity of the offset array in the header: 128, or 0 in the SYNC packets of QEMU ≥ 9.0. Not used.
     pub pages_alloc: u32,
     /// Offsets of the pages whose contents follow.
     pub normal: Vec<u64>,

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   head · PING 1 · ADVISE │ ram START │ DISCARD × blocks │ [PART: pages sent ahead] │ PING 2 · PACKAGED { LISTEN · devices · PING 3 · RUN }
-//!   Setup ──► Advised ────► Loading ──► Discarded ⇄ AheadPart ──► Packaged ───┐
-//!                                                              its last byte ─┤ from here on the guest may run there
-//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ────────────────────┘
+//!   Setup ──► Advised ────► Loading ──► Discarded ⇄ PrefetchSection ──► Packaged ───┐
+//!                                                                    its last byte ─┤ from here on the guest may run there
+//!   AwaitShut ◄── END · EOF ── Serving ◄── PING 4 · PART ──────────────────────────┘
 //!                                  ▲
 //!   another connection: RECV_BITMAP × blocks │ RESUME · RESUME_ACK │ PART       Recovery ──► Resuming ──► Serving
 //! ```
@@ -12,11 +12,12 @@
 //! A destination reads a package completely before it does anything in it, so the package's last byte is the point of no
 //! return: [`Discarded::package`] keeps that byte back, and [`Packaged::run`] writes it.
 //!
-//! What a destination insists upon: page sizes in ADVISE exactly as its own; at least one DISCARD before LISTEN, for without
-//! one it loads pages by plain copies into memory that it watches, and waits for itself; after RUN each page once only, since
-//! a second copy of a page is an error that pauses it; the pages of a huge page all on one channel, one after the other.
+//! Requirements of a destination: page sizes in ADVISE exactly as its own; at least one DISCARD before LISTEN, for
+//! without one it loads pages by plain copies into memory that it monitors, and deadlocks; after RUN each page only
+//! once, since a second copy of a page is an error that pauses it; the pages of a huge page all on one channel, one
+//! after the other.
 //!
-//! The preempt channel has no head and no sections: records only ([`Preempt`]), of pages that were asked for.
+//! The preempt channel has no header and no sections: records only ([`Preempt`]), of requested pages.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -28,7 +29,7 @@ use crate::source::{AwaitShut, PING_SETUP, RamOptions, RamWriter, Setup};
 use crate::wire::{Reader, put_counted, put64};
 use crate::{InvalidMessage, PeerMisbehaved, Result, limits};
 
-/// Sent before the package: its PONG shows that the destination can be asked for nothing more.
+/// Sent before the package: its PONG shows that the destination will send no further requests.
 pub const PING_PACKAGE: u32 = 2;
 /// Sent in the package, between the devices and RUN: its PONG shows that all device state was loaded.
 pub const PING_LOADED: u32 = 3;
@@ -37,7 +38,7 @@ pub const PING_LISTENS: u32 = 4;
 
 /// Version of the DISCARD command.
 const DISCARD_VERSION: u8 = 0;
-/// What stands behind a bitmap of received pages (`RAMBLOCK_RECV_BITMAP_ENDING`).
+/// End mark of a bitmap of received pages (`RAMBLOCK_RECV_BITMAP_ENDING`).
 const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
 /// A block, and the size of the pages that the destination has it in.
@@ -50,7 +51,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Pages of the destination's size; the last one is shorter where the length is no multiple of it.
+    /// Number of pages of the destination's size; the last one may be shorter.
     pub fn host_pages(&self) -> u64 {
         self.ram.length.div_ceil(self.page_bytes)
     }
@@ -108,8 +109,8 @@ impl Advised {
 pub struct Loading(RamWriter);
 
 impl Loading {
-    /// Says that nothing was sent yet, which readies the destination: from here on it has its memory in small pages only. Pages
-    /// that came before would bring up to 2 MiB of zeros each, to be discarded again.
+    /// Discards everything, which readies the destination: from here on it has its memory in small pages only. Pages
+    /// received before would be up to 2 MiB of zeros each, to be discarded again.
     pub fn discard(self, blocks: &[Block], out: &mut Vec<u8>) -> Discarded {
         for block in blocks.iter().filter(|block| block.ram.length > 0) {
             let mut data = alloc::vec![DISCARD_VERSION];
@@ -129,9 +130,9 @@ pub struct Discarded(RamWriter);
 
 /// In a PART of pages that are sent ahead.
 #[derive(Debug)]
-pub struct AheadPart(RamWriter);
+pub struct PrefetchSection(RamWriter);
 
-impl AheadPart {
+impl PrefetchSection {
     /// Records go here.
     pub fn records(&mut self) -> &mut RamWriter {
         &mut self.0
@@ -146,9 +147,9 @@ impl AheadPart {
 
 impl Discarded {
     /// Opens a PART for pages that are sent ahead.
-    pub fn part(self, out: &mut Vec<u8>) -> AheadPart {
+    pub fn part(self, out: &mut Vec<u8>) -> PrefetchSection {
         self.0.open(SectionType::Part, out);
-        AheadPart(self.0)
+        PrefetchSection(self.0)
     }
 
     /// Writes the package with these device sections, but for its last byte. A connection that breaks before that byte leaves
@@ -171,7 +172,7 @@ impl Discarded {
         command(CommandKind::PACKAGED, length.to_be_bytes().to_vec(), out);
         let last = package.pop().expect("RUN is not empty");
         out.extend_from_slice(&package);
-        // Records begin anew, with their block's name, as QEMU's do here.
+        // Records begin again, with their block's name, as QEMU's do here.
         Ok(Packaged { writer: self.0.renewed(), last })
     }
 }
@@ -217,7 +218,7 @@ impl Serving {
     }
 }
 
-/// The preempt channel, which has records only. Whoever writes there keeps to pages that were asked for.
+/// The preempt channel, which carries records only, of requested pages.
 #[derive(Debug)]
 pub struct Preempt(RamWriter);
 
@@ -229,7 +230,7 @@ impl Preempt {
         Self(RamWriter::new(RamOptions { section_id: 0, barrier: None }, blocks))
     }
 
-    /// No further page is asked for. Destinations up to QEMU 7.2 wait for that.
+    /// Ends the preempt channel: no further page is requested. Destinations up to QEMU 7.2 wait for that.
     pub fn end(self, out: &mut Vec<u8>) {
         ram::put_flag(RamFlags::EOS, out);
     }
@@ -240,12 +241,12 @@ impl Preempt {
     }
 }
 
-/// A new connection to a destination that lost the one before: it is asked what it has.
+/// A new connection to a destination that lost the one before: it is queried for its received pages.
 #[derive(Debug)]
 pub struct Recovery(RamWriter);
 
 impl Recovery {
-    /// Asks for the bitmaps of all blocks, in one go.
+    /// Requests the bitmaps of all blocks at once.
     pub fn ask(section_id: u32, blocks: &[Block], out: &mut Vec<u8>) -> Self {
         for block in blocks {
             let mut data = Vec::new();
@@ -256,7 +257,7 @@ impl Recovery {
         Self(RamWriter::new(RamOptions { section_id, barrier: None }, blocks))
     }
 
-    /// All bitmaps came: says that it goes on. The preempt channel, if there is one, is connected before.
+    /// Sends RESUME after all bitmaps were received. The preempt channel, if there is one, is connected before.
     pub fn resume(self, out: &mut Vec<u8>) -> Resuming {
         command(CommandKind::POSTCOPY_RESUME, Vec::new(), out);
         Resuming(self.0)
@@ -274,12 +275,12 @@ impl Resuming {
     }
 }
 
-/// What a message of the return path means to a postcopy source.
+/// A message of the return path, as a postcopy source sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
+pub enum ReturnMessage {
     /// PONG to the PING of this number.
     Pong(u32),
-    /// Somebody waits for this memory, whole host pages of one block.
+    /// A fault on this memory, whole host pages of one block.
     Request {
         /// The first page.
         page: PageRef,
@@ -288,9 +289,9 @@ pub enum Said {
     },
     /// The bitmap of this block follows ([`decode_bitmap`]).
     Bitmap(BlockIndex),
-    /// The destination goes on after a recovery.
+    /// The destination resumes after a recovery.
     ResumeAck,
-    /// It has the guest; it says nothing more.
+    /// It has the guest and sends nothing more.
     Shut,
     /// Of no matter here.
     Other,
@@ -304,7 +305,7 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// From here on the destination may say that it has everything.
+    /// Allows SHUT from here on.
     pub fn expect_shut(&mut self) {
         self.awaits_shut = true;
     }
@@ -312,17 +313,18 @@ impl Answers {
     /// Takes a message in.
     ///
     /// # Errors
-    /// The destination failed, or says what cannot be: a request outside its blocks, SHUT too early, a PONG to nothing.
-    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<Said> {
+    /// The destination failed, or sent an invalid message: a request outside its blocks, SHUT too early, a PONG to
+    /// nothing.
+    pub fn handle(&mut self, message: &Message, blocks: &[Block]) -> Result<ReturnMessage> {
         let unexpected = |found: String, expected| PeerMisbehaved::Unexpected { found, expected };
         Ok(match message {
             Message::Shut(0) if !self.awaits_shut => {
                 return Err(unexpected("SHUT before the last page".into(), "requests for pages").into());
             }
-            Message::Shut(0) => Said::Shut,
+            Message::Shut(0) => ReturnMessage::Shut,
             Message::Shut(status) => return Err(PeerMisbehaved::ShutWithError { status: *status }.into()),
             Message::Pong(value @ (PING_SETUP | PING_PACKAGE | PING_LOADED | PING_LISTENS)) => {
-                Said::Pong(*value)
+                ReturnMessage::Pong(*value)
             }
             Message::Pong(found) => return Err(PeerMisbehaved::Pong { found: *found }.into()),
             Message::RequestPages { start, length, block } => {
@@ -332,12 +334,12 @@ impl Answers {
                 let Some(block) = self.last else { return Err(InvalidMessage::NothingToContinue.into()) };
                 request(blocks, block, *start, u64::from(*length))?
             }
-            Message::ReceivedBitmap(name) => Said::Bitmap(find(blocks, name)?),
-            Message::ResumeAck(1) => Said::ResumeAck,
+            Message::ReceivedBitmap(name) => ReturnMessage::Bitmap(find(blocks, name)?),
+            Message::ResumeAck(1) => ReturnMessage::ResumeAck,
             Message::ResumeAck(value) => {
                 return Err(unexpected(alloc::format!("RESUME_ACK {value}"), "RESUME_ACK 1").into());
             }
-            Message::SwitchoverAck | Message::Other { .. } => Said::Other,
+            Message::SwitchoverAck | Message::Other { .. } => ReturnMessage::Other,
         })
     }
 }
@@ -349,7 +351,7 @@ fn find(blocks: &[Block], name: &str) -> Result<BlockIndex> {
 }
 
 /// Whole host pages within the block, of which there is at least one.
-fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<Said> {
+fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Result<ReturnMessage> {
     let block = &blocks[index.index()];
     let is_aligned = start.is_multiple_of(block.page_bytes) && length.is_multiple_of(PAGE_SIZE);
     let end = start.checked_add(length).filter(|&end| end <= block.host_pages() * block.page_bytes);
@@ -357,7 +359,7 @@ fn request(blocks: &[Block], index: BlockIndex, start: u64, length: u64) -> Resu
         Some(_) if is_aligned && length > 0 => {
             // The last host page may reach beyond what the guest uses.
             let length = length.min(block.ram.length - start);
-            Ok(Said::Request { page: PageRef { block: index, offset: start }, length })
+            Ok(ReturnMessage::Request { page: PageRef { block: index, offset: start }, length })
         }
         _ => {
             let (name, total) = (block.ram.name.clone(), block.ram.length);

@@ -65,7 +65,7 @@ impl BlockIndex {
 /// The name of a page (or of the first of several): its block, and its offset there in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageRef {
-    /// Which block.
+    /// The block.
     pub block: BlockIndex,
     /// Bytes from the block's beginning, a multiple of the page size.
     pub offset: u64,

@@ -1,4 +1,4 @@
-//! What the destination tells the source, on the main channel's other direction: be16 type, be16 length, data.
+//! The return path, from the destination to the source on the main channel: be16 type, be16 length, data.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -25,7 +25,7 @@ pub enum Message {
     },
     /// Recovery: the bitmap of what was received of this block follows.
     ReceivedBitmap(String),
-    /// Recovery: the destination goes on.
+    /// Recovery: the destination resumes.
     ResumeAck(u32),
     /// The destination is ready for the guest to be stopped.
     SwitchoverAck,

@@ -24,7 +24,7 @@ pub enum SectionType {
 }
 
 impl SectionType {
-    /// The type of this byte; an unknown one is an error that says what was `expected`.
+    /// The type of this byte; an unknown one is an error that names what was `expected`.
     pub fn decode(byte: u8, expected: &'static str) -> Result<Self> {
         Ok(match byte {
             0x00 => Self::Eof,
@@ -42,14 +42,14 @@ impl SectionType {
     }
 }
 
-/// What follows the type byte of START and FULL.
+/// The header after the type byte of START and FULL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SectionHeader {
     /// The source's choice; PART, END and the footer repeat it.
     pub id: u32,
     /// The vmstate's name, e.g. `ram` or `0000:00:01.0/virtio-net`.
     pub name: String,
-    /// Tells devices of one name apart.
+    /// Distinguishes devices of one name.
     pub instance: u32,
     /// The vmstate's version.
     pub version: u32,

@@ -1,4 +1,4 @@
-//! What two towlines say to each other beyond QEMU's stream: who they are, and what became of the source.
+//! Messages between two towlines, in addition to QEMU's stream: their identity, and the outcome at the source.
 //!
 //! ```text
 //!   source's towline                                     destination's towline
@@ -9,9 +9,9 @@
 //!   COMMAND 0x7477 OUTCOME completed, or aborted ─────►
 //!                   ◄──────────────────────────────────  message 0x7477 SETTLED or NOT-RUN
 //! ```
-//! A QEMU repeats the value of a PING, so that both ends know with whom they have to do before the first page, and a stream to a
-//! QEMU holds nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds kinds, and
-//! uses them only with a peer of that version.
+//! A QEMU repeats the value of a PING, so that both ends know the peer's kind before the first page, and a stream to
+//! a QEMU contains nothing that QEMU does not know. Frames of unknown kinds are kept as such: a later version adds
+//! kinds, and uses them only with a peer of that version.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -30,9 +30,9 @@ pub const MOVE_ID_BYTES: usize = 16;
 /// The longest text of a [`FromDestination::NotRun`], in bytes; more is cut.
 pub const REASON_BYTES_MAX: usize = 400;
 
-/// Asks whether the other end is a towline; the low byte is the version.
+/// Queries whether the other end is a towline; the low byte is the version.
 const PING: u32 = 0x7477_7300;
-/// Answers that; bits 8 to 11 say what it does with the guest.
+/// The reply; bits 8 to 11 are the [`Receiver`].
 const PONG: u32 = 0x7477_8000;
 const VERSION_BITS: u32 = 0xff;
 const RECEIVER_BITS: u32 = 0xf00;
@@ -44,7 +44,7 @@ const NOT_RUN: u8 = 4;
 /// Names one move at both ends.
 pub type MoveId = [u8; MOVE_ID_BYTES];
 
-/// What a towline at the destination does with a guest that it has acknowledged.
+/// Use of an acknowledged guest by a towline at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Receiver {
     /// Holds it, paused, until it has the outcome.
@@ -55,12 +55,12 @@ pub enum Receiver {
     RunsByItself,
 }
 
-/// The value of the PING with which a source's towline asks.
+/// The value of the PING of a source's towline.
 pub fn ping() -> u32 {
     PING | u32::from(VERSION)
 }
 
-/// Whether this PING asks for a session; its version.
+/// The version of a PING that requests a session.
 pub fn asked(value: u32) -> Option<u8> {
     let version = (value & VERSION_BITS) as u8;
     (value & !VERSION_BITS == PING && version > 0).then_some(version)
@@ -76,7 +76,7 @@ pub fn pong(version: u8, receiver: Receiver) -> u32 {
     PONG | bits << 8 | u32::from(version.min(VERSION))
 }
 
-/// What a PONG says of a destination; `None`: it is no towline's.
+/// Decodes the PONG of a destination; `None`: it is not a towline.
 pub fn answered(value: u32) -> Option<Receiver> {
     if value & !(VERSION_BITS | RECEIVER_BITS) != PONG || value & VERSION_BITS == 0 {
         return None;
@@ -89,7 +89,7 @@ pub fn answered(value: u32) -> Option<Receiver> {
     }
 }
 
-/// Whether the guest is to run at its destination.
+/// True if the guest is to run at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Run {
     /// As it did when it was stopped at its source.
@@ -100,7 +100,7 @@ pub enum Run {
     Pause,
 }
 
-/// A frame of the source's towline.
+/// A frame from the source's towline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FromSource {
     /// It reports the outcome of this move.
@@ -132,7 +132,7 @@ impl FromSource {
     /// Reads the next frame of a source behind the end of its stream; `None`: more bytes are needed.
     ///
     /// # Errors
-    /// What came is no frame.
+    /// The data is not a valid frame.
     pub fn decode(input: &mut Reader<'_>) -> Result<Option<Self>> {
         let start = input.position();
         let Ok(first) = input.u8() else { return Ok(None) };
@@ -150,7 +150,7 @@ impl FromSource {
         })
     }
 
-    /// What a command carries; `None`: nothing of a session, or a kind that this version does not know.
+    /// The frame in a command; `None`: not of a session, or of a kind that this version does not know.
     pub fn of(command: &Command) -> Option<Self> {
         let Command::Other { kind: CommandKind(KIND), data } = command else { return None };
         match data.as_slice() {
@@ -164,24 +164,24 @@ impl FromSource {
     }
 }
 
-/// What became of the guest at its destination.
+/// State of the guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Settled {
+pub enum GuestPlacement {
     /// It runs.
     Running,
     /// It is paused.
     Paused,
-    /// It is loaded, and somebody else decides.
+    /// It is loaded; another party decides whether it runs.
     Loaded,
     /// It is stored.
     Stored,
 }
 
-/// A frame of the destination's towline.
+/// A frame from the destination's towline.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FromDestination {
     /// The guest is there.
-    Settled(Settled),
+    Settled(GuestPlacement),
     /// It is held there, and could not be run: why.
     NotRun(String),
 }
@@ -192,10 +192,10 @@ impl FromDestination {
         let data = match self {
             Self::Settled(settled) => {
                 let settled = match settled {
-                    Settled::Running => 0,
-                    Settled::Paused => 1,
-                    Settled::Loaded => 2,
-                    Settled::Stored => 3,
+                    GuestPlacement::Running => 0,
+                    GuestPlacement::Paused => 1,
+                    GuestPlacement::Loaded => 2,
+                    GuestPlacement::Stored => 3,
                 };
                 [SETTLED, settled].into()
             }
@@ -207,14 +207,14 @@ impl FromDestination {
         Message::Other { kind: KIND, data }
     }
 
-    /// What a message carries; `None`: nothing of a session, or a kind that this version does not know.
+    /// The frame in a message; `None`: not of a session, or of a kind that this version does not know.
     pub fn of(message: &Message) -> Option<Self> {
         let Message::Other { kind: KIND, data } = message else { return None };
         match data.as_slice() {
-            [SETTLED, 0] => Some(Self::Settled(Settled::Running)),
-            [SETTLED, 1] => Some(Self::Settled(Settled::Paused)),
-            [SETTLED, 2] => Some(Self::Settled(Settled::Loaded)),
-            [SETTLED, 3] => Some(Self::Settled(Settled::Stored)),
+            [SETTLED, 0] => Some(Self::Settled(GuestPlacement::Running)),
+            [SETTLED, 1] => Some(Self::Settled(GuestPlacement::Paused)),
+            [SETTLED, 2] => Some(Self::Settled(GuestPlacement::Loaded)),
+            [SETTLED, 3] => Some(Self::Settled(GuestPlacement::Stored)),
             [NOT_RUN, reason @ ..] => Some(Self::NotRun(lossy(reason))),
             _ => None,
         }
@@ -274,7 +274,8 @@ mod tests {
     #[test]
     fn frames_of_the_destination_pass_through_the_return_path() {
         let long = "x".repeat(REASON_BYTES_MAX + 1);
-        for frame in [FromDestination::Settled(Settled::Paused), FromDestination::NotRun(long.clone())] {
+        for frame in [FromDestination::Settled(GuestPlacement::Paused), FromDestination::NotRun(long.clone())]
+        {
             let mut bytes = Vec::new();
             frame.to_message().encode(&mut bytes);
             let message = Message::decode(&mut Reader::new(&bytes)).expect("whole").expect("one");

@@ -22,8 +22,8 @@ use crate::{PeerMisbehaved, Result};
 /// The first PING, sent with the return path's opening: its PONG shows that the destination read the stream's head.
 pub const PING_SETUP: u32 = 1;
 
-/// Asks whether the destination compares the checksums of packets: one that does answers
-/// [`PONG_CHECKSUMS`], any other, as QEMU, repeats the value.
+/// Queries whether the destination compares the checksums of packets: if so it replies [`PONG_CHECKSUMS`]; any other,
+/// such as QEMU, repeats the value.
 pub const PING_CHECKSUMS: u32 = 0x7477_6c01;
 
 /// Sent behind the last device's section: its PONG shows that the destination has loaded the whole guest, and waits only for the
@@ -34,12 +34,12 @@ pub const PING_LOADED: u32 = 0x7477_6c03;
 #[derive(Debug)]
 pub struct Setup(());
 
-/// How the memory is sent.
+/// Options for the memory.
 #[derive(Debug, Clone, Copy)]
 pub struct RamOptions {
     /// The number that the `ram` sections carry.
     pub section_id: u32,
-    /// How lanes are held at a barrier; `None` without lanes.
+    /// Form of the lanes' barriers; `None` without lanes.
     pub barrier: Option<BarrierForm>,
 }
 
@@ -54,8 +54,8 @@ impl Setup {
         Self(())
     }
 
-    /// As [`Self::begin`] with a return path, and asks `questions`, each a value of a PING, before the first PING, whose
-    /// answer so comes behind theirs.
+    /// As [`Self::begin`] with a return path, and sends `questions`, each a value of a PING, before the first PING,
+    /// so that their replies precede its reply.
     pub fn begin_asking(configuration: &Configuration, questions: &[u32], out: &mut Vec<u8>) -> Self {
         configuration.encode(out);
         Command::OpenReturnPath.encode(out);
@@ -211,7 +211,8 @@ impl AwaitShut {
     }
 }
 
-/// What the destination has said, and may say next. Unlike the stream, what comes back has no order of its own to follow.
+/// State of the return path: messages received, and those that may follow. Unlike the stream, it has no order of its
+/// own.
 #[derive(Debug, Default)]
 pub struct Answers {
     pong: bool,
@@ -222,19 +223,19 @@ pub struct Answers {
     shut: bool,
 }
 
-/// What a message of the return path means.
+/// Meaning of a message of the return path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     /// It answers a PING: the first, so that it has read the stream's head, or that for checksums.
     Pong,
-    /// It has the guest; it says nothing more.
+    /// It has the guest and sends nothing more.
     Shut,
-    /// Not the writer's business, but that of whoever sends through it.
+    /// For the driver, not for the writer.
     Other,
 }
 
 impl Answers {
-    /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
+    /// Allows SHUT from here on. To be called before the last bytes are sent.
     pub fn expect_shut(&mut self) {
         self.awaits_shut = true;
     }
@@ -242,7 +243,7 @@ impl Answers {
     /// Takes a message in.
     ///
     /// # Errors
-    /// It failed to load the guest, or says what cannot be, a SHUT before the stream's end above all.
+    /// It failed to load the guest, or sent an invalid message, above all a SHUT before the stream's end.
     pub fn handle(&mut self, message: &Message) -> Result<Answer> {
         match message {
             Message::Shut(0) if !self.awaits_shut => {
@@ -267,27 +268,27 @@ impl Answers {
         }
     }
 
-    /// Whether the first PING was answered.
+    /// Returns true if the first PING was answered.
     pub fn has_pong(&self) -> bool {
         self.pong
     }
 
-    /// Whether the destination compares checksums. Known with [`Self::has_pong`], and false of a QEMU, which repeats the question.
+    /// Returns true if the destination compares checksums. Known with [`Self::has_pong`], and false of a QEMU, which repeats the question.
     pub fn wants_checksums(&self) -> bool {
         self.checksums
     }
 
-    /// What a towline at the destination does with the guest; `None` of a QEMU. Known with [`Self::has_pong`].
+    /// Use of the guest by a towline at the destination; `None` of a QEMU. Known with [`Self::has_pong`].
     pub fn receiver(&self) -> Option<Receiver> {
         self.receiver
     }
 
-    /// Whether the destination has answered [`PING_LOADED`].
+    /// Returns true if the destination has answered [`PING_LOADED`].
     pub fn has_loaded(&self) -> bool {
         self.loaded
     }
 
-    /// Whether the destination has the guest.
+    /// Returns true if the destination has the guest.
     pub fn has_shut(&self) -> bool {
         self.shut
     }

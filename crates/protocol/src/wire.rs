@@ -1,7 +1,7 @@
 //! Reading and writing the stream's primitives.
 //!
-//! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. Whoever decodes an item
-//! remembers the position before it and goes back there, so that an item is either consumed whole or not at all.
+//! A [`Reader`] fails in one way only, [`Incomplete`]: the bytes so far are a proper prefix. The decoder of an item
+//! saves the position before it and rewinds to it, so that an item is either consumed whole or not at all.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -23,7 +23,7 @@ impl<'a> Reader<'a> {
         Self { bytes, position: 0 }
     }
 
-    /// How many bytes were consumed.
+    /// Number of bytes that were consumed.
     pub fn position(&self) -> usize {
         self.position
     }
@@ -33,7 +33,7 @@ impl<'a> Reader<'a> {
         self.position = position.min(self.bytes.len());
     }
 
-    /// What is left.
+    /// The remaining bytes.
     pub fn rest(&self) -> &'a [u8] {
         &self.bytes[self.position..]
     }
@@ -103,7 +103,7 @@ pub(crate) fn put64(out: &mut Vec<u8>, value: u64) {
     out.extend_from_slice(&value.to_be_bytes());
 }
 
-/// Names are ASCII in practice; what is not is shown, not refused, because it only ever goes into a message.
+/// Names are ASCII in practice; other bytes are shown, not refused, because it is only used in messages.
 pub(crate) fn lossy(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

@@ -1,11 +1,11 @@
 //! XBZRLE: a page as what changed since it was last sent (QEMU `migration/xbzrle.c`).
 //!
-//! Alternating run lengths in ULEB128 of at most two bytes: so many bytes as they were, then so many new bytes (the
-//! bytes themselves, not their difference). Only the first unchanged run may be 0 long.
+//! Alternating run lengths in ULEB128 of at most two bytes: the number of unchanged bytes, then the number of new
+//! bytes (the bytes themselves, not their difference). Only the first unchanged run may be 0 long.
 
 use crate::{InvalidMessage, Result};
 
-/// Applies `data` over `page`, which holds what the destination has.
+/// Applies `data` over `page`, which has the destination's content.
 pub fn decode(data: &[u8], page: &mut [u8]) -> Result<()> {
     let (mut read, mut written) = (0, 0);
     while read < data.len() {
@@ -64,7 +64,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_outside_the_page_is_refused() {
+    fn runs_outside_the_page_are_refused() {
         let mut page = [0u8; 4];
         for (data, text) in [
             (&[5u8][..], "an unchanged run beyond the page's end"),

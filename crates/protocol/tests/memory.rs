@@ -1,4 +1,4 @@
-//! What a peer can make the decoders allocate: never more than the limits and what was really received. Alone in its
+//! Memory that a peer can make the decoders allocate: never more than the limits and the bytes received. Alone in its
 //! process, because it counts the process's bytes.
 #![allow(clippy::unwrap_used, reason = "a test, with its helpers")]
 
@@ -12,7 +12,7 @@ use towline_protocol::{RamBlock, Reader, limits};
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// The most bytes that were allocated at a time during `work`, beyond those before it.
+/// Maximum number of bytes that were allocated at a time during `work`, beyond those before it.
 fn peak(work: impl FnOnce()) -> usize {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
@@ -34,7 +34,7 @@ fn head(rest: &[u8]) -> Vec<u8> {
     [b"QEVM\0\0\0\x03\x07\0\0\0\x01x", rest].concat()
 }
 
-/// Device sections of which the description lists more than a guest can have, in one that is as large as it may be.
+/// Device sections whose description lists more than a guest can have, in one of the maximum size.
 fn largest_description(entry: &[u8]) -> Vec<u8> {
     let text_bytes = limits::DEVICE_STATE_BYTES_MAX - 6;
     let (before, after) = (&br#"{"devices":["#[..], &b"0]}"[..]);
@@ -74,8 +74,8 @@ fn a_peer_cannot_make_the_decoders_allocate_more_than_the_limits() {
 
     assert!(peak(|| drop(Message::decode(&mut Reader::new(&[0, 9, 0xff, 0xff])))) < 4096);
 
-    // The device state is kept once; a vector that grows has up to three times that while it moves. What is in the
-    // description is not: a value for each of its numbers was gigabytes.
+    // The device state is kept once; a vector that grows has up to three times that while it moves. The description
+    // is not kept: a value for each of its numbers was gigabytes.
     let entries: [&[u8]; 3] = [b"0,", br#"{"name":"a","instance_id":0},"#, b"[],"];
     for entry in entries {
         let tail = largest_description(entry);

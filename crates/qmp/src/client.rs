@@ -17,12 +17,12 @@ use serde_json::{Map, Value, json};
 
 use crate::codec::{Decoder, Event, Greeting, Message, excerpt};
 use crate::connection::{Connection, FDS_MAX, PeerCredentials, Stop};
-use crate::error::{Error, GoneBy};
+use crate::error::{DisconnectReason, Error};
 use crate::events::{EVENTS_MAX, Events};
 
 /// Default deadline of a command.
 pub const DEADLINE: Duration = Duration::from_secs(10);
-/// How often a wait checks its `cancel` flag.
+/// Interval at which a wait checks its `cancel` flag.
 pub const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A command with typed arguments and a typed reply. The value itself is serialized as the arguments; a unit struct has none.
@@ -62,7 +62,7 @@ pub struct Client {
     greeting: Greeting,
     deadline: Duration,
     next_id: u64,
-    gone: Option<GoneBy>,
+    disconnected: Option<DisconnectReason>,
     /// Out-of-band execution was negotiated.
     out_of_band: bool,
 }
@@ -83,7 +83,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::NoGreeting`] from a monitor in use by another client, [`Error::NotQmp`] from anything that is not a
-    /// QMP server, [`Error::Gone`] if it closes, and those of the command `qmp_capabilities`.
+    /// QMP server, [`Error::Disconnected`] if it closes, and those of the command `qmp_capabilities`.
     pub fn from_stream(
         stream: UnixStream,
         name: impl Into<String>,
@@ -101,7 +101,7 @@ impl Client {
             greeting: Greeting::default(),
             deadline: options.deadline,
             next_id: 1,
-            gone: None,
+            disconnected: None,
             out_of_band: false,
         };
         client.greeting = client.await_greeting(options.greeting_deadline)?;
@@ -119,7 +119,7 @@ impl Client {
             Ok(Some(Message::Greeting(greeting))) => Ok(greeting),
             Ok(Some(other)) => Err(not_qmp(socket, excerpt(format!("{other:?}").as_bytes()))),
             Ok(None) => Err(Error::NoGreeting { socket, waited: started.elapsed() }),
-            Err(Error::Gone { by: GoneBy::Garbage(error), .. }) => {
+            Err(Error::Disconnected { by: DisconnectReason::InvalidData(error), .. }) => {
                 let found = match error {
                     crate::codec::CodecError::NotJson { excerpt } => excerpt,
                     other => other.to_string(),
@@ -133,7 +133,7 @@ impl Client {
     /// Runs a command within the client's deadline.
     ///
     /// # Errors
-    /// [`Error::Refusal`] with QEMU's words, [`Error::Timeout`], [`Error::Gone`], [`Error::Shape`].
+    /// [`Error::Refusal`] with QEMU's words, [`Error::Timeout`], [`Error::Disconnected`], [`Error::Shape`].
     pub fn execute<C: Command>(&mut self, command: &C) -> Result<C::Return, Error> {
         self.execute_with_fds(command, &[])
     }
@@ -235,8 +235,8 @@ impl Client {
         fds: &[BorrowedFd<'_>],
         started: Instant,
     ) -> Result<(), Error> {
-        if let Some(by) = &self.gone {
-            return Err(self.gone_during(name, by.clone()));
+        if let Some(by) = &self.disconnected {
+            return Err(self.disconnected_during(name, by.clone()));
         }
         tracing::trace!(socket = self.socket, %request, "QMP command");
         let mut line = request.to_string().into_bytes();
@@ -245,18 +245,18 @@ impl Client {
             Ok(()) => Ok(()),
             Err(Stop::Deadline { sent_bytes: 0 }) => Err(self.timeout(name, started)),
             Err(Stop::Deadline { .. }) => {
-                self.gone = Some(GoneBy::HalfSent);
+                self.disconnected = Some(DisconnectReason::PartialSend);
                 Err(self.timeout(name, started))
             }
-            Err(Stop::Gone(by)) => {
+            Err(Stop::Disconnected(by)) => {
                 self.drain();
-                self.gone = Some(by.clone());
-                Err(self.gone_during(name, by))
+                self.disconnected = Some(by.clone());
+                Err(self.disconnected_during(name, by))
             }
         }
     }
 
-    /// Reads what QEMU sent before it closed the connection: above all, the event that says why.
+    /// Reads the messages that QEMU sent before it closed the connection: above all, the event with the reason.
     fn drain(&mut self) {
         let now = Instant::now();
         while let Ok(Some(message)) = self.message("reading its last messages", now) {
@@ -267,7 +267,7 @@ impl Client {
     /// Waits for the next event, oldest unread first. `None` if none arrives within that time.
     ///
     /// # Errors
-    /// [`Error::Gone`], after the last unread event was returned.
+    /// [`Error::Disconnected`], after the last unread event was returned.
     pub fn next_event(&mut self, within: Duration) -> Result<Option<Event>, Error> {
         if let Some(event) = self.events.pop() {
             return Ok(Some(event));
@@ -288,7 +288,7 @@ impl Client {
     /// Waits for an event that `wanted` accepts; others stay unread, in order.
     ///
     /// # Errors
-    /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`] soon after `cancel` becomes true, [`Error::Gone`].
+    /// [`Error::NoEvent`] after `within`, [`Error::Cancelled`] soon after `cancel` becomes true, [`Error::Disconnected`].
     pub fn wait_event(
         &mut self,
         mut wanted: impl FnMut(&Event) -> bool,
@@ -330,8 +330,8 @@ impl Client {
     /// The next message of any kind; `None` at the deadline.
     fn message(&mut self, during: &str, until: Instant) -> Result<Option<Message>, Error> {
         loop {
-            if let Some(by) = &self.gone {
-                return Err(self.gone_during(during, by.clone()));
+            if let Some(by) = &self.disconnected {
+                return Err(self.disconnected_during(during, by.clone()));
             }
             let by = match self.decoder.next_message() {
                 Ok(Some(message)) => return Ok(Some(message)),
@@ -341,11 +341,11 @@ impl Client {
                         continue;
                     }
                     Err(Stop::Deadline { .. }) => return Ok(None),
-                    Err(Stop::Gone(by)) => by,
+                    Err(Stop::Disconnected(by)) => by,
                 },
-                Err(error) => GoneBy::Garbage(error),
+                Err(error) => DisconnectReason::InvalidData(error),
             };
-            self.gone = Some(by);
+            self.disconnected = Some(by);
         }
     }
 
@@ -390,12 +390,12 @@ impl Client {
         Error::Timeout { command: name.into(), socket: self.socket.clone(), waited: started.elapsed() }
     }
 
-    fn gone_during(&self, during: &str, by: GoneBy) -> Error {
-        Error::Gone { socket: self.socket.clone(), during: during.into(), by }
+    fn disconnected_during(&self, during: &str, by: DisconnectReason) -> Error {
+        Error::Disconnected { socket: self.socket.clone(), during: during.into(), by }
     }
 }
 
-/// A deadline; one that the clock cannot represent is a day away.
+/// A deadline; if the clock cannot represent it, a day from now.
 fn after(start: Instant, within: Duration) -> Instant {
     start.checked_add(within).unwrap_or_else(|| start + Duration::from_secs(86_400))
 }

@@ -4,7 +4,7 @@
 //! does not rely on line ends: a message is one JSON object, found by its brackets, so `-qmp-pretty` reads the same.
 //! Every byte is looked at once, so a large answer in small pieces costs no more than in one.
 //!
-//! What QEMU says and we do not know (events, keys, whole messages) is kept as JSON, never dropped.
+//! Unknown input (events, keys, whole messages) is kept as JSON, never dropped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 /// The deepest nesting accepted; what `serde_json` parses without risk to the stack.
 pub const DEPTH_MAX: usize = 127;
-/// How many bytes of an unreadable message an error shows.
+/// Number of bytes that of an unreadable message an error shows.
 pub const EXCERPT_BYTES_MAX: usize = 80;
 
 /// One message from a QMP server.
@@ -25,7 +25,7 @@ pub enum Message {
     Return {
         /// The command's `id`, if it had one.
         id: Option<Value>,
-        /// What it returned.
+        /// The return value.
         value: Value,
         /// Keys that we do not know.
         other: Map<String, Value>,
@@ -43,11 +43,11 @@ pub enum Message {
     },
     /// Something happened in QEMU.
     Event(Event),
-    /// An object that is none of these.
+    /// An object of another kind.
     Other(Map<String, Value>),
 }
 
-/// What a QMP server says first.
+/// The greeting of a QMP server.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 pub struct Greeting {
     /// QEMU's version, in the shape of `query-version`'s answer.
@@ -67,7 +67,7 @@ pub struct Event {
     /// Its name, for example `MIGRATION`.
     #[serde(rename = "event")]
     pub name: String,
-    /// What belongs to it; empty for many.
+    /// Its data; empty for many.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub data: Map<String, Value>,
     /// When, by the clock of QEMU's host.
@@ -87,7 +87,7 @@ pub struct Timestamp {
     pub microseconds: i64,
 }
 
-/// Why bytes are not QMP. The peer's fault; there is no reading on after it.
+/// Reason why bytes are not QMP. The peer's fault; nothing after it can be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// Something other than a JSON object where a message should begin.
@@ -99,7 +99,7 @@ pub enum CodecError {
     /// An object that is not valid JSON, or a message whose keys have the wrong types.
     #[error("unreadable QMP message ({reason}): \"{excerpt}\"")]
     Malformed {
-        /// What the parser says.
+        /// The parser's message.
         reason: String,
         /// The first bytes of the message.
         excerpt: String,
@@ -126,7 +126,7 @@ pub struct Decoder {
     buffer: Vec<u8>,
     /// Where the message under way begins.
     start: usize,
-    /// How far the buffer has been looked at.
+    /// Position up to which the buffer has been scanned.
     scanned: usize,
     depth: usize,
     in_string: bool,
@@ -148,7 +148,7 @@ impl Decoder {
         Self::default()
     }
 
-    /// One that takes no message longer than this.
+    /// Creates a decoder that refuses messages longer than this.
     #[must_use]
     pub fn with_limit(bytes_max: usize) -> Self {
         Self {
@@ -219,7 +219,7 @@ impl Decoder {
         Ok(None)
     }
 
-    /// Follows strings and brackets; what lies between them is the parser's business.
+    /// Tracks strings and brackets; the content is up to the parser.
     fn bracket(&mut self, byte: u8) -> Result<(), CodecError> {
         if self.in_string {
             match byte {

@@ -18,7 +18,7 @@ use rustix::net::{
     SocketFlags, SocketType,
 };
 
-use crate::error::{Error, GoneBy};
+use crate::error::{DisconnectReason, Error};
 
 /// Maximum number of descriptors per command; QEMU takes one.
 pub(crate) const FDS_MAX: usize = 16;
@@ -46,14 +46,14 @@ pub(crate) struct Connection {
     scratch: Box<[u8]>,
 }
 
-/// What stopped a send or a receive.
+/// Reason why a send or a receive ended.
 #[derive(Debug)]
 pub(crate) enum Stop {
     /// The deadline, after this many bytes.
     Deadline {
         sent_bytes: usize,
     },
-    Gone(GoneBy),
+    Disconnected(DisconnectReason),
 }
 
 impl Connection {
@@ -103,7 +103,7 @@ impl Connection {
                         return Err(Stop::Deadline { sent_bytes: sent });
                     }
                 }
-                Err(errno) => return Err(gone(errno)),
+                Err(errno) => return Err(disconnected(errno)),
             }
         }
         Ok(())
@@ -113,7 +113,7 @@ impl Connection {
     pub(crate) fn receive(&mut self, until: Instant) -> Result<&[u8], Stop> {
         loop {
             match rustix::net::recv(&self.stream, &mut self.scratch[..], RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Err(Stop::Gone(GoneBy::Qemu)),
+                Ok((0, _)) => return Err(Stop::Disconnected(DisconnectReason::PeerClosed)),
                 Ok((count, _)) => return Ok(&self.scratch[..count]),
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
@@ -121,7 +121,7 @@ impl Connection {
                         return Err(Stop::Deadline { sent_bytes: 0 });
                     }
                 }
-                Err(errno) => return Err(gone(errno)),
+                Err(errno) => return Err(disconnected(errno)),
             }
         }
     }
@@ -131,7 +131,7 @@ impl Connection {
         Ok(PeerCredentials { pid: peer.pid, uid: peer.uid, gid: peer.gid })
     }
 
-    /// Whether the socket became ready before the deadline.
+    /// Returns true if the socket became ready before the deadline.
     fn wait(&self, what: PollFlags, until: Instant) -> Result<bool, Stop> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -139,21 +139,21 @@ impl Connection {
                 return Ok(false);
             }
             // A wait too long for the kernel's clock is cut into shorter ones.
-            let left =
-                Timespec::try_from(left.min(Duration::from_secs(3600))).map_err(|_| gone(Errno::INVAL))?;
+            let left = Timespec::try_from(left.min(Duration::from_secs(3600)))
+                .map_err(|_| disconnected(Errno::INVAL))?;
             match rustix::event::poll(&mut [PollFd::from_borrowed_fd(self.stream.as_fd(), what)], Some(&left))
             {
                 Ok(0) | Err(Errno::INTR) => {}
                 Ok(_) => return Ok(true),
-                Err(errno) => return Err(gone(errno)),
+                Err(errno) => return Err(disconnected(errno)),
             }
         }
     }
 }
 
-fn gone(errno: Errno) -> Stop {
-    Stop::Gone(match errno {
-        Errno::PIPE | Errno::CONNRESET => GoneBy::Qemu,
-        other => GoneBy::System(io::Error::from(other).to_string()),
+fn disconnected(errno: Errno) -> Stop {
+    Stop::Disconnected(match errno {
+        Errno::PIPE | Errno::CONNRESET => DisconnectReason::PeerClosed,
+        other => DisconnectReason::System(io::Error::from(other).to_string()),
     })
 }

@@ -1,4 +1,4 @@
-//! What can go wrong between a client and a monitor, by whose fault it is.
+//! Errors between a client and a monitor, by whose fault they are.
 
 use std::fmt;
 use std::io;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::codec::CodecError;
 
-/// Why a QMP call failed. Every text names the socket.
+/// Error of a QMP call. Every text names the socket.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -19,7 +19,7 @@ pub enum Error {
         socket: String,
     },
     /// No process listens on the socket.
-    #[error("nobody listens on QMP socket {socket}: the QEMU that made it has ended")]
+    #[error("no process listens on QMP socket {socket}: the QEMU that made it has ended")]
     Refused {
         /// The path that was tried.
         socket: String,
@@ -29,7 +29,7 @@ pub enum Error {
     Connect {
         /// The path that was tried.
         socket: String,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// The monitor's backlog is full.
@@ -40,7 +40,7 @@ pub enum Error {
     Busy {
         /// The path that was tried.
         socket: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
     },
     /// Connected, but no greeting arrived.
@@ -51,7 +51,7 @@ pub enum Error {
     NoGreeting {
         /// The socket.
         socket: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
     },
     /// Connected, but the peer does not speak QMP.
@@ -59,9 +59,9 @@ pub enum Error {
     NotQmp {
         /// The socket.
         socket: String,
-        /// What came instead.
+        /// The reply.
         found: String,
-        /// What to do.
+        /// The remedy.
         hint: &'static str,
     },
     /// No reply in time. The connection remains usable; a late reply is discarded.
@@ -71,7 +71,7 @@ pub enum Error {
         command: String,
         /// The socket.
         socket: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
     },
     /// QEMU refused.
@@ -93,7 +93,7 @@ pub enum Error {
         command: String,
         /// The socket.
         socket: String,
-        /// What did not fit.
+        /// The mismatch.
         reason: String,
         /// The beginning of the answer.
         excerpt: String,
@@ -103,7 +103,7 @@ pub enum Error {
     Arguments {
         /// The command's name.
         command: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
     /// The awaited event did not arrive.
@@ -111,7 +111,7 @@ pub enum Error {
     NoEvent {
         /// The socket.
         socket: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
     },
     /// The caller's flag ended the wait.
@@ -122,49 +122,49 @@ pub enum Error {
     },
     /// The connection is lost.
     #[error("the connection to QEMU on {socket} was lost during {during}: {by}")]
-    Gone {
+    Disconnected {
         /// The socket.
         socket: String,
-        /// What was being done.
+        /// The operation.
         during: String,
-        /// Who ended it.
-        by: GoneBy,
+        /// The cause.
+        by: DisconnectReason,
     },
 }
 
 impl Error {
-    /// Whether QEMU does not know the command.
+    /// Returns true if QEMU does not know the command.
     #[must_use]
     pub fn is_command_not_found(&self) -> bool {
         matches!(self, Self::Refusal { class, .. } if class == "CommandNotFound")
     }
 
-    /// Whether the connection is lost.
+    /// Returns true if the connection is lost.
     #[must_use]
-    pub fn is_gone(&self) -> bool {
-        matches!(self, Self::Gone { .. })
+    pub fn is_disconnected(&self) -> bool {
+        matches!(self, Self::Disconnected { .. })
     }
 }
 
-/// Who ended a connection.
+/// Cause of a disconnect.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GoneBy {
+pub enum DisconnectReason {
     /// The peer closed it: QEMU ended, crashed, or removed the monitor.
-    Qemu,
+    PeerClosed,
     /// The peer sent something other than QMP, so the client closed it.
-    Garbage(CodecError),
+    InvalidData(CodecError),
     /// A command could be sent only in part before its deadline, so no further one can be sent.
-    HalfSent,
+    PartialSend,
     /// A system call failed.
     System(String),
 }
 
-impl fmt::Display for GoneBy {
+impl fmt::Display for DisconnectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Qemu => f.write_str("QEMU closed it (ended, crashed, or the monitor was taken away)"),
-            Self::Garbage(error) => write!(f, "closed by us, {error}"),
-            Self::HalfSent => f.write_str("closed by us, QEMU stopped reading in the middle of a command"),
+            Self::PeerClosed => f.write_str("QEMU closed it (ended, crashed, or the monitor was taken away)"),
+            Self::InvalidData(error) => write!(f, "closed by us, {error}"),
+            Self::PartialSend => f.write_str("closed by us, QEMU stopped reading in the middle of a command"),
             Self::System(text) => write!(f, "{text}"),
         }
     }

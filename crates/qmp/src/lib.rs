@@ -30,7 +30,7 @@ mod sys;
 pub use client::{CANCEL_CHECK_INTERVAL, Client, Command, DEADLINE, Options};
 pub use codec::{Event, Greeting, Message};
 pub use connection::PeerCredentials;
-pub use error::{Error, GoneBy};
+pub use error::{DisconnectReason, Error};
 pub use events::EVENTS_MAX;
 #[cfg(feature = "server")]
 pub use server::{CLIENTS_MAX, Commands, Emitter, REQUEST_BYTES_MAX, Refusal, Server};

@@ -52,7 +52,7 @@ pub trait Commands: Send + Sync {
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal>;
 }
 
-/// Why a command fails, by QMP's error classes.
+/// Reason why a command fails, by QMP's error classes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
     /// No such command (`CommandNotFound`).

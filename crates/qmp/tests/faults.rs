@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use towline_qmp::codec::{CodecError, MESSAGE_BYTES_MAX};
 use towline_qmp::commands::{QueryStatus, RunState};
-use towline_qmp::{Client, Error, GoneBy, Options};
+use towline_qmp::{Client, DisconnectReason, Error, Options};
 
 const GREETING: &str = r#"{"QMP": {"version": {}, "capabilities": ["oob"]}}"#;
 const STATUS: &str = r#"{"return": {"status": "running", "running": true}, "id": 2}"#;
@@ -80,12 +80,12 @@ fn garbage_ends_the_connection() {
         stream.write_all(b"{\"event\": \"LAST\"}\nSegmentation fault\n").unwrap();
     });
     let garbage = |error: &Error| {
-        matches!(error, Error::Gone { by: GoneBy::Garbage(CodecError::NotJson { excerpt }), .. }
+        matches!(error, Error::Disconnected { by: DisconnectReason::InvalidData(CodecError::NotJson { excerpt }), .. }
             if excerpt == "Segmentation fault\\n")
     };
     let error = client.execute(&QueryStatus).unwrap_err();
     assert!(garbage(&error), "{error}");
-    // What was said before it is still there, and nothing comes after it.
+    // Earlier messages are still there, and nothing comes after them.
     assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "LAST");
     assert!(garbage(&client.next_event(Duration::ZERO).unwrap_err()));
     assert!(garbage(&client.execute(&QueryStatus).unwrap_err()));
@@ -106,7 +106,13 @@ fn an_endless_message_ends_the_connection() {
     });
     client.set_deadline(Duration::from_secs(60));
     let error = client.execute(&QueryStatus).unwrap_err();
-    assert!(matches!(&error, Error::Gone { by: GoneBy::Garbage(CodecError::TooLong { .. }), .. }), "{error}");
+    assert!(
+        matches!(
+            &error,
+            Error::Disconnected { by: DisconnectReason::InvalidData(CodecError::TooLong { .. }), .. }
+        ),
+        "{error}"
+    );
     drop(client);
     handle.join().unwrap();
 }
@@ -170,7 +176,10 @@ fn unread_events_are_bounded_and_the_oldest_goes() {
     assert_eq!(client.events_dropped(), 3);
     assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "E3");
     assert_eq!(client.next_event(Duration::ZERO).unwrap().unwrap().name, "E4");
-    assert!(matches!(client.next_event(Duration::ZERO), Err(Error::Gone { by: GoneBy::Qemu, .. })));
+    assert!(matches!(
+        client.next_event(Duration::ZERO),
+        Err(Error::Disconnected { by: DisconnectReason::PeerClosed, .. })
+    ));
 }
 
 #[test]
@@ -185,7 +194,7 @@ fn a_peer_that_does_not_read_cannot_hold_us() {
     let error = client.execute_raw("much", Some(big)).unwrap_err();
     assert!(matches!(&error, Error::Timeout { command, .. } if command == "much"), "{error}");
     let error = client.execute(&QueryStatus).unwrap_err();
-    assert!(matches!(&error, Error::Gone { by: GoneBy::HalfSent, .. }), "{error}");
+    assert!(matches!(&error, Error::Disconnected { by: DisconnectReason::PartialSend, .. }), "{error}");
     drop(client);
     handle.join().unwrap();
 }

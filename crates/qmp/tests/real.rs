@@ -13,7 +13,7 @@ use std::time::Duration;
 use common::{TestQemu, WAIT, binaries, until};
 use serde_json::{Map, Value};
 use towline_qmp::commands::*;
-use towline_qmp::{Client, Error, GoneBy, Options};
+use towline_qmp::{Client, DisconnectReason, Error, Options};
 
 const SHORT: Duration = Duration::from_millis(300);
 
@@ -59,7 +59,7 @@ fn typed_commands_read_what_qemu_answers() {
         assert!(client.execute(&XQueryRamblock).unwrap().human_readable_text.contains("pc.ram"));
         assert_eq!(client.execute(&QueryMigrate).unwrap(), MigrationInfo::default());
 
-        // What was not asked for is kept: typed and raw say the same.
+        // Unknown keys are kept: typed and raw are the same.
         let raw = client.execute_raw("query-migrate-parameters", None).unwrap();
         assert_eq!(Value::Object(client.execute(&QueryMigrateParameters).unwrap().to_map()), raw);
         let schema = client.execute_raw("query-qmp-schema", None).unwrap();
@@ -212,14 +212,17 @@ fn a_dead_qemu_is_named() {
             path.display()
         );
         assert_eq!(error.to_string(), expected);
-        assert!(matches!(client.next_event(WAIT), Err(Error::Gone { by: GoneBy::Qemu, .. })));
+        assert!(matches!(
+            client.next_event(WAIT),
+            Err(Error::Disconnected { by: DisconnectReason::PeerClosed, .. })
+        ));
         assert!(matches!(Client::connect(&path, &short()), Err(Error::Refused { .. })));
     }
 }
 
 #[test]
-fn a_human_monitor_is_told_from_qmp() {
-    for binary in binaries("a_human_monitor_is_told_from_qmp") {
+fn a_human_monitor_is_distinguished_from_qmp() {
+    for binary in binaries("a_human_monitor_is_distinguished_from_qmp") {
         let args = ["-machine", "none", "-monitor", "unix:{dir}/hmp,server=on,wait=off"];
         let qemu = TestQemu::start(&binary, &args);
         until("the human monitor", || qemu.path("hmp").exists().then_some(()));

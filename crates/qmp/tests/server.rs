@@ -1,4 +1,4 @@
-//! The server's side of QMP, asked by our own client and by sockets that do what no client should.
+//! The server side of QMP, with our own client and with misbehaving sockets.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,7 +16,7 @@ use towline_qmp::{CLIENTS_MAX, Client, Commands, Error, Options, REQUEST_BYTES_M
 
 const WITHIN: Duration = Duration::from_secs(20);
 
-/// Adds, refuses, and waits until it is told to go on.
+/// Adds, refuses, and blocks until it is released.
 struct Sums {
     asked: AtomicUsize,
     gate: Barrier,
@@ -92,7 +92,7 @@ fn object(value: Value) -> Option<Map<String, Value>> {
 fn a_client_is_greeted_and_answered() {
     let place = Place::new();
     let mode = std::fs::metadata(place.path()).unwrap().permissions().mode();
-    assert_eq!(mode & 0o777, 0o600, "who may connect may cancel");
+    assert_eq!(mode & 0o777, 0o600, "a client that can connect can cancel");
     let mut client = place.client();
     assert_eq!(client.execute_raw("sum", object(json!({ "a": 1, "b": 2 }))).unwrap(), 3);
     let commands = client.execute_raw("query-commands", None).unwrap();
@@ -137,7 +137,7 @@ fn requests_are_answered_in_order_with_their_ids() {
 }
 
 #[test]
-fn events_reach_those_who_negotiated() {
+fn events_reach_negotiated_clients() {
     let place = Place::new();
     let (_silent, mut silent_lines) = place.raw();
     let mut client = place.client();
@@ -199,7 +199,7 @@ fn garbage_ends_a_connection_with_a_word() {
 }
 
 #[test]
-fn one_too_many_is_turned_away_and_the_place_of_one_who_leaves_is_free() {
+fn one_client_too_many_is_refused_and_a_disconnect_frees_its_place() {
     let place = Place::new();
     let mut clients: Vec<_> = (0..CLIENTS_MAX).map(|_| place.raw()).collect();
     let mut turned_away = UnixStream::connect(place.path()).unwrap();
@@ -225,7 +225,7 @@ fn a_server_that_ends_takes_its_file_along() {
     drop(directory);
 }
 
-/// Tells somebody who then drops the server.
+/// Signals another thread, which then drops the server.
 struct Ends(Mutex<Sender<()>>);
 
 impl Commands for Ends {
@@ -240,7 +240,7 @@ impl Commands for Ends {
 }
 
 #[test]
-fn who_ends_a_server_hears_its_answer() {
+fn a_client_that_ends_the_server_receives_its_reply() {
     for _ in 0..50 {
         let directory = TempDir::new().unwrap();
         let path = directory.path().join("qmp.sock");

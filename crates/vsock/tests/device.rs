@@ -72,11 +72,11 @@ fn a_driver_that_begins_anew_has_no_connections() {
         cid: CID,
         size: 64,
         receive_bytes: 4096,
-        features: frontend.agreed().features,
+        features: frontend.negotiated().features,
         takes_at_once: true,
     };
     let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-    frontend.share(Some(&memory)).unwrap();
+    frontend.set_mem_table(Some(&memory)).unwrap();
     let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
     let mut heard = Vec::new();
     // Its end may be a reset.
@@ -110,7 +110,7 @@ fn a_state_resets_what_the_guest_had_elsewhere() {
     // The guest goes on with another device: same memory, same rings, connections that are not there.
     let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
     other.negotiate(0, 1 << 29, DEVICE_STATE).unwrap();
-    other.share(Some(&Arc::clone(guest.memory()))).unwrap();
+    other.set_mem_table(Some(&Arc::clone(guest.memory()))).unwrap();
     assert!(!other.load(&state[1..]).unwrap(), "half a state is taken");
     assert!(other.load(&state).unwrap());
     other.start(guest.rx(), bases[0]).unwrap();
@@ -144,7 +144,7 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     let mut other = Frontend::connect(&there.path("d"), WITHIN).unwrap();
     let features = other.negotiate(0, feature::EVENT_IDX, DEVICE_STATE).unwrap().features;
     let memory = Arc::clone(guest.memory());
-    other.share(Some(&memory)).unwrap();
+    other.set_mem_table(Some(&memory)).unwrap();
     assert!(other.load(&state).unwrap());
     let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
     let buffers = [(); 4].map(|()| Buffer { guest: memory.alloc(8, 8), len: 8 });
@@ -156,7 +156,7 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     other.start(guest.rx(), bases[0]).unwrap();
     other.start(guest.tx(), bases[1]).unwrap();
     other.start(&events, 0).unwrap();
-    events.raise();
+    events.force_kick();
     let _stream = there.connect(22);
     let mut reset = false;
     let mut told = None;
@@ -169,7 +169,7 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
                 event => panic!("{event:?} before the guest knows"),
             })
             .unwrap();
-        told = told.or(events.take().unwrap());
+        told = told.or(events.pop_used().unwrap());
         guest.wait(false, Duration::from_millis(10)).unwrap();
     }
     let told = told.unwrap();
@@ -181,7 +181,7 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     }
     assert!(events.add(&[], &[buffers[0]], 0));
     events.publish();
-    events.raise();
+    events.force_kick();
     until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
 }
 

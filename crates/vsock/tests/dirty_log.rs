@@ -68,13 +68,13 @@ fn start(served: &Served) -> (Frontend, Guest, Memory) {
         takes_at_once: true,
     };
     let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-    frontend.share(Some(&memory)).unwrap();
+    frontend.set_mem_table(Some(&memory)).unwrap();
     let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
     let log = Memory::new((GUEST_BASE + Guest::memory_bytes(&options)) / PAGE / 8 + PAGE).unwrap();
     frontend.set_log(&log).unwrap();
     frontend.set_features(agreed.features | feature::LOG_ALL).unwrap();
-    frontend.place(guest.rx(), true).unwrap();
-    frontend.place(guest.tx(), true).unwrap();
+    frontend.set_vring_addr(guest.rx(), true).unwrap();
+    frontend.set_vring_addr(guest.tx(), true).unwrap();
     (frontend, guest, log)
 }
 
@@ -137,7 +137,7 @@ fn a_page_is_marked_after_its_last_write() {
     assert!(last - first > u64::from(BUFFERS) * BUFFER_BYTES as u64 / 2, "{first:#x} to {last:#x}");
     assert!(migration.rounds > 10, "{} looks at the log", migration.rounds);
     migration.compare(&memory, first..last);
-    for used in [guest.rx().places().used, guest.tx().places().used] {
+    for used in [guest.rx().addresses().used, guest.tx().addresses().used] {
         migration.compare(&memory, used..used + 8 * u64::from(BUFFERS) + 6);
     }
 }

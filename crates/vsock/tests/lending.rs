@@ -164,13 +164,13 @@ fn memory_that_is_taken_away_is_unmapped_while_packets_are_lent() {
     let region = RegionInfo { guest: 0x1_0000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
     let payload = [words(&[0]), region.encode()].concat();
     let mut lender = Lender::new();
-    lender.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    lender.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
     let content = bytes(32 << 20);
     let sent = lender.fill(&content);
     let lent = lender.statistics().lent;
     assert!(sent < content.len() && lent > 0, "{lent} are lent");
     assert_eq!(mapped("plugged"), 1);
-    lender.frontend.tell(Code::REM_MEM_REG, &payload, &[]).unwrap();
+    lender.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
     assert_eq!(mapped("plugged"), 0, "{lent} packets that are lent keep it mapped");
     assert_eq!(lender.statistics().lent, lent, "the peer has nothing of them yet");
     // The connection goes on, and what is lent comes back.

@@ -228,14 +228,14 @@ fn buffers_for_events_do_not_keep_a_device_awake() {
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest) = served.guest();
     let memory = Arc::clone(guest.memory());
-    let features = frontend.agreed().features;
+    let features = frontend.negotiated().features;
     let mut events = Queue::new(&memory, 2, QueueOptions { size: 8, features }).unwrap();
     for token in 0..4 {
         assert!(events.add(&[], &[Buffer { guest: memory.alloc(8, 8), len: 8 }], token));
     }
     events.publish();
     frontend.start(&events, 0).unwrap();
-    events.raise();
+    events.force_kick();
     assert_rests(&mut guest);
 }
 

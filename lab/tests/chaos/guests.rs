@@ -10,7 +10,7 @@ use crate::case::Case;
 /// For anything that must come.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 /// How long a QEMU that lives may be silent.
-const ANSWER_WITHIN: Duration = Duration::from_secs(30);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a guest may take until it stays as it is.
 const SETTLE_WITHIN: Duration = Duration::from_secs(30);
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -80,7 +80,7 @@ impl Guests {
 
 /// What a QEMU has of the guest now.
 pub(crate) fn held(qemu: &Qemu) -> Held {
-    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, ANSWER_WITHIN);
+    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     let (Ok(status), Ok(migration)) = (ask("query-status"), ask("query-migrate")) else {
         return match qemu.wait_exit(Duration::from_secs(2)) {
             Ok(_) => Held::Gone,
@@ -99,7 +99,7 @@ pub(crate) fn held(qemu: &Qemu) -> Held {
 }
 
 fn describe(qemu: &Qemu) -> String {
-    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, ANSWER_WITHIN);
+    let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     format!(
         "{:?}, {:?}",
         ask("query-status").ok(),

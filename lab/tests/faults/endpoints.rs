@@ -33,7 +33,7 @@ fn a_socket_path_in_use_is_refused_and_a_stale_one_replaced() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
     std::fs::write(&path, "a file").unwrap();
     let finished = place.run(&format!("copy --overwrite unix:{socket} {image}"));
-    assert_safe(&finished, &[&socket, "is in use by a file that is no socket"]);
+    assert_safe(&finished, &[&socket, "is in use by a file that is not a socket"]);
     let finished = place.run(&format!("copy {image} unix:{}", place.name("nobody.sock")));
     assert_safe(&finished, &[&place.name("nobody.sock"), "No such file or directory"]);
     place.assert_holds(&["guest.img", "guest.img.manifest.json", "s.sock"]);

@@ -52,7 +52,7 @@ fn a_missing_device_is_named_by_its_memory() {
     let display = ["-device", "VGA,vgamem_mb=8"];
     let source = counting(guest().args(display));
     let destination = waiting(&guest());
-    let text = "the guest has a RAM block \"0000:00:01.0/vga.vram\" of 8388608 bytes, there is none (a device or memory backend is missing";
+    let text = "the destination has no RAM block \"0000:00:01.0/vga.vram\" of 8388608 bytes (a device or memory backend is missing";
     refused(&place, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
     refused(&place, &qmp(&source), &destination, "--resume", &[text]);
     assert_runs(&source);

@@ -44,7 +44,7 @@ fn a_destination_that_dies_under_way_leaves_the_guest_at_its_source() {
         let finished = place.run(&format!("copy {options} {from} {}", qmp(&destination)));
         assert_safe(
             &finished,
-            &["nobody listens on QMP socket ", &socket, "the QEMU that made it has ended"],
+            &["no process listens on QMP socket ", &socket, "the QEMU that made it has ended"],
         );
         assert_runs(&source);
     }

@@ -36,7 +36,7 @@ fn a_stream_without_a_return_path_is_refused() {
     }
     let (place, source) = (Place::new(), counting(guest()));
     let destination = waiting(&guest());
-    let text = "the stream opens no return path, so the source would not hear of a failure: set the capability return-path";
+    let text = "the stream opens no return path, so the source would not learn of a failure: set the capability return-path";
     refused(&place, &source, &["-return-path"], &place.name("guest.img"), &[text]);
     refused(&place, &source, &["-return-path"], &qmp(&destination), &[text]);
     assert_waits(&destination);
@@ -95,7 +95,7 @@ fn strangers_on_the_port_change_nothing() {
             stranger.write_all(words).unwrap();
             drop(stranger);
         }
-        says(&mut towline, "a connection that is no migration's was dropped");
+        says(&mut towline, "dropped an unrelated connection");
         // One that says nothing and stays.
         let mut silent = TcpStream::connect(address).unwrap();
         let multifd = if lanes > 0 { "+multifd" } else { "-multifd" };

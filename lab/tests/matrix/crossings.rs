@@ -65,25 +65,25 @@ impl Crossing {
 }
 
 /// How a guest goes.
-struct Way {
+struct ConfiguredBy {
     name: &'static str,
     goes: fn(Crossing),
     /// What QEMU must have for it, at either end.
     needs: fn(Version) -> bool,
 }
 
-const fn way(name: &'static str, goes: fn(Crossing)) -> Way {
-    Way { name, goes, needs: |_| true }
+const fn way(name: &'static str, goes: fn(Crossing)) -> ConfiguredBy {
+    ConfiguredBy { name, goes, needs: |_| true }
 }
 
-const WAYS: [Way; 20] = [
+const WAYS: [ConfiguredBy; 20] = [
     way("image, no lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "0"])),
     way("image, 4 lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "4"])),
     way("image, 4 lanes, zstd", |crossing| {
         through_an_image(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
     way("image, loaded by QEMU if it can", handed_over),
-    Way { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
+    ConfiguredBy { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
     way("--live image", live_image),
     way("stream, no lanes", |crossing| between_two_sockets(crossing, 0)),
     way("stream, 4 lanes", |crossing| between_two_sockets(crossing, 4)),
@@ -101,12 +101,12 @@ const WAYS: [Way; 20] = [
     way("image, --postcopy-preempt", |crossing| restored(crossing, &["--postcopy", "--postcopy-preempt"])),
     way("copy --postcopy", |crossing| followed(crossing, &[])),
     way("copy --postcopy-preempt", |crossing| followed(crossing, &["--postcopy-preempt"])),
-    Way {
+    ConfiguredBy {
         name: "copy --postcopy, 4 lanes",
         goes: |crossing| followed(crossing, &["--multifd-channels", "4"]),
         needs: |version| version == Newest,
     },
-    Way {
+    ConfiguredBy {
         name: "copy --postcopy-preempt, 4 lanes, zstd",
         goes: |crossing| {
             followed(crossing, &["--postcopy-preempt", "--multifd-channels", "4", "--compression", "zstd"]);
@@ -135,7 +135,7 @@ fn guests_cross_from_version_to_version() {
     }
     let all = std::env::var_os("TOWLINE_SOAK_VERSIONS").is_some();
     let named = |name: &str| WAYS.iter().find(|way| way.name == name).unwrap();
-    let cells: Vec<(Crossing, &Way)> = match all {
+    let cells: Vec<(Crossing, &ConfiguredBy)> = match all {
         true => CROSSINGS.iter().flat_map(|crossing| WAYS.iter().map(|way| (*crossing, way))).collect(),
         false => SHORT.into_iter().map(|(crossing, name)| (crossing, named(name))).collect(),
     };

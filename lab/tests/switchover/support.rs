@@ -13,7 +13,7 @@ use towline_lab::{
 /// For anything that must come. Generous: two busy processors.
 pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 /// How long a QEMU that waits for nobody may take to answer.
-const ANSWER_WITHIN: Duration = Duration::from_secs(3);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often a moment is tried for that may be missed.
 const TRIES: usize = 10;
 /// How long nothing has to flow until everything is taken for sent.
@@ -154,7 +154,7 @@ pub(crate) fn wait_quiet(proxy: &Proxy) {
 /// destination to take the rest.
 fn wait_sent(source: &Qemu) -> bool {
     let mut last = (0, Instant::now());
-    let ask = |command: &str| source.qmp().execute_within(command, Value::Null, ANSWER_WITHIN);
+    let ask = |command: &str| source.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     wait_until("a source that has sent everything", WITHIN, || {
         let (Ok(status), Ok(migration)) = (ask("query-status"), ask("query-migrate")) else {
             return Ok(Some(false));

@@ -153,7 +153,7 @@ fn between_two_towlines_and_what_is_refused() {
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
     place.copy(&["--multifd-channels", "2", &from, &here]).wait_done(WITHIN).unwrap();
     let far = far.wait_done(WITHIN).unwrap();
-    assert!(far.stderr.contains("it asked for the path /vm/b, expected /vm/a"), "{}", far.stderr);
+    assert!(far.stderr.contains("it requested the path /vm/b, expected /vm/a"), "{}", far.stderr);
     assert!(far.stderr.contains("it does not speak WebSocket"), "{}", far.stderr);
     prove(&from, &to);
 

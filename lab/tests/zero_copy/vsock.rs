@@ -58,7 +58,7 @@ fn drives_a_vsock_in_the_guest() {
     let features = frontend.negotiate(0, feature::EVENT_IDX, 0).unwrap().features;
     let options = Options { cid: 33, size: 128, receive_bytes: 4096, features, takes_at_once: true };
     let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-    frontend.share(Some(&memory)).unwrap();
+    frontend.set_mem_table(Some(&memory)).unwrap();
     let mut guest = Guest::start(&mut frontend, &memory, options).unwrap();
     guest.request(PORTS);
     let mut connected = false;

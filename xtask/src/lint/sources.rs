@@ -1,8 +1,11 @@
-//! Rules of the house that no tool checks: the length of files, and where unsafe code may be.
+//! Rules of the project that no other tool checks: the length of files, where unsafe code may be, and wording.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+
+use super::lexer::{Kind, tokens};
+use super::words;
 
 /// Longest source file, in lines.
 const LINES_MAX: usize = 600;
@@ -23,6 +26,9 @@ pub(crate) fn faults(root: &Path) -> Result<Vec<String>> {
         let source = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
         let file = file.strip_prefix(root).unwrap_or(&file);
         faults.extend(faults_of(file, &source));
+        if words::applies_to(file) {
+            faults.extend(words::faults_of(file, &source));
+        }
     }
     Ok(faults)
 }
@@ -66,94 +72,15 @@ fn find(directory: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
 /// `source` without comments and the contents of strings, line for line.
 fn code(source: &str) -> String {
     let mut code = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(first) = rest.chars().next() {
-        let after = &rest[first.len_utf8()..];
-        let word_before = code.ends_with(|character: char| character.is_alphanumeric() || character == '_');
-        let skipped = if rest.starts_with("//") {
-            rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            comment(rest)
-        } else if first == '"' {
-            string(rest)
-        } else if (first == 'r' || rest.starts_with("br")) && !word_before {
-            raw_string(rest)
-        } else if first == '\'' {
-            character(rest)
+    for (kind, token) in tokens(source) {
+        if kind == Kind::Code {
+            code.push_str(token);
         } else {
-            0
-        };
-        if skipped > 0 {
-            code.extend(rest[..skipped].chars().filter(|character| *character == '\n'));
+            code.extend(token.chars().filter(|character| *character == '\n'));
             code.push(' ');
-            rest = &rest[skipped..];
-        } else {
-            code.push(first);
-            rest = after;
         }
     }
     code
-}
-
-/// Length of a block comment, which may hold others.
-fn comment(text: &str) -> usize {
-    let mut depth = 0_usize;
-    let mut at = 0;
-    while at < text.len() {
-        let rest = &text.as_bytes()[at..];
-        if rest.starts_with(b"/*") {
-            depth += 1;
-            at += 2;
-        } else if rest.starts_with(b"*/") {
-            depth -= 1;
-            at += 2;
-            if depth == 0 {
-                return at;
-            }
-        } else {
-            at += 1;
-        }
-    }
-    text.len()
-}
-
-/// Length of a string with escapes.
-fn string(text: &str) -> usize {
-    let mut escaped = false;
-    for (at, byte) in text.bytes().enumerate().skip(1) {
-        match byte {
-            _ if escaped => escaped = false,
-            b'\\' => escaped = true,
-            b'"' => return at + 1,
-            _ => {}
-        }
-    }
-    text.len()
-}
-
-/// Length of a raw string, 0 if there is none.
-fn raw_string(text: &str) -> usize {
-    let body = text.trim_start_matches('b');
-    let Some(body) = body.strip_prefix('r') else { return 0 };
-    let hashes = body.len() - body.trim_start_matches('#').len();
-    if !body[hashes..].starts_with('"') {
-        return 0;
-    }
-    let end = format!("\"{}", "#".repeat(hashes));
-    let start = text.len() - body.len() + hashes + 1;
-    text[start..].find(&end).map_or(text.len(), |at| start + at + end.len())
-}
-
-/// Length of a character literal, 0 if the quote begins a lifetime.
-fn character(text: &str) -> usize {
-    let mut characters = text.char_indices().skip(1);
-    match characters.next() {
-        Some((_, '\\')) => {
-            text[2..].char_indices().skip(1).find(|(_, c)| *c == '\'').map_or(0, |(at, _)| at + 3)
-        }
-        Some(_) => characters.next().filter(|(_, c)| *c == '\'').map_or(0, |(at, _)| at + 1),
-        None => 0,
-    }
 }
 
 #[cfg(test)]

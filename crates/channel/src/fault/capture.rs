@@ -9,9 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Records the streams of both directions, in the order of the wire.
 ///
-/// Limits: records bytes only, not descriptors; not what is looked at with `PEEK`; not transfers at offsets, which are
-/// no stream. What was sent is read for the record after the call: of memory that changes meanwhile the record may
-/// differ from the wire.
+/// Limits: records bytes only, not descriptors, bytes looked at with `PEEK` or transfers at offsets. Sent bytes are
+/// read for the recording after the call: if the memory changes meanwhile, the recording may differ from the wire.
 pub struct Capture {
     inner: Box<dyn Channel>,
     /// Held during a transfer, so that the record has the order of the wire.
@@ -21,10 +20,10 @@ pub struct Capture {
 
 /// Bytes recorded in memory. A clone is the same tape.
 #[derive(Clone, Default)]
-pub struct Tape(Arc<Mutex<Vec<u8>>>);
+pub struct Recording(Arc<Mutex<Vec<u8>>>);
 
 impl Capture {
-    /// Records what passes over `inner`: what is sent to one writer, what is received to the other. A writer that
+    /// Records the bytes that pass over `inner`: sent bytes to one writer, received bytes to the other. A writer that
     /// fails makes the call fail, though its bytes have passed.
     pub fn new(
         inner: Box<dyn Channel>,
@@ -34,9 +33,9 @@ impl Capture {
         Self { inner, sent: Mutex::new(sent), received: Mutex::new(received) }
     }
 
-    /// Records to memory; returns the tapes of what is sent and of what is received.
-    pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Tape, Tape) {
-        let (sent, received) = (Tape::default(), Tape::default());
+    /// Records to memory; returns the recordings of the sent and of the received bytes.
+    pub fn to_memory(inner: Box<dyn Channel>) -> (Self, Recording, Recording) {
+        let (sent, received) = (Recording::default(), Recording::default());
         (Self::new(inner, Box::new(sent.clone()), Box::new(received.clone())), sent, received)
     }
 
@@ -89,14 +88,14 @@ impl fmt::Debug for Capture {
     }
 }
 
-impl Tape {
+impl Recording {
     /// All that is recorded so far.
     pub fn bytes(&self) -> Vec<u8> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-impl Write for Tape {
+impl Write for Recording {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
         Ok(bytes.len())
@@ -107,8 +106,8 @@ impl Write for Tape {
     }
 }
 
-impl fmt::Debug for Tape {
+impl fmt::Debug for Recording {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tape({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
+        write!(f, "Recording({} bytes)", self.0.lock().unwrap_or_else(PoisonError::into_inner).len())
     }
 }

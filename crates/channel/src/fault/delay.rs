@@ -1,7 +1,7 @@
 //! A slow answerer.
 
 use super::pause::Pause;
-use super::{Dice, Direction};
+use super::{Direction, FaultRng};
 use crate::channel::forward_channel;
 use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use std::net::Shutdown;
@@ -16,7 +16,7 @@ pub struct Delay {
     inner: Box<dyn Channel>,
     /// Shortest and longest, in nanoseconds.
     nanoseconds: RangeInclusive<u64>,
-    dice: Dice,
+    rng: FaultRng,
     pause: Pause,
 }
 
@@ -26,11 +26,11 @@ impl Delay {
         let nanoseconds = |time: &Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let shortest = nanoseconds(range.start());
         let longest = nanoseconds(range.end()).max(shortest);
-        Self { inner, nanoseconds: shortest..=longest, dice: Dice::new(seed), pause: Pause::default() }
+        Self { inner, nanoseconds: shortest..=longest, rng: FaultRng::new(seed), pause: Pause::default() }
     }
 
     fn wait(&self, direction: Direction) {
-        let time = self.dice.roll(direction, |rng| rng.u64(self.nanoseconds.clone()));
+        let time = self.rng.draw(direction, |rng| rng.u64(self.nanoseconds.clone()));
         self.pause.until(Instant::now() + Duration::from_nanos(time), direction);
     }
 }
@@ -49,7 +49,7 @@ impl Channel for Delay {
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
-        // In this order: who wakes must find the channel shut down.
+        // In this order: a woken thread must find the channel shut down.
         let result = self.inner.shutdown(how);
         self.pause.end(how);
         result

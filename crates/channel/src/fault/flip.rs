@@ -12,7 +12,7 @@ use std::sync::Mutex;
 pub struct Flip {
     inner: Box<dyn Channel>,
     bits: u8,
-    /// How many bytes come before it; `None` once it has passed. Held while bytes are received.
+    /// Number of bytes that come before it; `None` once it has passed. Held while bytes are received.
     before: Mutex<Option<u64>>,
 }
 

@@ -4,17 +4,17 @@
 //! |---|---|
 //! | [`Cut`] | ends the connection exactly behind byte N of one direction |
 //! | [`Delay`] | lets each transfer wait a random time first |
-//! | [`Throttle`] | passes so many bytes a second, each direction by itself |
+//! | [`Throttle`] | limits each direction to a number of bytes per second |
 //! | [`Capture`] | records what passes |
 //! | [`Flip`] | changes one byte |
 //! | [`ShortIo`] | splits transfers at random places |
 //!
-//! Each wraps any `Box<dyn Channel>`, also another layer, and says of itself what the channel inside can do.
+//! Each wraps any `Box<dyn Channel>`, also another layer, and has the capabilities of the channel inside.
 //!
 //! Whatever is random comes from a `u64` seed, with one generator for each direction: what one direction draws does not
 //! depend on what another thread does with the other. So the same seed and the same calls replay a failure.
 //!
-//! What this is not: a model of a network. Bytes are neither lost nor reordered, as no stream does that.
+//! Not a model of a network: bytes are neither lost nor reordered, as no stream does that.
 
 mod capture;
 mod cut;
@@ -24,7 +24,7 @@ mod pause;
 mod short_io;
 mod throttle;
 
-pub use capture::{Capture, Tape};
+pub use capture::{Capture, Recording};
 pub use cut::Cut;
 pub use delay::Delay;
 pub use flip::Flip;
@@ -35,29 +35,29 @@ use crate::IoBufMut;
 use fastrand::Rng;
 use std::sync::Mutex;
 
-/// Which way the bytes go, seen from the end that is wrapped.
+/// Direction of a transfer, seen from the wrapped end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// What is sent.
+    /// Sent bytes.
     Send,
-    /// What is received.
+    /// Received bytes.
     Recv,
 }
 
 /// A generator for each direction.
 #[derive(Debug)]
-struct Dice {
+struct FaultRng {
     send: Mutex<Rng>,
     recv: Mutex<Rng>,
 }
 
-impl Dice {
+impl FaultRng {
     fn new(seed: u64) -> Self {
         let mut root = Rng::with_seed(seed);
         Self { send: Mutex::new(root.fork()), recv: Mutex::new(root.fork()) }
     }
 
-    fn roll<T>(&self, direction: Direction, draw: impl FnOnce(&mut Rng) -> T) -> T {
+    fn draw<T>(&self, direction: Direction, draw: impl FnOnce(&mut Rng) -> T) -> T {
         let rng = match direction {
             Direction::Send => &self.send,
             Direction::Recv => &self.recv,

@@ -4,10 +4,10 @@ use std::net::Shutdown;
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-/// Where threads of a layer sleep. Once a direction is shut down, nobody sleeps there any more.
+/// Interruptible sleep of a layer's threads. Once a direction is shut down, its sleeps return at once.
 #[derive(Debug, Default)]
 pub(super) struct Pause {
-    /// Whether sending, whether receiving has ended.
+    /// True if sending, whether receiving has ended.
     ended: Mutex<(bool, bool)>,
     changed: Condvar,
 }
@@ -29,7 +29,7 @@ impl Pause {
         }
     }
 
-    /// Wakes who sleeps in what ends.
+    /// Wakes the sleepers of the directions that are shut down.
     pub(super) fn end(&self, how: Shutdown) {
         let mut ended = self.ended.lock().expect("no panic while it is held");
         ended.0 |= how != Shutdown::Read;

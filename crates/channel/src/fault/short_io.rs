@@ -1,6 +1,6 @@
 //! Transfers that stop early.
 
-use super::{Dice, Direction, limit_mut};
+use super::{Direction, FaultRng, limit_mut};
 use crate::channel::forward_channel;
 use crate::sys::iobuf::limit;
 use crate::{Channel, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
@@ -13,17 +13,17 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 pub struct ShortIo {
     inner: Box<dyn Channel>,
     most: NonZeroUsize,
-    dice: Dice,
+    rng: FaultRng,
 }
 
 impl ShortIo {
     /// Cuts each transfer over `inner` to 1 to `most` bytes.
     pub fn new(inner: Box<dyn Channel>, most: NonZeroUsize, seed: u64) -> Self {
-        Self { inner, most, dice: Dice::new(seed) }
+        Self { inner, most, rng: FaultRng::new(seed) }
     }
 
     fn size(&self, direction: Direction) -> usize {
-        self.dice.roll(direction, |rng| rng.usize(1..=self.most.get()))
+        self.rng.draw(direction, |rng| rng.usize(1..=self.most.get()))
     }
 }
 

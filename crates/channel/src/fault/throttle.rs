@@ -11,11 +11,11 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How much passes in one piece, as a part of what passes in a second.
+/// Size of one piece, as a fraction of the bytes per second.
 const PIECES_PER_SECOND: u64 = 100;
 
-/// Passes so many bytes a second, on the average, each direction by itself: after a transfer, the next waits until the
-/// bytes before it would have passed. A shutdown ends that wait. Looking (`PEEK`) is free.
+/// Limits the average rate of each direction in bytes per second: after a transfer, the next one waits until its
+/// bytes would have passed. A shutdown ends that wait. `PEEK` is free.
 #[derive(Debug)]
 pub struct Throttle {
     inner: Box<dyn Channel>,
@@ -79,7 +79,7 @@ impl Channel for Throttle {
     }
 
     fn shutdown(&self, how: Shutdown) -> Result<()> {
-        // In this order: who wakes must find the channel shut down.
+        // In this order: a woken thread must find the channel shut down.
         let result = self.inner.shutdown(how);
         self.pause.end(how);
         result

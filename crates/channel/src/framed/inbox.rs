@@ -1,4 +1,5 @@
-//! What is received: many packets with one call, each taken apart where it lies and its data copied to where they go.
+//! The receiving half: one call receives many packets; each is decoded in place and its data copied to its
+//! destination.
 //!
 //! ```text
 //!   channel below ──▶ [ done │ data that are not taken │ packets that came │ room ]
@@ -11,7 +12,8 @@ use std::ops::Range;
 
 /// Room for what came: at least some of the longest packets, so that one call brings many.
 const PACKETS: usize = 16;
-/// Packets without data that may come one behind the other (empty ones, new keys, pings): they cost us work and tell nothing.
+/// Maximum number of consecutive packets without data (empty ones, key updates, pings), which cost work and carry
+/// nothing.
 const IDLE_PACKETS_MAX: u32 = 64;
 
 /// The receiving half.
@@ -26,10 +28,10 @@ pub(super) struct Inbox<U> {
     finished: Option<Finished>,
 }
 
-/// How the stream ended.
+/// State of the end of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Finished {
-    /// The peer said so.
+    /// The peer announced it.
     Closed,
     /// It cannot go on; the text is for [`Unpack::fault`].
     Failed(String),
@@ -46,8 +48,8 @@ impl<U: Unpack> Inbox<U> {
         Self { unpack, buffer, plain: 0..start, start, end, idle_packets: 0, finished: None }
     }
 
-    /// Fills a prefix of the buffers, which are not all empty; 0 at the end that the peer has told. `ended_here` says that the
-    /// end is our own doing.
+    /// Fills a prefix of the buffers, which are not all empty; 0 at an end that the peer announced. `ended_here`
+    /// means that this end shut the stream down.
     pub(super) fn recv(
         &mut self,
         channel: &dyn Channel,
@@ -87,7 +89,7 @@ impl<U: Unpack> Inbox<U> {
         Ok(received)
     }
 
-    /// Whether there are data, or something to say of the end.
+    /// Returns true if there are data, or an end to report.
     pub(super) fn has_something(&mut self, peer: &str) -> bool {
         !self.plain.is_empty() || !matches!(self.next(peer), Ok(false)) || self.finished.is_some()
     }

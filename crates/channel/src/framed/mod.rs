@@ -6,8 +6,8 @@
 //!   recv ◀─ Inbox (its own lock) ◀─Unpack── ┘
 //! ```
 //!
-//! The two directions share nothing here, so one thread sends while another receives, and `shutdown` waits for neither. An
-//! end is told by a packet; one without it is [`Error::Cut`].
+//! The two directions share nothing here, so one thread sends while another receives, and `shutdown` waits for
+//! neither. A packet announces the end of the stream; an end without it is [`Error::Cut`].
 
 mod inbox;
 mod outbox;
@@ -31,13 +31,13 @@ use std::time::{Duration, Instant};
 
 /// Makes packets.
 pub(crate) trait Pack: Debug + Send {
-    /// What has to go before more data, if there is something; says where in `room` it is.
+    /// Encodes control packets that have to precede further data, if any; returns their range in `room`.
     ///
     /// # Errors
     /// It cannot be made, so nothing more can be sent.
     fn due(&mut self, room: &mut [u8], peer: &str) -> Result<Option<Range<usize>>>;
 
-    /// Fills `room` with packets of data; says where they are. At least one byte is taken.
+    /// Fills `room` with packets of data; returns their range. At least one byte is consumed.
     fn pack(&mut self, data: &mut IoCursor<'_, '_>, room: &mut [u8]) -> Range<usize>;
 
     /// The packet that ends the stream.
@@ -46,27 +46,27 @@ pub(crate) trait Pack: Debug + Send {
 
 /// Takes packets apart.
 pub(crate) trait Unpack: Debug + Send {
-    /// The most bytes that must be there before a packet, or its next piece, can be taken apart.
+    /// Maximum number of bytes that must be there before a packet, or its next piece, can be taken apart.
     const PACKET_BYTES_MAX: usize;
 
     /// Takes the first packet, or a piece of one, from what came.
     ///
     /// # Errors
-    /// What is wrong with it; the stream ends there.
+    /// The error; the stream ends there.
     fn unpack(&mut self, bytes: &mut [u8], peer: &str) -> Result<Unpacked>;
 
     /// The same error again, for later calls.
     fn fault(peer: &str, why: String) -> Error;
 }
 
-/// What came first.
+/// The decoded packet.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Unpacked {
     /// Not enough yet.
     Incomplete,
     /// Something without data, of this length.
     Idle(usize),
-    /// Data, which lies there now, out of so many bytes.
+    /// Data in this range, and the number of bytes consumed.
     Data(Range<usize>, usize),
     /// The peer ends the stream.
     End,
@@ -84,7 +84,7 @@ pub(crate) struct Framed<P, U> {
 }
 
 impl<P: Pack, U: Unpack> Framed<P, U> {
-    /// Begins with what came ahead: data, and packets that were not taken apart. `room` is for one batch of packets.
+    /// Starts with data received ahead, and packets that were not decoded. `room` is for one batch of packets.
     pub(crate) fn new(
         inner: Box<dyn Channel>,
         pack: P,
@@ -145,7 +145,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         }
     }
 
-    /// Sends what [`Pack::due`] has, if nobody sends anyhow.
+    /// Sends the control packets of [`Pack::due`], unless another thread is sending.
     fn say_what_is_due(&self) {
         if !self.has_ended_send()
             && let Ok(mut outbox) = self.outbox.try_lock()
@@ -154,9 +154,9 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         }
     }
 
-    /// The peer takes no more: what it had said before that, if that is why.
+    /// The peer accepts no more data: returns the error that it announced before, if there is one.
     pub(crate) fn last_words(&self) -> Option<Error> {
-        // Whoever waits there has to let us in; what has arrived can still be read.
+        // A thread that waits there has to release the lock; data that has arrived can still be read.
         let _ = self.inner.shutdown(Shutdown::Both);
         let mut byte = [0];
         let mut room = [IoBufMut::from(&mut byte)];
@@ -183,7 +183,7 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
     }
 
     pub(crate) fn has_buffered(&self) -> bool {
-        // Whoever holds it gets what there is.
+        // A thread that holds the lock receives what is there.
         self.inbox.try_lock().is_ok_and(|mut inbox| inbox.has_something(self.inner.peer()))
     }
 
@@ -197,12 +197,13 @@ impl<P: Pack, U: Unpack> Framed<P, U> {
         self.inner.shutdown(how)
     }
 
-    /// Tells the end of our sending half, if nobody is in the middle of it and the channel below takes that at once.
+    /// Announces the end of the sending half, if no send is in progress and the channel below accepts it without
+    /// blocking.
     pub(crate) fn close(&self) {
         if self.ended_send.swap(true, Ordering::AcqRel) {
             return;
         }
-        // Whoever holds it waits in the channel below, and the stream ends in the middle of something.
+        // The holder of the lock is blocked in the channel below, and the stream ends within a packet.
         let Ok(mut outbox) = self.outbox.try_lock() else { return };
         outbox.close(self.inner.as_ref(), || self.is_writable());
     }

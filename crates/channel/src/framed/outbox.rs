@@ -1,7 +1,7 @@
-//! What is sent: data is gathered into packets, a batch of packets goes out in one call.
+//! The sending half: data is gathered into packets; one call sends a batch of packets.
 //!
-//! Bytes that are in a packet are taken, as those in a socket's own buffer are: what the channel below does not take in time
-//! stays here and goes first in the next call.
+//! Bytes in a packet count as sent, like those in a socket's own buffer: what the channel below does not accept in
+//! time stays here and goes first in the next call.
 
 use super::Pack;
 use crate::{Channel, Error, IoBuf, IoCursor, Result, SendFlags};
@@ -12,7 +12,7 @@ use std::ops::Range;
 pub(super) struct Outbox<P> {
     pack: P,
     room: Box<[u8]>,
-    /// What of the room is packed and not sent.
+    /// Range of the packed and unsent bytes.
     pending: Range<usize>,
     /// Nothing may follow the end.
     closed: bool,
@@ -48,12 +48,12 @@ impl<P: Pack> Outbox<P> {
         }
     }
 
-    /// Sends what has to be said, as far as the channel below takes that `now`.
+    /// Sends due control packets, as far as the channel below accepts them.
     pub(super) fn say_what_is_due(&mut self, channel: &dyn Channel, now: impl Fn() -> bool) {
         if self.closed || !self.pending.is_empty() || !now() {
             return;
         }
-        // An error is met again by who sends data.
+        // The next send of data reports the error.
         if let Ok(Some(due)) = self.pack.due(&mut self.room, channel.peer()) {
             self.pending = due;
             self.send_now(channel, now);

@@ -1,4 +1,4 @@
-//! A place in somebody else's array of buffers.
+//! A cursor in an array of buffers.
 //!
 //! A transfer may stop anywhere, also inside a buffer; the next must begin there. The array stays its owner's:
 //!
@@ -15,18 +15,18 @@
 
 use super::iobuf::{IoBuf, IoBufMut, total_len, total_len_mut};
 
-/// The most buffers one system call takes (`UIO_MAXIOV`).
+/// Maximum number of buffers one system call takes (`UIO_MAXIOV`).
 pub const IOV_MAX: usize = libc::UIO_MAXIOV as usize;
 
-/// How many elements are copied when a transfer stopped inside a buffer: enough that the next call is worth its cost.
+/// Number of elements that are copied when a transfer stopped inside a buffer: enough that the next call is worth its cost.
 const BRIDGE: usize = 64;
 
 /// The bytes of an array of [`IoBuf`] that are still to be sent.
 #[derive(Debug)]
 pub struct IoCursor<'s, 'a> {
-    /// What is not sent, beginning with the buffer the cursor stands in.
+    /// The unsent buffers, from the one that contains the cursor.
     bufs: &'s [IoBuf<'a>],
-    /// How much of the first one is sent.
+    /// Number of bytes of the first one that are sent.
     skip: usize,
     /// Bytes not sent.
     remaining: usize,
@@ -47,7 +47,7 @@ impl<'s, 'a> IoCursor<'s, 'a> {
         self.remaining
     }
 
-    /// Whether all is sent.
+    /// Returns true if all is sent.
     pub fn is_empty(&self) -> bool {
         self.remaining == 0
     }
@@ -111,7 +111,7 @@ impl<'s, 'a> IoCursorMut<'s, 'a> {
         self.remaining
     }
 
-    /// Whether all is filled.
+    /// Returns true if all is filled.
     pub fn is_empty(&self) -> bool {
         self.remaining == 0
     }
@@ -156,7 +156,7 @@ impl Drop for IoCursorMut<'_, '_> {
     }
 }
 
-/// What one call looks at: no empty buffers at the head, at most [`IOV_MAX`].
+/// The buffers of one call: no empty buffers at the head, at most [`IOV_MAX`].
 pub(super) fn window<'s, 'a>(bufs: &'s [IoBuf<'a>]) -> &'s [IoBuf<'a>] {
     let start = bufs.iter().position(|buf| !buf.is_empty()).unwrap_or(bufs.len());
     &bufs[start..bufs.len().min(start + IOV_MAX)]

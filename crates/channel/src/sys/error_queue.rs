@@ -1,6 +1,6 @@
 //! The error queue of a socket: what the kernel reports behind the stream.
 //!
-//! Zero-copy completions are in it, and whatever else somebody asked the kernel for (ICMP errors with `IP_RECVERR`,
+//! It holds zero-copy completions, and other reports that were enabled on the socket (ICMP errors with `IP_RECVERR`,
 //! time stamps). Each report is one `struct sock_extended_err` in a control message; see the kernel's
 //! `Documentation/networking/msg_zerocopy.rst` and `ip(7)`.
 
@@ -58,7 +58,7 @@ fn find(message: &libc::msghdr) -> Option<Report> {
         // SAFETY: a length without data; nothing is read.
         let whole = unsafe { libc::CMSG_LEN(size_of::<libc::sock_extended_err>() as u32) } as usize;
         if is_error && found.cmsg_len as usize >= whole {
-            // SAFETY: so many bytes are behind the header (just compared); any bytes are a valid `sock_extended_err`.
+            // SAFETY: the payload is large enough (just compared); any bytes are a valid `sock_extended_err`.
             let error = unsafe { libc::CMSG_DATA(next).cast::<libc::sock_extended_err>().read_unaligned() };
             return Some(Report {
                 errno: error.ee_errno,

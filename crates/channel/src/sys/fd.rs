@@ -3,10 +3,10 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
-/// Takes over an open descriptor that somebody (a parent process, a `getfd`) left for us under its number, without
+/// Takes over an open descriptor that another process (a parent, a `getfd`) passed under its number, without
 /// duplicating it, and makes it close-on-exec.
 ///
-/// That nobody else in this process owns it cannot be checked; it is what a user says who writes `fd:N`.
+/// Exclusive ownership cannot be checked; the user asserts it by `fd:N`.
 ///
 /// # Errors
 /// `EBADF` if it is not open.
@@ -23,11 +23,11 @@ pub fn take_over(number: RawFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
-/// Makes the number of `fd` stand for what `replacement` stands for; what it stood for before is closed as soon as no
-/// call in another thread uses it. The number stays owned by whom it was.
+/// Makes `fd` refer to the open file of `replacement` (`dup3`); its former file is closed as soon as no call in
+/// another thread uses it. Ownership of the number is unchanged.
 pub(crate) fn replace(fd: BorrowedFd<'_>, replacement: BorrowedFd<'_>) -> io::Result<()> {
     loop {
-        // SAFETY: both are open, as they are borrowed. The number stays open all along, so nobody's borrow dangles.
+        // SAFETY: both are open, as they are borrowed. The number stays open all along, so no borrow dangles.
         if unsafe { libc::dup3(replacement.as_raw_fd(), fd.as_raw_fd(), libc::O_CLOEXEC) } >= 0 {
             return Ok(());
         }

@@ -4,7 +4,7 @@
 //! [`IoBufMut`] carry an address and a length to a system call and have no way back to a slice. They have the layout
 //! of `struct iovec`, so an array of them goes to the kernel as it is.
 //!
-//! What this is not: an owner. Whoever makes one vouches, by a lifetime or by `unsafe`, that the memory stays mapped.
+//! Not an owner: the constructor's caller guarantees, by a lifetime or by `unsafe`, that the memory stays mapped.
 
 use std::marker::PhantomData;
 
@@ -38,7 +38,7 @@ impl<'a> IoBuf<'a> {
     ///
     /// # Safety
     /// `start .. start + len` is mapped and readable for all of `'a`, and `len` is at most `isize::MAX`. It may
-    /// change meanwhile, by other processes, the kernel or atomic and volatile writes: what is sent is then any mixture.
+    /// change meanwhile, by other processes, the kernel or atomic and volatile writes; any mixture may be sent then.
     pub unsafe fn from_raw_parts(start: *const u8, len: usize) -> Self {
         Self { iov: libc::iovec { iov_base: start.cast_mut().cast(), iov_len: len }, memory: PhantomData }
     }
@@ -48,7 +48,7 @@ impl<'a> IoBuf<'a> {
         self.iov.iov_len
     }
 
-    /// Whether there is no byte in it.
+    /// Returns true if its length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -83,7 +83,7 @@ impl<'a> IoBufMut<'a> {
         self.iov.iov_len
     }
 
-    /// Whether there is no room in it.
+    /// Returns true if its length is 0.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

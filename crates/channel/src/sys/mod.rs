@@ -1,6 +1,6 @@
 //! The platform: every `unsafe` block of this crate is in here. Linux only.
 //!
-//! What a port would have to provide:
+//! A port would have to provide:
 //! - [`iobuf`]: a buffer with the layout of the platform's scatter-gather element, that never becomes a slice;
 //! - [`cursor`]: the place in an array of them behind a partial transfer;
 //! - [`io`]: `sendmsg`, `recvmsg`, `readv`, `writev`, `preadv`, `pwritev` over such buffers;

@@ -2,10 +2,10 @@
 //!
 //! | file | needed |
 //! |---|---|
-//! | `ca-cert.pem` | always: who signs for the other end |
+//! | `ca-cert.pem` | always: the CA that signs the other end's certificate |
 //! | `ca-crl.pem` | what that CA has revoked, if the file is there |
 //! | `server-cert.pem`, `server-key.pem` | to listen |
-//! | `client-cert.pem`, `client-key.pem` | to connect to who asks for them, as QEMU does unless `verify-peer=off` |
+//! | `client-cert.pem`, `client-key.pem` | to connect to a server that requires them, as QEMU does unless `verify-peer=off` |
 //!
 //! A server here takes no client without a certificate of this CA.
 
@@ -27,14 +27,14 @@ pub(super) const CLIENT_CERT: &str = "client-cert.pem";
 const SERVER_KEY: &str = "server-key.pem";
 const CLIENT_KEY: &str = "client-key.pem";
 
-/// What a listening end needs to speak TLS. Cheap to clone.
+/// Credentials of a TLS server. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsServer {
     config: Arc<ServerConfig>,
     directory: PathBuf,
 }
 
-/// What a connecting end needs to speak TLS. Cheap to clone.
+/// Credentials of a TLS client. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TlsClient {
     config: Arc<ClientConfig>,
@@ -143,7 +143,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(provider)
 }
 
-/// Whether the processor has instructions for AES, without which ChaCha20 is several times as fast.
+/// Returns true if the processor has instructions for AES, without which ChaCha20 is several times as fast.
 fn has_aes() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::is_x86_feature_detected!("aes");
@@ -182,7 +182,7 @@ impl Files<'_> {
     fn all<T: PemObject>(&self, name: &str) -> Result<Vec<T>> {
         let bytes = self.read(name)?;
         let all: Result<Vec<T>, _> = T::pem_slice_iter(&bytes).collect();
-        all.map_err(|error| self.bad(name, format!("it is no good PEM file: {error}")))
+        all.map_err(|error| self.bad(name, format!("it is not a valid PEM file: {error}")))
     }
 
     fn roots(&self) -> Result<RootCertStore> {

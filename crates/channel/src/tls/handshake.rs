@@ -1,10 +1,10 @@
-//! The handshake: rustls says what to send and what it still needs, this module waits for the socket.
+//! The handshake: rustls decides what to send and receive, this module waits for the socket.
 
+use super::alert;
 use super::credentials::{TlsClient, TlsServer};
-use super::failure;
 use super::keys::{Connection, Keys};
 use super::record::Protection;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
 use rustls::ExtractedSecrets;
@@ -22,7 +22,7 @@ const OUTGOING_BYTES: usize = 16 << 10;
 /// A handshake takes some dozen steps.
 const STEPS_MAX: usize = 1000;
 
-/// What a handshake ends with.
+/// Result of a handshake.
 pub(super) struct Handshaken {
     pub(super) tx: Protection,
     pub(super) rx: Protection,
@@ -39,47 +39,47 @@ pub(super) fn client(
     channel: &dyn Channel,
     tls: &TlsClient,
     name: ServerName<'static>,
-    patience: &Patience<'_>,
+    deadline: &Deadline<'_>,
 ) -> Result<Handshaken> {
-    let explain = |error: &rustls::Error| failure::at_client(channel.peer(), tls, error);
+    let explain = |error: &rustls::Error| alert::at_client(channel.peer(), tls, error);
     let connection = UnbufferedClientConnection::new(Arc::clone(tls.config()), name);
     let mut connection = connection.map_err(|error| explain(&error))?;
-    let mut flights = Flights::new(channel, patience);
+    let mut flights = Flights::new(channel, deadline);
     match flights.exchange(&mut connection) {
         Ok(()) => {}
         Err(Broken::Tls(error)) => return Err(explain(&error)),
-        Err(Broken::Ended) => return Err(failure::ended_at_client(channel.peer(), tls)),
+        Err(Broken::Ended) => return Err(alert::ended_at_client(channel.peer(), tls)),
         Err(Broken::Channel(error)) => return Err(error),
     }
     let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
-    flights.done(&secrets, Connection::Client(kernel), failure::doubt_at_client(tls))
+    flights.done(&secrets, Connection::Client(kernel), alert::doubt_at_client(tls))
 }
 
-pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, patience: &Patience<'_>) -> Result<Handshaken> {
-    let explain = |error: &rustls::Error| failure::at_server(channel.peer(), tls, error);
+pub(super) fn server(channel: &dyn Channel, tls: &TlsServer, deadline: &Deadline<'_>) -> Result<Handshaken> {
+    let explain = |error: &rustls::Error| alert::at_server(channel.peer(), tls, error);
     let connection = UnbufferedServerConnection::new(Arc::clone(tls.config()));
     let mut connection = connection.map_err(|error| explain(&error))?;
-    let mut flights = Flights::new(channel, patience);
+    let mut flights = Flights::new(channel, deadline);
     match flights.exchange(&mut connection) {
         Ok(()) => {}
         Err(Broken::Tls(error)) => {
-            let plain = failure::describe_plain(&flights.first).filter(|what| *what != "TLS");
-            return Err(plain.map_or_else(|| explain(&error), |what| failure::plain(channel.peer(), what)));
+            let plain = alert::describe_plain(&flights.first).filter(|what| *what != "TLS");
+            return Err(plain.map_or_else(|| explain(&error), |what| alert::plain(channel.peer(), what)));
         }
-        Err(Broken::Ended) => return Err(failure::ended_at_server(channel.peer(), tls, &flights.first)),
+        Err(Broken::Ended) => return Err(alert::ended_at_server(channel.peer(), tls, &flights.first)),
         Err(Broken::Channel(error)) => return Err(error),
     }
     let (secrets, kernel) = connection.dangerous_into_kernel_connection().map_err(|error| explain(&error))?;
-    flights.done(&secrets, Connection::Server(kernel), failure::doubt_at_server(tls))
+    flights.done(&secrets, Connection::Server(kernel), alert::doubt_at_server(tls))
 }
 
-/// What rustls wants next.
+/// The next step that rustls requests.
 enum Step {
-    /// What it has written is to be sent, if it can.
+    /// Written data is to be sent, if possible.
     Transmit,
-    /// Nothing yet: ask again.
+    /// Nothing yet: try again.
     Again,
-    /// More of the peer's bytes, unless it is through.
+    /// More of the peer's bytes, unless the handshake is complete.
     Receive,
 }
 
@@ -159,7 +159,7 @@ macro_rules! stepping {
 }
 stepping!(UnbufferedClientConnection, UnbufferedServerConnection);
 
-/// Has `write` fill room behind what is in `bytes`; it says how much it wrote, or how much it needs.
+/// Makes `write` append to `bytes`; it returns the number of bytes written, or the size needed.
 fn append(bytes: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize, usize>) {
     let old = bytes.len();
     let mut room = OUTGOING_BYTES;
@@ -175,7 +175,7 @@ fn append(bytes: &mut Vec<u8>, mut write: impl FnMut(&mut [u8]) -> Result<usize,
     }
 }
 
-/// Why a handshake broke off.
+/// Reason why a handshake was aborted.
 enum Broken {
     Tls(rustls::Error),
     /// The peer closed the connection.
@@ -195,18 +195,18 @@ impl From<Error> for Broken {
 /// The bytes of a handshake, each way.
 struct Flights<'a> {
     channel: &'a dyn Channel,
-    patience: &'a Patience<'a>,
+    deadline: &'a Deadline<'a>,
     incoming: Vec<u8>,
     outgoing: Vec<u8>,
     contents: Vec<u8>,
-    /// The peer's first bytes: they tell who speaks something else.
+    /// The peer's first bytes, to recognize other protocols.
     first: Vec<u8>,
 }
 
 impl<'a> Flights<'a> {
-    fn new(channel: &'a dyn Channel, patience: &'a Patience<'a>) -> Self {
+    fn new(channel: &'a dyn Channel, deadline: &'a Deadline<'a>) -> Self {
         let (incoming, outgoing, contents) = (Vec::new(), Vec::new(), Vec::new());
-        Self { channel, patience, incoming, outgoing, contents, first: Vec::new() }
+        Self { channel, deadline, incoming, outgoing, contents, first: Vec::new() }
     }
 
     fn exchange(&mut self, connection: &mut impl Stepping) -> Result<(), Broken> {
@@ -232,7 +232,7 @@ impl<'a> Flights<'a> {
         Err(Broken::Tls(rustls::Error::HandshakeNotComplete))
     }
 
-    /// Sends the alert that tells the peer, if it still listens.
+    /// Sends the pending alert, if the peer still receives.
     fn say_why(&mut self, connection: &mut impl Stepping) {
         // Only as long as it has something to send: it must not look at the same bytes again.
         while connection.has_outgoing() {
@@ -268,16 +268,16 @@ impl<'a> Flights<'a> {
         if received? == 0 {
             return Err(Broken::Ended);
         }
-        if self.first.len() < failure::MAGIC_BYTES {
+        if self.first.len() < alert::MAGIC_BYTES {
             self.first.extend_from_slice(&self.incoming[old..]);
-            self.first.truncate(failure::MAGIC_BYTES);
+            self.first.truncate(alert::MAGIC_BYTES);
         }
         Ok(())
     }
 
     fn wait(&self, events: PollFlags) -> Result<(), Broken> {
         let fd = self.channel.as_fd().expect("checked before the handshake");
-        Ok(self.patience.wait(fd.as_fd(), events)?)
+        Ok(self.deadline.wait(fd.as_fd(), events)?)
     }
 
     fn done(self, secrets: &ExtractedSecrets, connection: Connection, doubt: String) -> Result<Handshaken> {

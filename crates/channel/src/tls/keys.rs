@@ -1,4 +1,4 @@
-//! New keys on a connection that lives: rustls derives them, the halves ask for them.
+//! Key updates on an established connection: rustls derives the keys, the halves request them.
 
 use super::record::Protection;
 use crate::{Error, Result};
@@ -8,7 +8,7 @@ use rustls::server::ServerConnectionData;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is left of a handshake: the secrets that the next keys are derived from.
+/// The secrets of a finished handshake, from which the next keys are derived.
 pub(super) struct Keys {
     connection: Mutex<Connection>,
     /// The peer wants us to use a new key from the next record on.

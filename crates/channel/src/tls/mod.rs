@@ -11,26 +11,26 @@
 //! nothing in common but the source of new keys, so one thread sends while another receives, and `shutdown` waits for
 //! neither.
 //!
-//! The end of a stream is told by a close_notify: `shutdown` and dropping the channel send one. An end without it is
+//! A close_notify announces the end of a stream: `shutdown` and dropping the channel send one. An end without it is
 //! [`Error::Cut`], since anybody on the way could have made it.
 //!
 //! Limits: TLS 1.3 only (GnuTLS has it since 3.6.5). No session is resumed. Zero-copy and descriptors do not go through a
 //! cipher, so [`Capabilities`] has neither. Each channel has 0.5 MiB of buffers.
 
+mod alert;
 mod credentials;
-mod failure;
 mod handshake;
 mod keys;
 mod record;
 mod recv;
 mod send;
 
+pub use alert::describe_plain;
 pub use credentials::{TlsClient, TlsServer};
-pub use failure::describe_plain;
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Cancel, Capabilities, Channel, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use handshake::Handshaken;
 use recv::Opener;
@@ -44,13 +44,13 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct TlsChannel {
     framed: Framed<Sealer, Opener>,
-    /// What it may mean that the peer ends the connection at its beginning.
+    /// Hint for a connection that the peer closes at its beginning.
     doubt: String,
     heard: AtomicBool,
     sent: AtomicU64,
 }
 
-/// How much may have been sent to a peer that is suspected not to have looked at our certificate by then.
+/// Number of bytes that may have been sent before the peer verified this end's certificate.
 const DOUBTED_BYTES_MAX: u64 = 1 << 20;
 
 impl TlsChannel {
@@ -58,7 +58,7 @@ impl TlsChannel {
     ///
     /// # Errors
     /// [`Error::Tls`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
-    /// [`Error::Unsupported`] for one that has no descriptor or only one direction.
+    /// [`Error::Unsupported`] for a channel without a descriptor or with only one direction.
     pub fn client(
         inner: Box<dyn Channel>,
         tls: &TlsClient,
@@ -66,14 +66,14 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         let name = ServerName::try_from(host.to_owned()).map_err(|_| {
             let why =
-                format!("\"{host}\" is no name that a certificate could be for: give it with tls-hostname");
+                format!("\"{host}\" is not a name that a certificate can be for; give one with tls-hostname");
             Error::tls(inner.peer(), why)
         })?;
         can_carry(inner.as_ref())?;
-        let done = handshake::client(inner.as_ref(), tls, name, &patience)?;
+        let done = handshake::client(inner.as_ref(), tls, name, &deadline)?;
         Ok(Self::new(inner, done))
     }
 
@@ -87,9 +87,9 @@ impl TlsChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
+        let deadline = Deadline::of_peer("TLS handshake", inner.peer().to_owned(), deadline, cancel);
         can_carry(inner.as_ref())?;
-        let done = handshake::server(inner.as_ref(), tls, &patience)?;
+        let done = handshake::server(inner.as_ref(), tls, &deadline)?;
         Ok(Self::new(inner, done))
     }
 
@@ -110,7 +110,7 @@ impl TlsChannel {
         result
     }
 
-    /// Why the peer takes no more: it may have said so.
+    /// The reason why the peer accepts no more data: it may have sent an alert.
     fn send_failed(&self, error: Error) -> Error {
         if !is_gone(&error) || self.framed.has_ended_send() {
             return error;
@@ -150,7 +150,7 @@ impl Drop for TlsChannel {
     }
 }
 
-/// Whether the peer has ended the connection in its own way.
+/// Returns true if the peer has ended the connection in its own way.
 fn is_gone(error: &Error) -> bool {
     matches!(error, Error::Cut { .. }) || matches!(error.raw_os_error(), Some(libc::EPIPE | libc::ECONNRESET))
 }
@@ -188,7 +188,7 @@ mod tests {
         });
     }
 
-    /// The ends of a connection whose first keys wear out after so many records.
+    /// Both ends of a connection whose first keys expire after `records` records.
     fn connection(directory: &std::path::Path, records: u64) -> (TlsChannel, TlsChannel) {
         let (near, far) = UnixChannel::pair().unwrap();
         let (near, far): (Box<dyn Channel>, Box<dyn Channel>) = (Box::new(near), Box::new(far));
@@ -196,17 +196,17 @@ mod tests {
             (TlsClient::load(directory, None).unwrap(), TlsServer::load(directory).unwrap());
         let cancel = Cancel::new().unwrap();
         let deadline = Instant::now() + Duration::from_secs(20);
-        let patience = |peer: &str| Patience::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
+        let deadline = |peer: &str| Deadline::of_peer("TLS handshake", peer.to_owned(), deadline, &cancel);
         let worn = |inner, done: Handshaken| {
             TlsChannel::new(inner, Handshaken { tx: done.tx.wears_out_after(records), ..done })
         };
         std::thread::scope(|scope| {
             let far = scope.spawn(|| {
-                let done = handshake::server(far.as_ref(), &server, &patience("client")).unwrap();
+                let done = handshake::server(far.as_ref(), &server, &deadline("client")).unwrap();
                 worn(far, done)
             });
             let name = ServerName::try_from("localhost").unwrap();
-            let done = handshake::client(near.as_ref(), &client, name, &patience("server")).unwrap();
+            let done = handshake::client(near.as_ref(), &client, name, &deadline("server")).unwrap();
             (worn(near, done), far.join().unwrap())
         })
     }

@@ -5,22 +5,22 @@
 //!   ───── authenticated ──┴──── encrypted ─────┘
 //! ```
 //!
-//! Both ways in place: a page is copied into the record that it travels in, and out of it, and not a third time. What this
-//! is not: a handshake, which is rustls' ([`super::handshake`]); keys come from there, also new ones.
+//! Both directions work in place: a page is copied once into its record, and once out of it. The handshake is rustls'
+//! ([`super::handshake`]); keys come from there, also new ones.
 
 use aws_lc_rs::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use rustls::ConnectionTrafficSecrets;
 use std::ops::Range;
 
-/// What stands before a record's content.
+/// Size of a record's header.
 pub(super) const HEADER_BYTES: usize = 5;
-/// What stands behind it: its type, the tag.
+/// Size of a record's trailer: its type, the tag.
 pub(super) const TRAILER_BYTES: usize = 1 + TAG_BYTES;
 /// The most content of one record.
 pub(super) const CONTENT_BYTES_MAX: usize = 1 << 14;
 /// The longest record that is sent.
 pub(super) const RECORD_BYTES_MAX: usize = HEADER_BYTES + CONTENT_BYTES_MAX + TRAILER_BYTES;
-/// The most that may stand behind a header that is received: a peer may pad.
+/// Maximum size of a received record's payload: a peer may pad.
 const PAYLOAD_BYTES_MAX: usize = CONTENT_BYTES_MAX + 256;
 /// The longest record that may come.
 pub(super) const INCOMING_BYTES_MAX: usize = HEADER_BYTES + PAYLOAD_BYTES_MAX;
@@ -28,7 +28,7 @@ const TAG_BYTES: usize = 16;
 /// Records that one AES-GCM key may protect. The standard's limit is 2^24.5 (RFC 8446, section 5.5).
 const AES_GCM_RECORDS_MAX: u64 = 1 << 24;
 
-/// What a record's content is.
+/// Decoded content of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Alert,
@@ -50,7 +50,7 @@ impl Content {
     }
 }
 
-/// Why a record cannot be taken.
+/// Reason why a record is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Fault {
     #[error("it sent no TLS record (first byte {found:#04x}, expected 0x17)")]
@@ -92,14 +92,14 @@ impl Protection {
         Some(Self { key, iv: iv.as_ref().try_into().ok()?, sequence: *sequence, records_max })
     }
 
-    /// Has the key wear out after so many records.
+    /// Makes the key expire after `records` records.
     #[cfg(test)]
     pub(super) fn wears_out_after(mut self, records: u64) -> Self {
         self.records_max = records;
         self
     }
 
-    /// Whether the next record but one needs another key.
+    /// Returns true if the next record but one needs another key.
     pub(super) fn is_worn(&self) -> bool {
         self.sequence >= self.records_max - 1
     }
@@ -122,7 +122,7 @@ impl Protection {
         tag.copy_from_slice(sealed.expect("a record is shorter than the cipher's limit").as_ref());
     }
 
-    /// Opens a whole record in place; says where its content is.
+    /// Opens a whole record in place; returns the range of its content.
     pub(super) fn open(&mut self, record: &mut [u8]) -> Result<(Content, Range<usize>), Fault> {
         let (header, payload) = record.split_at_mut(HEADER_BYTES);
         let aad = Aad::from(<[u8; HEADER_BYTES]>::try_from(&*header).expect("split there"));
@@ -189,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sealed_opens_in_order(
+        fn sealed_records_open_in_order(
             suite in 0..2u8,
             contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..200), 1..20),
         ) {

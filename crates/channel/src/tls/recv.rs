@@ -1,6 +1,6 @@
-//! What is received: records, each opened where it lies.
+//! The receiving half: records, each opened in place.
 
-use super::failure;
+use super::alert;
 use super::keys::Keys;
 use super::record::{Content, Fault, INCOMING_BYTES_MAX, Protection, record_length};
 use crate::framed::{Unpack, Unpacked};
@@ -23,7 +23,7 @@ impl Opener {
         Self { protection, keys }
     }
 
-    /// Tickets are of no use: no session is resumed.
+    /// Tickets are ignored: no session is resumed.
     fn handshake(&mut self, message: &[u8], peer: &str) -> Result<()> {
         match *message {
             [KEY_UPDATE, 0, 0, 1, request @ (0 | 1)] => {
@@ -52,8 +52,8 @@ impl Unpack for Opener {
         match (content, &bytes[range.clone()]) {
             (Content::Data, _) => return Ok(Unpacked::Data(range, length)),
             (Content::Alert, [_, 0]) => return Ok(Unpacked::End),
-            (Content::Alert, &[_, alert]) => return Err(failure::alert(peer, alert.into())),
-            (Content::Alert, _) => return Err(Error::tls(peer, "it sent a TLS alert that is none")),
+            (Content::Alert, &[_, alert]) => return Err(alert::alert(peer, alert.into())),
+            (Content::Alert, _) => return Err(Error::tls(peer, "it sent a malformed TLS alert")),
             (Content::Handshake, message) => self.handshake(message, peer)?,
         }
         Ok(Unpacked::Idle(length))

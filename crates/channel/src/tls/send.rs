@@ -1,4 +1,4 @@
-//! What is sent: pages are gathered into records, and sealed in place.
+//! The sending half: pages are gathered into records, and sealed in place.
 
 use super::keys::Keys;
 use super::record::{CONTENT_BYTES_MAX, Content, HEADER_BYTES, Protection, RECORD_BYTES_MAX, TRAILER_BYTES};
@@ -11,7 +11,7 @@ use std::sync::Arc;
 pub(super) const BATCH_BYTES: usize = 16 * RECORD_BYTES_MAX;
 /// The alert that ends a stream in order (RFC 8446, section 6.1).
 const CLOSE_NOTIFY: [u8; 2] = [1, 0];
-/// A KeyUpdate that asks for none in return (RFC 8446, section 4.6.3).
+/// A KeyUpdate that does not request one in return (RFC 8446, section 4.6.3).
 const KEY_UPDATE: [u8; 5] = [24, 0, 0, 1, 0];
 
 /// The sending half.
@@ -35,7 +35,7 @@ impl Sealer {
 }
 
 impl Pack for Sealer {
-    /// A new key, before the old one is worn or when the peer asked for it.
+    /// A key update, before the old key expires or at the peer's request.
     fn due(&mut self, room: &mut [u8], peer: &str) -> Result<Option<Range<usize>>> {
         if !self.keys.take_request() && !self.protection.is_worn() {
             return Ok(None);

@@ -22,7 +22,7 @@ const CONTROL_BYTES_MAX: u64 = 125;
 /// The status of an end that was wanted, in a Close frame.
 const CLOSE_NORMAL: [u8; 2] = 1000_u16.to_be_bytes();
 
-/// Which end of the connection this is.
+/// The end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     /// Masks what it sends.
@@ -57,7 +57,7 @@ impl FrameWriter {
         Self { side, pings }
     }
 
-    /// Makes a frame of the payload that stands behind room for the longest header; says where it begins and ends.
+    /// Builds a frame around the payload after the space for the longest header; returns its range.
     fn frame(&self, opcode: OpCode, length: usize, room: &mut [u8]) -> Range<usize> {
         let mask = (self.side == Side::Client).then(|| fastrand::u32(..).to_ne_bytes());
         let header = FrameHeader { opcode, mask, ..FrameHeader::default() };
@@ -187,7 +187,7 @@ impl Unpack for FrameReader {
         }
         let mut cursor = Cursor::new(&*bytes);
         let parsed = FrameHeader::parse(&mut cursor)
-            .map_err(|fault| error(peer, format!("it sent what is no frame: {fault}")))?;
+            .map_err(|fault| error(peer, format!("it sent an invalid frame: {fault}")))?;
         let start = cursor.position() as usize;
         let Some((header, length)) = parsed else { return Ok(Unpacked::Incomplete) };
         self.check(&header, length).map_err(|why| error(peer, why))?;
@@ -250,7 +250,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_framed_comes_out(
+        fn framed_data_is_received_unchanged(
             contents in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..300), 1..8),
             sizes in prop::collection::vec(1..40usize, 1..9),
             client: bool,

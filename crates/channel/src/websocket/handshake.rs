@@ -1,7 +1,7 @@
 //! The handshake: an HTTP request and its answer, which tungstenite writes and reads.
 
 use super::error;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Channel, ChannelExt, Error, IoBuf, IoBufMut, RecvFlags, Result, SendFlags};
 use rustix::event::PollFlags;
 use std::io::{self, Read, Write};
@@ -11,11 +11,11 @@ use tungstenite::http::StatusCode;
 
 /// The longest request, or answer, with all its headers.
 const HEAD_BYTES_MAX: usize = 16 << 10;
-/// How it ends.
+/// End of an HTTP header.
 const HEAD_END: &[u8] = b"\r\n\r\n";
 
-pub(super) fn client(channel: &dyn Channel, host: &str, path: &str, patience: &Patience<'_>) -> Result<()> {
-    let mut words = Words::new(channel, patience)?;
+pub(super) fn client(channel: &dyn Channel, host: &str, path: &str, deadline: &Deadline<'_>) -> Result<()> {
+    let mut words = Words::new(channel, deadline)?;
     let url = format!("ws://{host}{path}");
     match tungstenite::client::client(url.as_str(), &mut words) {
         Ok(_) => Ok(()),
@@ -24,8 +24,8 @@ pub(super) fn client(channel: &dyn Channel, host: &str, path: &str, patience: &P
     }
 }
 
-pub(super) fn server(channel: &dyn Channel, path: &str, patience: &Patience<'_>) -> Result<()> {
-    let mut words = Words::new(channel, patience)?;
+pub(super) fn server(channel: &dyn Channel, path: &str, deadline: &Deadline<'_>) -> Result<()> {
+    let mut words = Words::new(channel, deadline)?;
     let mut asked = None;
     #[allow(clippy::result_large_err, reason = "tungstenite's type")]
     let callback = |request: &Request, response: Response| match request.uri().path() {
@@ -45,26 +45,26 @@ pub(super) fn server(channel: &dyn Channel, path: &str, patience: &Patience<'_>)
     match (refused, asked) {
         (Ok(()), _) => Ok(()),
         (Err(_), Some(asked)) => {
-            Err(error(channel.peer(), format!("it asked for the path {asked}, expected {path}")))
+            Err(error(channel.peer(), format!("it requested the path {asked}, expected {path}")))
         }
         (Err(Some(failure)), None) => Err(words.explain(&failure)),
         (Err(None), None) => Err(error(channel.peer(), "the handshake was interrupted")),
     }
 }
 
-/// A channel as tungstenite wants one. Takes nothing that comes behind the peer's part of the handshake.
+/// Adapts a channel to tungstenite. Consumes nothing after the peer's part of the handshake.
 struct Words<'a> {
     channel: &'a dyn Channel,
-    patience: &'a Patience<'a>,
+    deadline: &'a Deadline<'a>,
     head: Vec<u8>,
     failure: Option<Error>,
 }
 
 impl<'a> Words<'a> {
-    fn new(channel: &'a dyn Channel, patience: &'a Patience<'a>) -> Result<Self> {
+    fn new(channel: &'a dyn Channel, deadline: &'a Deadline<'a>) -> Result<Self> {
         let needed = crate::Capabilities::PEEK | crate::Capabilities::BIDIRECTIONAL;
         match channel.as_fd().is_some() && channel.capabilities().contains(needed) {
-            true => Ok(Self { channel, patience, head: Vec::new(), failure: None }),
+            true => Ok(Self { channel, deadline, head: Vec::new(), failure: None }),
             false => Err(Error::unsupported(channel.peer(), "WebSocket; use a socket")),
         }
     }
@@ -92,7 +92,7 @@ impl<'a> Words<'a> {
 
     fn wait(&self, events: PollFlags) -> Result<()> {
         let fd = self.channel.as_fd().expect("checked at the beginning");
-        self.patience.wait(fd, events)
+        self.deadline.wait(fd, events)
     }
 
     fn try_read(&mut self, room: &mut [u8]) -> Result<usize> {

@@ -17,7 +17,7 @@ mod handshake;
 
 use crate::channel::forward_channel;
 use crate::framed::Framed;
-use crate::wait::Patience;
+use crate::wait::Deadline;
 use crate::{Cancel, Channel, Error, Result};
 use frame::{FrameReader, FrameWriter, Pings, Side};
 use std::sync::Arc;
@@ -30,11 +30,11 @@ pub struct WebSocketChannel {
 }
 
 impl WebSocketChannel {
-    /// Does a client's handshake over a connected channel: asks `host` (with its port) for `path`.
+    /// Performs a client's handshake over a connected channel: requests `path` of `host` (with its port).
     ///
     /// # Errors
     /// [`Error::WebSocket`] with the reason, [`Error::Cancelled`], [`Error::Timeout`], those of `inner`, and
-    /// [`Error::Unsupported`] for one that cannot be polled and looked into.
+    /// [`Error::Unsupported`] for a channel that cannot be polled and peeked.
     pub fn client(
         inner: Box<dyn Channel>,
         host: &str,
@@ -42,18 +42,18 @@ impl WebSocketChannel {
         deadline: Instant,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
-        handshake::client(inner.as_ref(), host, path, &patience)?;
+        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::client(inner.as_ref(), host, path, &deadline)?;
         Ok(Self::new(inner, Side::Client))
     }
 
-    /// Does a server's handshake over a connected channel. Who asks for another path than `path` is refused.
+    /// Performs a server's handshake over a connected channel. A request for another path than `path` is refused.
     ///
     /// # Errors
     /// As [`Self::client`].
     pub fn server(inner: Box<dyn Channel>, path: &str, deadline: Instant, cancel: &Cancel) -> Result<Self> {
-        let patience = Patience::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
-        handshake::server(inner.as_ref(), path, &patience)?;
+        let deadline = Deadline::of_peer("WebSocket handshake", inner.peer().to_owned(), deadline, cancel);
+        handshake::server(inner.as_ref(), path, &deadline)?;
         Ok(Self::new(inner, Side::Server))
     }
 

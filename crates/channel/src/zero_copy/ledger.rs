@@ -1,4 +1,4 @@
-//! Which zero-copy sends are finished.
+//! Tracks which zero-copy sends have finished.
 //!
 //! The kernel numbers a socket's successful zero-copy calls 0, 1, 2, … modulo 2^32 and reports ranges of numbers, both
 //! ends included, several calls in one report and not always in order. Here numbers have 64 bits:
@@ -8,7 +8,7 @@
 //!    all are finished │   [ahead)    [ahead)            │ not made yet
 //! ```
 //!
-//! What is reported of numbers outside `finished..issued` is counted and otherwise ignored.
+//! Reports of numbers outside `finished..issued` are counted and otherwise ignored.
 
 use super::ZeroCopyStatistics;
 use crate::Flushed;
@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 pub(super) struct Ledger {
     /// Calls that were taken.
     issued: u64,
-    /// Whether a call is under way: its completion may be read before it returns.
+    /// True if a call is under way: its completion may be read before it returns.
     calling: bool,
     /// All below are finished.
     finished: u64,
@@ -30,7 +30,7 @@ pub(super) struct Ledger {
     /// Since the last verdict: whether one was copied, whether one was not.
     copied: bool,
     spared: bool,
-    /// The first error that a completion told of.
+    /// The first error that a completion reported.
     failure: Option<i32>,
     pub(super) statistics: ZeroCopyStatistics,
 }
@@ -58,7 +58,7 @@ impl Ledger {
         self.calling = true;
     }
 
-    /// The call took so many bytes, or failed.
+    /// Records the result of the call: bytes sent, or a failure.
     pub(super) fn end(&mut self, sent: Option<usize>) {
         self.calling = false;
         if let Some(bytes) = sent {
@@ -76,7 +76,7 @@ impl Ledger {
         }
     }
 
-    /// What the sends since the last verdict came to. One per `flush`.
+    /// Result of the sends since the last verdict. One per `flush`.
     pub(super) fn verdict(&mut self) -> Flushed {
         let all_copied = self.copied && !self.spared;
         (self.copied, self.spared) = (false, false);
@@ -132,7 +132,7 @@ mod tests {
         Report { code: CODE_COPIED, ..report(first, last) }
     }
 
-    /// Books at which so many calls were made and finished before.
+    /// A ledger after `number` finished calls.
     fn at(number: u64) -> Ledger {
         Ledger { issued: number, finished: number, ..Ledger::default() }
     }
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_ours_is_counted_and_changes_nothing() {
+    fn unknown_numbers_are_counted_and_change_nothing() {
         let mut ledger = at(7);
         issue(&mut ledger, 4);
         ledger.book(None);

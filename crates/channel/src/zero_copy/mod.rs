@@ -10,10 +10,10 @@
 //! threads may send, flush and wait for leases at once; zero-copy sends pass one after the other.
 //!
 //! The kernel copies where it must: on the loopback interface, to a local tap or container, on network cards without
-//! scatter-gather or checksums. Then zero-copy costs more than it saves, and [`Flushed::AllCopied`] says so.
+//! scatter-gather or checksums. Then zero-copy costs more than it saves, which [`Flushed::AllCopied`] reports.
 //!
-//! Limits: a socket whose completions another process reads too is not usable. Whoever polls the channel's descriptor
-//! sees `POLLERR` while completions wait; it is not an error of the stream.
+//! Limits: a socket whose completions another process reads too is not usable. A poll of the channel's descriptor
+//! returns `POLLERR` while completions are pending; it is not an error of the stream.
 
 mod ledger;
 mod mode;
@@ -36,18 +36,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
-const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
-/// The most entries that are read at a time: whoever floods us with errors does not keep us from sending.
+/// The time that a send waits, without one completion, for the kernel to have memory again. A shorter send timeout counts.
+const MEMORY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum number of entries that are read at a time, so that a flood of errors does not block sending.
 const ENTRIES_MAX: usize = 1024;
 /// The longest wait without a look at the books, as another thread may have read what we wait for.
 const SLICE: Duration = Duration::from_millis(5);
 /// The first pause when a socket in an error has `POLLERR` but no completion.
 const PAUSE: Duration = Duration::from_micros(100);
-/// A send this short is not made shorter still for want of memory: what it is charged no longer depends on it.
+/// A send this short is not shortened further for lack of memory: its charge no longer depends on its length.
 const SHORTEST: usize = 4096;
 
-/// What became of a channel's zero-copy sends since it was made.
+/// Totals of a channel's zero-copy sends since it was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct ZeroCopyStatistics {
     /// Calls that were taken.
@@ -58,7 +58,7 @@ pub struct ZeroCopyStatistics {
     pub copied: u64,
     /// Calls, of those that are finished, that were truly without a copy.
     pub zero_copied: u64,
-    /// How often the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
+    /// Number of times that the kernel had no memory for a call (`ENOBUFS`) and we waited or sent less.
     pub no_memory: u64,
     /// Entries of the error queue that were about something else, and were ignored.
     pub foreign: u64,
@@ -70,10 +70,10 @@ pub struct ZeroCopyStatistics {
 pub struct ZeroCopyLease(Option<(Arc<ZeroCopy>, u64)>);
 
 impl ZeroCopyLease {
-    /// Whether the memory is free. Never waits.
+    /// Returns true if the memory is free. Never waits.
     ///
     /// # Errors
-    /// [`Error::Io`] if the kernel does not tell.
+    /// [`Error::Io`] if reading the error queue fails.
     pub fn is_done(&self) -> Result<bool> {
         let Some((sends, end)) = &self.0 else { return Ok(true) };
         Ok(sends.drain()?.0 >= *end)
@@ -83,7 +83,7 @@ impl ZeroCopyLease {
     /// when the kernel gives the connection up, minutes later.
     ///
     /// # Errors
-    /// [`Error::Timeout`] at the deadline, [`Error::Io`] if the kernel does not tell.
+    /// [`Error::Timeout`] at the deadline, [`Error::Io`] if reading the error queue fails.
     pub fn wait(&self, deadline: Instant) -> Result<()> {
         let Some((sends, end)) = &self.0 else { return Ok(()) };
         sends.wait(*end, &Until::Deadline(deadline))
@@ -97,11 +97,11 @@ pub(crate) struct ZeroCopy {
     /// Held during a call, so that it is known whether a number was given out.
     turn: Mutex<()>,
     ledger: Mutex<Ledger>,
-    /// Both halves were shut down: nobody waits any more but who has a lease.
+    /// Both halves were shut down: only leases still wait.
     ended: AtomicBool,
 }
 
-/// How long to wait.
+/// Time to wait.
 enum Until {
     Deadline(Instant),
     /// So long without a completion, and not once the channel is shut down.
@@ -126,7 +126,7 @@ impl ZeroCopy {
         ZeroCopyLease((finished < issued).then(|| (Arc::clone(self), issued)))
     }
 
-    /// Wakes who waits in `flush` or for memory.
+    /// Wakes the threads that wait in `flush` or for memory.
     pub(crate) fn end(&self) {
         self.ended.store(true, Ordering::Release);
     }
@@ -150,7 +150,7 @@ impl ZeroCopy {
         }
         let _turn = self.turn.lock().expect("no panic while it is held");
         let (mut finished, _) = self.drain()?;
-        let patience = self.socket.timeout(Timeout::Send).map_or(MEMORY_PATIENCE, |t| t.min(MEMORY_PATIENCE));
+        let timeout = self.socket.timeout(Timeout::Send).map_or(MEMORY_TIMEOUT, |t| t.min(MEMORY_TIMEOUT));
         let mut hungry_since = None;
         loop {
             let source = match self.call(&limit(bufs, most), flags) {
@@ -165,8 +165,8 @@ impl ZeroCopy {
                 (finished, hungry_since) = (now_finished, None);
             } else if !outstanding && most > SHORTEST {
                 most /= 2;
-            } else if hungry_since.get_or_insert_with(Instant::now).elapsed() >= patience {
-                return Err(no_memory(self.socket.peer(), patience, source));
+            } else if hungry_since.get_or_insert_with(Instant::now).elapsed() >= timeout {
+                return Err(no_memory(self.socket.peer(), timeout, source));
             } else {
                 self.doze(SLICE)?;
             }
@@ -180,9 +180,10 @@ impl ZeroCopy {
         result
     }
 
-    /// Reads what is in the error queue; returns how far all is finished, and whether anything was there.
+    /// Drains the error queue; returns the number below which all sends have finished, and whether there were
+    /// entries.
     fn drain(&self) -> Result<(u64, bool)> {
-        // Read and booked under one lock: who finds the queue empty must find the entries booked.
+        // Read and recorded under one lock: a thread that finds the queue empty must find the entries recorded.
         let mut ledger = self.ledger();
         let found = read(&mut ledger, self.socket.fd())
             .map_err(|source| Error::io("read completions", self.socket.peer(), source))?;
@@ -235,7 +236,7 @@ impl ZeroCopy {
     }
 }
 
-/// Books what is in a socket's error queue. Whether there was anything.
+/// Records the entries of a socket's error queue. Returns true if there were any.
 fn read(ledger: &mut Ledger, socket: BorrowedFd<'_>) -> std::io::Result<bool> {
     let mut found = false;
     for _ in 0..ENTRIES_MAX {

@@ -1,9 +1,9 @@
 use std::fmt;
 
-/// Whether large sends to TCP go without a copy. QEMU's `zero-copy-send`, with a middle way.
+/// True if large sends to TCP go without a copy. QEMU's `zero-copy-send`, with a middle way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ZeroCopySend {
-    /// Where it pays: whoever sends finds out whether the kernel copies all the same.
+    /// Where it pays: the sender measures whether the kernel copies all the same.
     #[default]
     Auto,
     /// All that can, also where the kernel copies in the end.

@@ -10,13 +10,13 @@ use std::os::fd::BorrowedFd;
 /// The books of one TCP socket's zero-copy sends, for a loop that serves many: no call of it waits, if the socket does not.
 /// Sends are counted from 1, and are over in any order; the memory of one is free when it and all before it are.
 ///
-/// The socket is always handed in, and is always the same. While completions wait, polls tell `POLLERR` of it.
+/// The caller passes the same socket to each call. While completions are pending, polls report `POLLERR` for it.
 #[derive(Debug)]
 pub struct ZeroCopySends(Ledger);
 
 impl ZeroCopySends {
-    /// Lets the socket send so. `None` if the kernel cannot, or if somebody else does already, whose sends are not counted
-    /// here.
+    /// Enables zero-copy sends on the socket. `None` if the kernel lacks them, or if another user of the socket
+    /// enabled them, whose sends are not counted here.
     ///
     /// # Errors
     /// `setsockopt(2)`'s own.
@@ -36,12 +36,12 @@ impl ZeroCopySends {
         sent
     }
 
-    /// How many sends there were.
+    /// Number of sends that there were.
     pub fn issued(&self) -> u64 {
         self.0.issued()
     }
 
-    /// Reads what the kernel tells; returns how many sends, from the first, are over.
+    /// Drains the error queue; returns the number of sends, from the first, that have finished.
     ///
     /// # Errors
     /// `recvmsg(2)`'s own.
@@ -50,7 +50,7 @@ impl ZeroCopySends {
         Ok(self.0.finished())
     }
 
-    /// What became of them so far.
+    /// Totals of the sends so far.
     pub fn statistics(&self) -> ZeroCopyStatistics {
         self.0.statistics
     }

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers shared by the tests of this crate.
 #![allow(dead_code)] // Not every test file needs all of it.
 
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub(crate) fn open(address: &str) -> Box<dyn Channel> {
     connect(&address.parse().unwrap(), soon(), &cancel()).unwrap()
 }
 
-/// A connection over a listener: who connected, who accepted.
+/// A connection over a listener: the connecting end, the accepting end.
 pub(crate) fn through(listener: &Listener) -> (Box<dyn Channel>, Box<dyn Channel>) {
     let near = connect(listener.local_address(), soon(), &cancel()).unwrap();
     (near, listener.accept(soon(), &cancel()).unwrap())
@@ -112,7 +112,7 @@ pub(crate) fn recv_to_end(channel: &dyn Channel) -> Result<Vec<u8>> {
     }
 }
 
-/// Starts a thread and returns when it is asleep, as one that waits in a system call is.
+/// Starts a thread and returns once it sleeps in a system call.
 pub(crate) fn spawn_asleep<'s, T: Send + 's>(
     scope: &'s Scope<'s, '_>,
     work: impl FnOnce() -> T + Send + 's,

@@ -1,4 +1,5 @@
-//! A QEMU binary: what `qemu-system-x86_64 -machine TYPE -dump-vmstate FILE` says of the state of each device it has.
+//! A QEMU binary: the output of `qemu-system-x86_64 -machine TYPE -dump-vmstate FILE`, the state format of each
+//! device.
 //!
 //! ```text
 //! { "vmschkmachine": { "Name": "pc-q35-10.0" },
@@ -18,19 +19,19 @@ use crate::limits;
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Binary {
-    /// The machine type that it was asked for.
+    /// The machine type of the dump.
     pub machine: String,
     /// Device type to the description of its state.
     pub states: BTreeMap<String, State>,
 }
 
-/// How a device's state, or a part of it, is written.
+/// Format of a device's state, or of a part of it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct State {
     /// The name in the stream.
     pub name: String,
-    /// What it writes.
+    /// The version that it writes.
     pub version: u32,
     /// The oldest that it reads.
     pub version_min: u32,
@@ -50,9 +51,9 @@ pub struct Field {
     pub version: u32,
     /// Its bytes.
     pub size: u64,
-    /// Whether the device decides whether it is there.
+    /// True if the device decides whether it is there.
     pub conditional: bool,
-    /// What it consists of, if it is a structure.
+    /// Its fields, if it is a structure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub structure: Option<Box<State>>,
 }

@@ -20,7 +20,7 @@ pub struct Device {
     pub ring_size_max: u16,
     /// The length of a ring in use; 0: none is.
     pub ring_size: u16,
-    /// The largest packet; 0: not said.
+    /// The largest packet in bytes; 0: unknown.
     pub mtu: u16,
     /// The version of the state that it writes.
     pub state_version: u32,
@@ -29,7 +29,7 @@ pub struct Device {
     /// Its `migration_version`, made when it was started. Only the device type itself may look into it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub migration_version: Option<String>,
-    /// Why it cannot be migrated, if it cannot.
+    /// Reason why it cannot be migrated, if it cannot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unmigratable: Option<String>,
 }

@@ -26,14 +26,14 @@ pub struct Image {
 pub struct Section {
     /// QEMU's idstr: `0000:00:02.0/virtio-net`.
     pub name: String,
-    /// Tells those of one name apart.
+    /// Distinguishes devices of one name.
     pub instance: u32,
     /// The version of the state.
     pub version: u32,
 }
 
 impl Section {
-    /// What the state's description is called: the last part of the name.
+    /// Name of the state's description: the last part of the name.
     #[must_use]
     pub fn state(&self) -> &str {
         self.name.rsplit('/').next().unwrap_or_default()

@@ -1,4 +1,4 @@
-//! What is known of one side, and its JSON.
+//! Facts about one side, and their JSON.
 //!
 //! ```text
 //! { "format": "towline-facts", "version": 1, "made-by": "towline 0.1.0",
@@ -30,7 +30,7 @@ pub const VERSION: u32 = 1;
 /// The key by which a dump of a QEMU binary is known.
 const DUMP_KEY: &str = "vmschkmachine";
 
-/// What is known of one side.
+/// Facts about one side.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Facts {
@@ -38,14 +38,14 @@ pub struct Facts {
     format: String,
     /// [`VERSION`].
     version: u32,
-    /// The program that asked.
+    /// The program that collected them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_by: Option<String>,
-    /// Of what.
+    /// The subject of the facts.
     pub subject: Subject,
 }
 
-/// What the facts are of.
+/// The subject of the facts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Subject {
@@ -62,7 +62,7 @@ pub enum Subject {
 }
 
 impl Subject {
-    /// What it is, in words.
+    /// A noun for the subject, for messages.
     #[must_use]
     pub fn noun(&self) -> &'static str {
         match self {
@@ -75,7 +75,7 @@ impl Subject {
     }
 }
 
-/// Text that is no facts.
+/// Invalid facts.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -91,25 +91,25 @@ pub enum Error {
     /// Other JSON.
     #[error("its format is {found:?}, expected {FORMAT:?}, as `towline check --facts-out` writes it")]
     Format {
-        /// What it said.
+        /// The format found.
         found: String,
     },
     /// From a later towline.
     #[error(
-        "facts of version {found}, this towline knows {VERSION}: use a newer one, or write them anew with this one"
+        "facts of version {found}, this towline knows {VERSION}: use a newer one, or write them again with this one"
     )]
     Version {
-        /// What it said.
+        /// The version found.
         found: u32,
     },
     /// A list that is longer than anything real.
     #[error("{found} {what}, at most {limit} are read")]
     TooMany {
-        /// Of what.
+        /// The list.
         what: &'static str,
-        /// How many.
+        /// Its length.
         found: usize,
-        /// How many there may be.
+        /// Number of there that may be.
         limit: usize,
     },
 }
@@ -150,7 +150,7 @@ impl Facts {
     /// The text that [`Facts::parse`] reads.
     ///
     /// # Panics
-    /// Never: there is nothing in facts that JSON cannot say.
+    /// Never: facts contain nothing that JSON cannot represent.
     #[must_use]
     pub fn to_json(&self) -> Vec<u8> {
         let mut text = serde_json::to_vec_pretty(self).expect("maps with text keys, numbers and text");
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn facts_written_are_read_back() {
         let facts = image();
         assert_eq!(Facts::parse(&facts.to_json()).unwrap(), facts);
         let qemu = Qemu { machine: "pc-q35-7.2".into(), uuid: Some("u".into()), ..Qemu::default() };

@@ -1,4 +1,4 @@
-//! A running or waiting QEMU. `None` stands for what could not be asked.
+//! A running or waiting QEMU. `None` means unknown: it could not be queried.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,14 +16,14 @@ pub struct Qemu {
     pub version: String,
     /// The versioned machine type, as the stream carries it.
     pub machine: String,
-    /// What its guest does, in QEMU's words.
+    /// The guest's run state, in QEMU's words.
     pub status: String,
-    /// Whether it waits for a guest.
+    /// True if it waits for a guest.
     pub incoming: Incoming,
     /// The guest's UUID.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
-    /// Whether KVM runs it.
+    /// True if KVM runs it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kvm: Option<bool>,
     /// Memory that the stream carries.
@@ -32,7 +32,7 @@ pub struct Qemu {
     pub capabilities: BTreeMap<String, bool>,
     /// Migration parameters.
     pub parameters: BTreeMap<String, Value>,
-    /// Why QEMU refuses to migrate this guest.
+    /// Reasons why QEMU refuses to migrate this guest.
     pub blocked_reasons: Vec<String>,
     /// Properties of the machine that are numbers, words or switches.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -40,7 +40,7 @@ pub struct Qemu {
     /// The virtual processors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpus: Option<Vec<Cpu>>,
-    /// What CPUID says to the guest, of its first processor.
+    /// CPUID of the guest's first processor.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_features: Option<Vec<FeatureWord>>,
     /// All devices.
@@ -52,12 +52,12 @@ pub struct Qemu {
     /// Drives, which are never moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drives: Option<Vec<Drive>>,
-    /// What backs the memory, where objects do.
+    /// Memory backend objects.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_backends: Option<Vec<MemoryBackend>>,
 }
 
-/// Whether a QEMU waits for a guest.
+/// True if a QEMU waits for a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Incoming {
@@ -94,7 +94,7 @@ pub struct Cpu {
     pub index: u64,
     /// The model, as `-cpu` names it.
     pub model: String,
-    /// The local APIC's id, which tells its state from the others'.
+    /// The local APIC's id, which identifies its state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub apic_id: Option<u64>,
     /// Socket, die, core, thread: `socket-id` and so on.
@@ -128,7 +128,7 @@ pub struct QemuDevice {
     pub place: String,
     /// Its properties, as `info qtree` prints them.
     pub properties: BTreeMap<String, String>,
-    /// What a virtio device and its driver agreed upon; `None` for others, and where QEMU does not tell.
+    /// Features of a virtio device and its driver; `None` for others, and where QEMU does not report them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub virtio: Option<Virtio>,
 }
@@ -148,9 +148,9 @@ impl QemuDevice {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Virtio {
-    /// What the device offers.
+    /// Features that the device offers.
     pub offered: BTreeSet<String>,
-    /// What the driver took. Empty before there is one.
+    /// Features that the driver accepted. Empty before there is one.
     pub negotiated: BTreeSet<String>,
 }
 
@@ -174,14 +174,14 @@ pub struct Drive {
     pub file: String,
     /// `raw`, `qcow2`, …
     pub format: String,
-    /// Whether the guest cannot write it.
+    /// True if the guest cannot write it.
     pub read_only: bool,
     /// Bytes that the guest sees.
     pub virtual_bytes: u64,
     /// The file as this host knows it, `device:inode`, so that two names of one file are one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
-    /// Whether somebody keeps others from writing it.
+    /// Lock on the file that excludes writers.
     pub lock: Lock,
 }
 
@@ -189,14 +189,14 @@ pub struct Drive {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lock {
-    /// Not a file of this host, or not asked.
+    /// Not a file of this host, or not checked.
     #[default]
     Unknown,
-    /// Nobody.
+    /// Not locked.
     Free,
-    /// Somebody writes it: the guest that runs with it, or another one.
+    /// Locked by a writer: the guest that runs with it, or another one.
     Held,
-    /// Somebody reads it and wants nobody to write.
+    /// Locked by readers that exclude writers.
     HeldByReaders,
 }
 
@@ -208,9 +208,9 @@ pub struct MemoryBackend {
     pub id: String,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Whether its pages were touched at start.
+    /// True if its pages were touched at start.
     pub prealloc: bool,
-    /// Whether other processes may map it.
+    /// True if other processes may map it.
     pub share: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What QEMU itself refuses to migrate.
+//! Guests that QEMU itself refuses to migrate.
 
 use super::{Pair, Rule};
 use crate::facts::Subject;
@@ -24,7 +24,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         Subject::Qemu(source) => source.blocked_reasons.contains(reason),
         _ => false,
     };
-    if let Some(destination) = pair.taker() {
+    if let Some(destination) = pair.destination_qemu() {
         for reason in destination.blocked_reasons.iter().filter(|reason| !from_source(reason)) {
             findings.note(format!("it could not be moved on from there: {reason}"), "");
         }

@@ -1,18 +1,19 @@
-//! Migration capabilities, which QEMU does not negotiate. towline sets them alike; who says `migrate` by hand has to.
+//! Migration capabilities, which QEMU does not negotiate. towline sets them alike; with `migrate` by hand the user
+//! has to.
 
 use super::{Pair, Rule};
 use crate::facts::Qemu;
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "capabilities",
-    about: "migration capabilities are set alike (towline does that; by hand somebody has to)",
+    about: "migration capabilities are set alike (towline does that; by hand the user has to)",
     run,
 };
 
 /// Must be the same.
 const BOTH: &[(&str, &str)] = &[
-    ("multifd", "the destination waits for channels that nobody opens, or gets ones that it does not expect"),
+    ("multifd", "the destination waits for channels that are never opened, or gets unexpected ones"),
     ("postcopy-preempt", "one side waits for a channel of the other"),
     ("mapped-ram", "QEMU compares it when the stream begins"),
     ("x-ignore-shared", "QEMU compares it when the stream begins"),
@@ -38,7 +39,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
                     word(theirs)
                 );
                 let remedy = "migrate-set-capabilities at both, or let towline do it";
-                findings.add(Severity::No, Some(Way::ByHand), text, remedy.into());
+                findings.add(Severity::No, Some(ConfiguredBy::ByHand), text, remedy.into());
             }
         }
     }
@@ -47,7 +48,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             if !qemu.capabilities.is_empty() && !qemu.capabilities.contains_key("multifd") {
                 let text = format!("QEMU {} at the {side} has no multifd", qemu.version);
                 let remedy = format!("--multifd-channels 0 instead of {needed}");
-                findings.add(Severity::No, Some(Way::Towline), text, remedy);
+                findings.add(Severity::No, Some(ConfiguredBy::Towline), text, remedy);
             }
         }
     }
@@ -80,7 +81,7 @@ mod tests {
         ] {
             let found = found(name, mine, theirs);
             assert_eq!(found.len(), count, "{name} {mine} {theirs}: {found:?}");
-            assert!(found.iter().all(|found| found.way == Some(Way::ByHand)));
+            assert!(found.iter().all(|found| found.way == Some(ConfiguredBy::ByHand)));
         }
     }
 
@@ -91,6 +92,6 @@ mod tests {
             destination.capabilities.insert("xbzrle".into(), false);
         });
         assert_eq!(found[0].text, "QEMU 10.0.2 at the destination has no multifd");
-        assert_eq!(found[0].way, Some(Way::Towline));
+        assert_eq!(found[0].way, Some(ConfiguredBy::Towline));
     }
 }

@@ -1,5 +1,6 @@
-//! Virtual processors, whose state goes by number and by local APIC id; and as many as there may ever be, which the state of ACPI's
-//! CPU hot-plug has a list of. With one more there QEMU's source says `completed`, while the destination dies of that list.
+//! Virtual processors, whose state is identified by number and local APIC id; and their maximum number, which is the
+//! length of a list in the state of ACPI's CPU hot-plug. If the destination has one more, the source reports
+//! `completed` while the destination dies of that list.
 
 use std::collections::BTreeSet;
 
@@ -83,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn so_is_one_more_that_there_may_be() {
+    fn the_maximum_number_must_match_too() {
         let found = between(&RULE, |source, destination| {
             for (qemu, most) in [(source, 1), (destination, 2)] {
                 let smp = serde_json::json!({ "cpus": 1, "maxcpus": most });
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_asked_is_not_known() {
+    fn unqueried_processors_are_unknown() {
         let found = between(&RULE, |source, _| source.cpus = cpus(&[0], 0));
         assert_eq!(found[0].severity, Severity::Unknown);
     }

@@ -1,5 +1,5 @@
-//! What CPUID promised to the guest. QEMU takes a guest whose processor there has less, and the guest hangs or dies at the
-//! first instruction that is gone.
+//! CPUID features that were promised to the guest. QEMU accepts a guest whose processor there has less, and the guest
+//! hangs or dies at the first missing instruction.
 
 use super::{Pair, Rule};
 use crate::facts::FeatureWord;
@@ -11,8 +11,9 @@ pub(super) const RULE: Rule = Rule {
     run,
 };
 
-/// Bits that say how processors are put together (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0 has them among
-/// its feature words, 7.2 adds them only when the guest asks; the guest sees the same. Leaf, register, bits.
+/// Bits of the processors' topology (`ht`, `cmp_legacy`), which `-smp` decides and not the model. QEMU 10.0 has them
+/// among its feature words, 7.2 adds them only when the guest reads them; the guest sees the same. Leaf, register,
+/// bits.
 const TOPOLOGY: [(u32, &str, u32); 2] = [(1, "EDX", 1 << 28), (0x8000_0001, "ECX", 1 << 1)];
 /// Features that are named in one finding.
 const NAMED_MAX: usize = 12;
@@ -34,7 +35,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     } else if !gained.is_empty() {
         findings.note(
             format!("processors there have features that the guest did not see so far: {}", named(&gained)),
-            "it will see them when it starts anew",
+            "it will see them after its next boot",
         );
     }
 }
@@ -130,9 +131,9 @@ mod tests {
         assert_eq!(found[0].text, text);
     }
 
-    /// 7.2 does not tell of `ht`, 10.0 does, and the guest sees it on both.
+    /// 7.2 does not report `ht`, 10.0 does, and the guest sees it on both.
     #[test]
-    fn how_processors_are_put_together_is_no_feature() {
+    fn topology_bits_are_not_features() {
         let edx = |bits| Some(vec![FeatureWord { leaf: 1, subleaf: None, register: "EDX".into(), bits }]);
         for (from, to) in [(1 << 28, 0), (0, 1 << 28)] {
             let found = between(&RULE, |source, destination| {

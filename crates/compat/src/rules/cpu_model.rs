@@ -4,7 +4,7 @@ use super::{Pair, Rule};
 use crate::report::Findings;
 
 pub(super) const RULE: Rule =
-    Rule { id: "cpu-model", about: "the CPU model is one that is the same on every host", run };
+    Rule { id: "cpu-model", about: "the CPU model does not depend on the host", run };
 
 /// Models that are what a host or a QEMU's version makes of them.
 const HOST_MODELS: [&str; 2] = ["max", "host"];

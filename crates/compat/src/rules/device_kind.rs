@@ -1,10 +1,9 @@
-//! Another device in the place of the guest's.
+//! A device of another type at the address of the guest's.
 
 use super::{Pair, Rule};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule =
-    Rule { id: "device-kind", about: "what is in a device's place is of its type", run };
+pub(super) const RULE: Rule = Rule { id: "device-kind", about: "devices at one address have one type", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let Some((source, destination)) = pair.qemus() else { return };

@@ -1,4 +1,4 @@
-//! A device of the guest that is not there: its state finds nobody.
+//! A device of the guest that is missing: its state cannot be loaded.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::report::Findings;
 pub(super) const RULE: Rule =
     Rule { id: "device-missing", about: "each device of the guest is there, in the same place", run };
 
-/// Devices without a state, which nobody misses in a stream.
+/// Devices without a state in the stream.
 const STATELESS: [&str; 6] =
     ["edu", "isa-debugcon", "isa-debug-exit", "pc-testdev", "pci-testdev", "pvpanic"];
 
@@ -23,7 +23,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         there.iter().map(|device| (device.place.as_str(), device)).collect();
     let missing: Vec<_> = guest.iter().filter(|device| !places.contains_key(device.place.as_str())).collect();
     for device in &missing {
-        // Of a device and what it consists of, one is named.
+        // A device and its parts are named once.
         let is_part = missing
             .iter()
             .any(|other| device.place.strip_prefix(&other.place).is_some_and(|rest| rest.starts_with('/')));
@@ -34,7 +34,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         let moved = there
             .iter()
             .find(|other| other.kind == device.kind && guest.iter().all(|own| own.place != other.place));
-        let text = format!("the guest has a device {}, there is none", device.shown());
+        let text = format!("the destination has no device {}", device.shown());
         if STATELESS.contains(&device.kind.as_str()) {
             findings.note(text, "it has no state; the guest will not find it");
         } else if let Some(other) = moved {
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert_eq!(
             found[0].to_string(),
-            "the guest has a device e1000 at pci/02.0, there is none (start it with the same -device e1000)"
+            "the destination has no device e1000 at pci/02.0 (start it with the same -device e1000)"
         );
     }
 
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_said() {
+    fn unknown_devices_are_reported() {
         let found = between(&RULE, |source, _| source.devices = Some(Vec::new()));
         assert_eq!(found[0].severity, Severity::Unknown);
     }

@@ -1,4 +1,4 @@
-//! What differs between a device and its counterpart there.
+//! Properties that differ between a device and its counterpart.
 
 use super::{Pair, Rule};
 use crate::facts::{Qemu, QemuDevice};
@@ -7,7 +7,7 @@ use crate::report::Findings;
 pub(super) const RULE: Rule =
     Rule { id: "device-properties", about: "a device's properties that the stream or the guest sees", run };
 
-/// What a property that differs does.
+/// Effect of a differing property.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Effect {
     /// Nothing: it is the host's, or another rule looks at it.
@@ -16,12 +16,12 @@ enum Effect {
     Taken(&'static str),
     /// QEMU refuses the device's state.
     Refused(&'static str),
-    /// Nobody looked.
+    /// Unknown: it is in no table.
     Unknown,
 }
 
 const PCI_CONFIG: &str = "it is in PCI configuration space, which QEMU compares";
-const STREAM: &str = "it changes what the stream has of the device";
+const STREAM: &str = "it changes the device's state in the stream";
 
 /// Properties that are the host's, or that other rules look at: memory by its block, features by what was agreed upon.
 const NO_EFFECT: &[&str] = &[
@@ -149,11 +149,11 @@ const TAKEN: &[(&str, &str)] = &[
     ("discard_granularity", ""),
     ("max-bytes", ""),
     ("max_sectors", ""),
-    ("max_ports", "a port of the guest beyond them would find nobody"),
+    ("max_ports", "a port of the guest beyond them cannot be loaded"),
     ("period", ""),
     ("num-queues", "the guest keeps the queues that it knows"),
     ("chassis", "the guest sees another number when it looks again"),
-    ("acpi-index", "the guest may name the device anew when it boots"),
+    ("acpi-index", "the guest may rename the device at its next boot"),
     ("edid", ""),
     ("xres", ""),
     ("yres", ""),
@@ -162,10 +162,7 @@ const TAKEN: &[(&str, &str)] = &[
 ];
 
 const REFUSED: &[(&str, &str)] = &[
-    (
-        "vectors",
-        "the table of MSI-X vectors is as long as queues ask for: give it the same queues and vectors=",
-    ),
+    ("vectors", "the length of the MSI-X table follows from the queues: use the same queues and vectors="),
     ("multifunction", PCI_CONFIG),
     ("disable-legacy", PCI_CONFIG),
     ("disable-modern", PCI_CONFIG),
@@ -180,7 +177,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("p3", STREAM),
 ];
 
-/// What a PCI Express capability has: nothing on the root bus, where devices have none.
+/// Properties of a PCI Express capability: without effect on the root bus, where devices have none.
 const EXPRESS: &[&str] = &[
     "ats",
     "aer",
@@ -205,7 +202,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
 
 fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: &mut Findings<'_>) {
     for (name, mine) in &guest.properties {
-        // One that only one of two versions has is what the machine type makes of it.
+        // A property that only one of two versions has is set by the machine type.
         let Some(theirs) = there.properties.get(name).filter(|theirs| *theirs != mine) else { continue };
         let text = format!("{name} of {} is {mine} in the guest and {theirs} there", guest.shown());
         let remedy = format!("start it with {name}={mine}");
@@ -214,7 +211,7 @@ fn compare(qemus: [&Qemu; 2], guest: &QemuDevice, there: &QemuDevice, findings: 
             Effect::Taken("") => findings.note(text, ""),
             Effect::Taken(what) => findings.note(text, what),
             Effect::Refused(why) => findings.no(format!("{text}: {why}"), remedy),
-            // The same machine type means the same device; what a version shows otherwise is its own affair.
+            // The same machine type means the same device; other differences are internal to a version.
             Effect::Unknown if qemus[0].version != qemus[1].version => findings.note(text, ""),
             Effect::Unknown => findings.unknown(text, remedy),
         }
@@ -274,11 +271,11 @@ mod tests {
     }
 
     #[test]
-    fn both_values_and_the_way_out_are_told() {
+    fn both_values_and_the_remedy_are_reported() {
         assert_eq!(
             found("vectors", "2", false)[0].to_string(),
-            "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the table of MSI-X vectors is as long as queues ask \
-             for: give it the same queues and vectors= (start it with vectors=1)"
+            "vectors of nic at pci/02.0 is 1 in the guest and 2 there: the length of the MSI-X table follows from \
+             the queues: use the same queues and vectors= (start it with vectors=1)"
         );
     }
 

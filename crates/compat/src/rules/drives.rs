@@ -4,14 +4,11 @@ use super::{Pair, Rule};
 use crate::facts::{Drive, Lock, Subject};
 use crate::report::Findings;
 
-pub(super) const RULE: Rule = Rule {
-    id: "drives",
-    about: "each drive is there: shared, another file, missing, or locked by somebody",
-    run,
-};
+pub(super) const RULE: Rule =
+    Rule { id: "drives", about: "each drive is there: shared, another file, missing, or locked", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     let there = destination.drives.as_deref().unwrap_or_default();
     let guest: &[Drive] = match &pair.source.subject {
         Subject::Qemu(source) => source.drives.as_deref().unwrap_or_default(),
@@ -66,7 +63,7 @@ fn another(drive: &Drive, other: &Drive, findings: &mut Findings<'_>) {
     }
 }
 
-/// The same file: by what it is on this host, or by its name where the facts may be from two.
+/// The same file: by identity on this host, or by name where the facts may be from two.
 fn is_same(a: &Drive, b: &Drive, one_host: bool) -> bool {
     match (&a.identity, &b.identity) {
         (Some(a), Some(b)) if one_host => a == b,
@@ -112,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_somebody_else_locks_is_a_no() {
+    fn a_drive_locked_by_another_process_is_a_no() {
         let locked = |lock, read_only| {
             let drive = Drive { read_only, ..drive("a", lock) };
             let there = Qemu { drives: Some(vec![drive]), ..Qemu::default() };

@@ -7,7 +7,7 @@ use crate::report::Findings;
 pub(super) const RULE: Rule =
     Rule { id: "image-sections", about: "each device whose state an image has is there", run };
 
-/// How QEMU begins the names of what is on the first PCI bus: domain and bus.
+/// QEMU's prefix of names on the first PCI bus: domain and bus.
 const PCI_PREFIX: &str = "0000:00:";
 /// The section of each virtual processor.
 const CPU: &str = "cpu";
@@ -15,7 +15,9 @@ const CPU: &str = "cpu";
 const SLIRP: &str = "slirp";
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let (Subject::Image(image), Some(destination)) = (&pair.source.subject, pair.taker()) else { return };
+    let (Subject::Image(image), Some(destination)) = (&pair.source.subject, pair.destination_qemu()) else {
+        return;
+    };
     devices(image, destination, findings);
     let count = |name: &str| image.sections.iter().filter(|section| section.name == name).count();
     if let Some(cpus) = destination.cpus.as_ref().map(Vec::len)
@@ -31,7 +33,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         if count(SLIRP) > users {
             findings.no(
                 format!("the guest has {} `-netdev user` backends, there are {users}", count(SLIRP)),
-                "their state (slirp) would find nobody",
+                "their state (slirp) cannot be loaded",
             );
         }
     }
@@ -46,7 +48,7 @@ fn devices(image: &Image, destination: &Qemu, findings: &mut Findings<'_>) {
         let Some(place) = place(&section.name) else { continue };
         if destination.device_at(&place).is_none() && !told.contains(&place) {
             findings.no(
-                format!("the guest has a device with the state {:?}, there is none at {place}", section.name),
+                format!("the destination has no device with the state {:?} at {place}", section.name),
                 "start it with the same -device at the same address",
             );
             told.push(place);
@@ -80,7 +82,7 @@ mod tests {
         assert_eq!(found.len(), 1);
         assert_eq!(
             found[0].text,
-            "the guest has a device with the state \"0000:00:1c.0:00.0/virtio-net\", there is none at pci/1c.0/00.0"
+            "the destination has no device with the state \"0000:00:1c.0:00.0/virtio-net\" at pci/1c.0/00.0"
         );
     }
 

@@ -11,11 +11,11 @@ pub(super) const RULE: Rule = Rule {
     run,
 };
 
-/// Those that devices, memory and processors tell of by themselves.
+/// Properties that the facts of devices, memory and processors include.
 const SEEN_ELSEWHERE: &[&str] = &["hpet", "vmport", "i8042", "sata", "smbus", "pit", "pic", "acpi", "smp"];
 /// Those with which a guest was seen to run on.
 const TAKEN: &[&str] = &["smm", "nvdimm", "max-ram-below-4g"];
-/// What is in the state of the memory hot-plug controller.
+/// Part of the state of the memory hot-plug controller.
 const SLOTS: &str = "slots";
 /// Parts of a property that its own rule looks at.
 const MEMORY_SIZE: &str = "size";

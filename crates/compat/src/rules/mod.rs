@@ -1,4 +1,4 @@
-//! The rules: one file each, with its id, what it is about, and what it finds in a pair.
+//! The rules: one file each, with its id, its subject, and its findings in a pair.
 //!
 //! To add one: a file with a `RULE`, a line in [`RULES`], a row in `docs/check.md`, its own test, and a real pair in
 //! `lab/tests/pairs`.
@@ -39,12 +39,12 @@ use crate::report::{Findings, Report};
 pub struct Rule {
     /// Its name, which stays.
     pub id: &'static str,
-    /// What it is about, in a line.
+    /// Its subject, in a line.
     pub about: &'static str,
     run: fn(&Pair<'_>, &mut Findings<'_>),
 }
 
-/// Every rule, in the order in which findings are told.
+/// Every rule, in the order in which findings are reported.
 pub const RULES: &[Rule] = &[
     kinds::RULE,
     waiting::RULE,
@@ -86,15 +86,15 @@ pub struct Pair<'a> {
     pub lanes: Option<usize>,
     /// towline is to switch to postcopy, and sets `postcopy-ram` for that.
     pub is_postcopy: bool,
-    /// The destination was asked just now, rather than at another time.
+    /// The destination's facts are current, rather than recorded.
     pub is_live: bool,
-    /// Both were asked on this host, so that files can be told to be the same.
+    /// Both sides' facts are of this host, so that files can be compared by identity.
     pub is_one_host: bool,
 }
 
 /// Applies every rule.
 #[must_use]
-pub fn judge(pair: &Pair<'_>) -> Report {
+pub fn evaluate(pair: &Pair<'_>) -> Report {
     let mut report = Report::default();
     for rule in RULES {
         (rule.run)(pair, &mut Findings { rule: rule.id, report: &mut report });
@@ -112,7 +112,7 @@ impl<'a> Pair<'a> {
     }
 
     /// The QEMU that would take the guest.
-    fn taker(&self) -> Option<&'a Qemu> {
+    fn destination_qemu(&self) -> Option<&'a Qemu> {
         match &self.destination.subject {
             Subject::Qemu(qemu) => Some(qemu),
             _ => None,
@@ -148,7 +148,8 @@ mod testing {
 
     use super::{Pair, Rule};
 
-    /// What a rule finds between two QEMUs that are alike but for what `change` does to the destination's and the source's.
+    /// A rule's findings in two QEMUs that are alike but for what `change` does to the destination's and the
+    /// source's.
     pub(crate) fn between(rule: &Rule, change: impl FnOnce(&mut Qemu, &mut Qemu)) -> Vec<Finding> {
         let mut source = Qemu {
             version: "10.0.2".into(),
@@ -162,7 +163,7 @@ mod testing {
         of(rule, Subject::Qemu(Box::new(source)), Subject::Qemu(Box::new(destination)))
     }
 
-    /// What it finds between any two.
+    /// Its findings in any pair.
     pub(crate) fn of(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
         found(rule, [source, destination], false)
     }

@@ -1,5 +1,5 @@
-//! virtio-net writes into its state whether its backend takes packets with a vnet header (tap and vhost-user do, user and socket
-//! do not), and refuses a state that has one where there is none.
+//! virtio-net's state records whether its backend accepts packets with a vnet header (tap and vhost-user do, user and
+//! socket do not), and a device without one refuses a state with one.
 
 use super::{Pair, Rule};
 use crate::facts::QemuDevice;
@@ -33,7 +33,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     }
 }
 
-/// `None`: its offers do not tell.
+/// `None`: unknown from its features.
 fn has_header(device: &QemuDevice) -> Option<bool> {
     let offered = &device.virtio.as_ref()?.offered;
     let is_on = device.properties.get(PROPERTY).is_some_and(|value| value == "true");

@@ -18,7 +18,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if guest > there {
         findings.no(
             format!("the guest has {guest} `-netdev user` backends, there are {there}"),
-            "their state (slirp) would find nobody: use the same backends at both ends",
+            "their state (slirp) cannot be loaded: use the same backends at both ends",
         );
     }
 }

@@ -1,7 +1,7 @@
 //! Pages of the memory behind a block.
 
 use super::{Pair, Rule};
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule =
     Rule { id: "page-size", about: "postcopy needs the same page size behind each RAM block", run };
@@ -20,11 +20,11 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         );
         if is_set {
             let remedy = "back both with the same pages, or switch postcopy-ram off";
-            findings.add(Severity::No, Some(Way::ByHand), text.clone(), remedy.into());
+            findings.add(Severity::No, Some(ConfiguredBy::ByHand), text.clone(), remedy.into());
         }
         if pair.is_postcopy {
             let remedy = "back both with the same pages, or leave --postcopy out";
-            findings.add(Severity::No, Some(Way::Towline), text, remedy.into());
+            findings.add(Severity::No, Some(ConfiguredBy::Towline), text, remedy.into());
             continue;
         }
         findings.note(text, "only postcopy needs them alike");
@@ -47,7 +47,7 @@ mod tests {
             })
         };
         assert_eq!(huge(false)[0].severity, Severity::Note);
-        assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(Way::ByHand)));
+        assert_eq!((huge(true)[0].severity, huge(true)[0].way), (Severity::No, Some(ConfiguredBy::ByHand)));
     }
 
     #[test]
@@ -58,7 +58,7 @@ mod tests {
         };
         let found = of_postcopy(&RULE, qemu(4096), qemu(2 << 20));
         assert_eq!(found.len(), 1, "{found:?}");
-        assert_eq!((found[0].severity, found[0].way), (Severity::No, Some(Way::Towline)));
+        assert_eq!((found[0].severity, found[0].way), (Severity::No, Some(ConfiguredBy::Towline)));
         assert_eq!(
             found[0].text,
             "RAM block \"pc.ram\" lies in pages of 4096 bytes in the guest, there in pages of 2097152"

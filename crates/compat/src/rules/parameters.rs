@@ -1,14 +1,14 @@
-//! Migration parameters that both ends must have alike, where somebody says `migrate` by hand.
+//! Migration parameters that must be equal at both ends, for a `migrate` by hand.
 
 use serde_json::Value;
 
 use super::{Pair, Rule};
 use crate::facts::Qemu;
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "parameters",
-    about: "multifd's channels and compression, and TLS, are set alike (towline does that; by hand somebody has to)",
+    about: "multifd's channels and compression, and TLS, are set alike (towline does that; by hand the user has to)",
     run,
 };
 
@@ -21,7 +21,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
                 shown[0], shown[1]
             );
             let remedy = "migrate-set-parameters at both, or let towline do it";
-            findings.add(Severity::No, Some(Way::ByHand), text, remedy.into());
+            findings.add(Severity::No, Some(ConfiguredBy::ByHand), text, remedy.into());
         }
     };
     let both = [source, destination];
@@ -61,7 +61,7 @@ mod tests {
     fn channels_and_compression_matter_with_multifd() {
         let one = found(true, "multifd-channels", json!(2), json!(4));
         assert_eq!(one[0].text, "the parameter multifd-channels is 2 at the source and 4 at the destination");
-        assert_eq!(one[0].way, Some(Way::ByHand));
+        assert_eq!(one[0].way, Some(ConfiguredBy::ByHand));
         assert_eq!(found(false, "multifd-channels", json!(2), json!(4)), []);
         assert_eq!(found(true, "multifd-compression", json!("zstd"), json!("none")).len(), 1);
     }

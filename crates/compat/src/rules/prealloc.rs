@@ -10,7 +10,7 @@ pub(super) const RULE: Rule =
 const LARGE_BYTES: u64 = 4 << 30;
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     for backend in destination.memory_backends.iter().flatten() {
         if backend.bytes >= LARGE_BYTES && !backend.prealloc {
             findings.note(

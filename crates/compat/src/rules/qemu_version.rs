@@ -1,4 +1,4 @@
-//! An older QEMU at the destination, and one that towline is not tested with.
+//! An older QEMU at the destination, and an untested version.
 
 use super::{Pair, Rule};
 use crate::report::Findings;
@@ -29,7 +29,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
             && !(TESTED_FROM..=TESTED_TO).contains(&(major, minor))
         {
             let text = format!(
-                "QEMU {} at the {side} is none of those that towline is tested with, which are {}.{} to {}.{}",
+                "QEMU {} at the {side} is not a version that towline is tested with: {}.{} to {}.{}",
                 qemu.version, TESTED_FROM.0, TESTED_FROM.1, TESTED_TO.0, TESTED_TO.1
             );
             findings.note(text, "try it with a guest that may be lost first");
@@ -58,7 +58,8 @@ mod tests {
             found.into_iter().map(|found| found.text).collect::<Vec<_>>()
         };
         assert_eq!((to("7.2.0"), to("11.1.3")), (vec![], vec![]));
-        let wanted = "QEMU 11.2.0 at the destination is none of those that towline is tested with, which are 7.2 to 11.1";
+        let wanted =
+            "QEMU 11.2.0 at the destination is not a version that towline is tested with: 7.2 to 11.1";
         assert_eq!(to("11.2.0"), [wanted]);
     }
 }

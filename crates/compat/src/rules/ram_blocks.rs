@@ -8,13 +8,13 @@ use crate::report::Findings;
 pub(super) const RULE: Rule = Rule { id: "ram-blocks", about: "each RAM block is there, and as long", run };
 
 fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     let there: BTreeMap<_, _> = destination.blocks.iter().map(|block| (&block.name, block)).collect();
     for guest in pair.guest_blocks() {
         let (name, length) = (&guest.name, guest.used_bytes);
         match there.get(name) {
             None => findings.no(
-                format!("the guest has a RAM block {name:?} of {length} bytes, there is none"),
+                format!("the destination has no RAM block {name:?} of {length} bytes"),
                 "a device or memory backend is missing, or has another id or address",
             ),
             // Firmware tables are resizable: there QEMU takes any length up to the block's own maximum.
@@ -49,7 +49,7 @@ mod tests {
             found,
             [
                 "RAM block \"pc.ram\" has 64 bytes in the guest and 32 there (memory size, -m, or a device's memory differs)",
-                "the guest has a RAM block \"vga.vram\" of 8 bytes, there is none (a device or memory backend is missing, or has another id or address)"
+                "the destination has no RAM block \"vga.vram\" of 8 bytes (a device or memory backend is missing, or has another id or address)"
             ]
         );
     }

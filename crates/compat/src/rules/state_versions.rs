@@ -1,4 +1,4 @@
-//! Versions of devices' states: what is written, and the oldest that is read.
+//! Versions of devices' states: the version written, and the oldest that is accepted.
 
 use super::{Pair, Rule};
 use crate::facts::{Binary, Field, Image, State, Subject};
@@ -35,7 +35,7 @@ fn binaries(source: &Binary, destination: &Binary, findings: &mut Findings<'_>) 
     for (kind, state) in &source.states {
         match destination.states.get(kind) {
             None => findings.no(
-                format!("there is no device {kind}, or it has no state there"),
+                format!("the destination has no device {kind}, or it has no state there"),
                 "a guest with one cannot be moved there",
             ),
             Some(there) => {
@@ -63,7 +63,7 @@ fn version(name: &str, written: u32, there: &State, findings: &mut Findings<'_>)
     }
 }
 
-/// Compares what is always in a stream, as far as both have it in the same version.
+/// Compares the fields that are always in a stream, as far as both have them in the same version.
 fn fields(name: &str, a: &State, b: &State, depth: usize, findings: &mut Findings<'_>) {
     if depth > limits::DEPTH_MAX {
         return;

@@ -6,7 +6,7 @@ use crate::report::Findings;
 
 pub(super) const RULE: Rule = Rule {
     id: "towline-device",
-    about: "a device of ours there has the type, features, queues, ring size and state version of the guest's",
+    about: "the towline device there has the type, features, queues, ring size and state version of the guest's device",
     run,
 };
 

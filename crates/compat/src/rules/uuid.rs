@@ -1,7 +1,7 @@
 //! The guest's uuid, which each multifd channel carries, and the stream where `validate-uuid` is on.
 
 use super::{Pair, Rule};
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule =
     Rule { id: "uuid", about: "the uuid is the same, where lanes or validate-uuid compare it", run };
@@ -17,7 +17,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     let lanes = pair.lanes.is_none_or(|lanes| lanes > 0);
     let is_on = |name: &str| source.capabilities.get(name) == Some(&true);
     let by_hand = is_on("multifd") || is_on("validate-uuid");
-    for (way, compared) in [(Way::Towline, lanes), (Way::ByHand, by_hand)] {
+    for (way, compared) in [(ConfiguredBy::Towline, lanes), (ConfiguredBy::ByHand, by_hand)] {
         let severity = if compared { Severity::No } else { Severity::Note };
         findings.add(severity, Some(way), text.clone(), remedy.clone());
     }
@@ -37,7 +37,7 @@ mod tests {
             })
         };
         let ways = |found: &[crate::Finding]| found.iter().map(|f| (f.way, f.severity)).collect::<Vec<_>>();
-        let (towline, by_hand) = (Some(Way::Towline), Some(Way::ByHand));
+        let (towline, by_hand) = (Some(ConfiguredBy::Towline), Some(ConfiguredBy::ByHand));
         assert_eq!(ways(&other(false)), [(towline, Severity::No), (by_hand, Severity::Note)]);
         assert_eq!(ways(&other(true)), [(towline, Severity::No), (by_hand, Severity::No)]);
         assert_eq!(

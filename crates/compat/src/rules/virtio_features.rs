@@ -1,4 +1,4 @@
-//! Features that a driver took. QEMU compares them with what the device there offers, when everything was sent.
+//! Features that a driver accepted. QEMU compares them with those of the device there, after everything was sent.
 
 use std::collections::BTreeSet;
 
@@ -19,8 +19,8 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         };
         let (Some(mine), Some(theirs)) = (&guest.virtio, &there.virtio) else {
             findings.unknown(
-                format!("what the driver of {} agreed upon is not known", guest.shown()),
-                "QEMU 7.2 to 10.0 tell (x-query-virtio-status); later ones are not asked, since 11.1 aborts",
+                format!("the features negotiated by the driver of {} are unknown", guest.shown()),
+                "QEMU 7.2 to 10.0 report them (x-query-virtio-status); later ones are not queried, since 11.1 aborts",
             );
             continue;
         };
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_told_is_not_known() {
+    fn unreported_features_are_unknown() {
         let guest = QemuDevice { virtio: None, ..disk(&[], &[]) };
         assert_eq!(found(guest, disk(&[], &[]))[0].severity, Severity::Unknown);
     }

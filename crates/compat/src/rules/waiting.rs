@@ -2,7 +2,7 @@
 
 use super::{Pair, Rule};
 use crate::facts::{Incoming, Subject};
-use crate::report::{Findings, Severity, Way};
+use crate::report::{ConfiguredBy, Findings, Severity};
 
 pub(super) const RULE: Rule = Rule {
     id: "waiting",
@@ -19,7 +19,7 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
     if !pair.is_live {
         return;
     }
-    let Some(destination) = pair.taker() else { return };
+    let Some(destination) = pair.destination_qemu() else { return };
     match destination.incoming {
         Incoming::Deferred => {}
         Incoming::No => findings.no(
@@ -28,12 +28,12 @@ fn run(pair: &Pair<'_>, findings: &mut Findings<'_>) {
         ),
         Incoming::Listening => findings.add(
             Severity::No,
-            Some(Way::Towline),
+            Some(ConfiguredBy::Towline),
             "the destination waits for a guest already, at an address of its own".into(),
             "start it with `-incoming defer`, or copy to that address".into(),
         ),
         Incoming::Loading => findings.no(
-            "the destination was told to load a guest before",
+            "the destination has been given a guest to load before",
             "end it and start it again with `-incoming defer`",
         ),
     }
@@ -55,7 +55,7 @@ mod tests {
             "the destination does not wait for a guest, its status is `running` (start it with `-incoming defer`)"
         );
         let found = between(&RULE, |_, destination| destination.incoming = Incoming::Listening);
-        assert_eq!(found[0].way, Some(Way::Towline));
+        assert_eq!(found[0].way, Some(ConfiguredBy::Towline));
         let found = between(&RULE, |_, destination| destination.incoming = Incoming::Loading);
         assert_eq!(found[0].severity, Severity::No);
     }

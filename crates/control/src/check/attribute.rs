@@ -61,7 +61,7 @@ mod tests {
     use std::path::PathBuf;
     use std::process::Command;
 
-    use towline_compat::{Verdict, Way};
+    use towline_compat::{ConfiguredBy, Verdict};
 
     use super::super::{End, check};
     use super::*;
@@ -81,7 +81,7 @@ mod tests {
     fn verdict(source: &End, destination: &End) -> (Verdict, String) {
         let report = check(source, destination, crate::check::Intent::default()).unwrap();
         let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
-        (report.verdict(Way::Towline), texts.join("; "))
+        (report.verdict(ConfiguredBy::Towline), texts.join("; "))
     }
 
     #[test]

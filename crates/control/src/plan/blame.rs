@@ -16,14 +16,14 @@ pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
     match error {
         Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
         Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
-        Error::Qemu(qemu::Error::Qmp(qmp::Error::Gone { socket, .. })) => socket == monitor,
+        Error::Qemu(qemu::Error::Qmp(qmp::Error::Disconnected { socket, .. })) => socket == monitor,
         _ => false,
     }
 }
 
 /// Whether nothing more can be learned from this monitor.
 pub(super) fn is_gone(error: &Error) -> bool {
-    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_gone())
+    matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_disconnected())
 }
 
 /// Whether QEMU did not answer in time, and may later.

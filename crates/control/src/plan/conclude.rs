@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use towline_migration::look_at_link;
-use towline_protocol::session::{FromDestination, FromSource, Run as RunWord, Settled};
+use towline_migration::probe_link;
+use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as RunWord};
 
 use super::context::Run;
 use super::destination::RunFailed;
@@ -141,7 +141,7 @@ impl Conclude<'_> {
     fn carry_out(&mut self, directive: Directive) -> Input {
         match directive {
             Directive::LookAtSource => self.look_at_source(),
-            Directive::LookAtLink => self.look_at_link(),
+            Directive::LookAtLink => self.probe_link(),
             Directive::LookAtDestination => self.look_at_destination(),
             Directive::AwaitPeer => self.await_peer(),
             Directive::RunDestination => self.run_destination(),
@@ -179,9 +179,9 @@ impl Conclude<'_> {
         Input::Source(view)
     }
 
-    fn look_at_link(&mut self) -> Input {
+    fn probe_link(&mut self) -> Input {
         let Origin::Stream(channel) = &self.ends.origin else { return Input::Failed };
-        let found = link(look_at_link(channel.as_ref()));
+        let found = link(probe_link(channel.as_ref()));
         let peer = channel.peer().to_owned();
         match found {
             Link::Open if self.waited() >= LINK_TIMEOUT => {
@@ -448,10 +448,10 @@ fn peer_outcome(frame: FromSource) -> PeerMessage {
 fn peer_settled(frame: FromDestination) -> PeerMessage {
     match frame {
         FromDestination::Settled(settled) => PeerMessage::Settled(match settled {
-            Settled::Running => Placed::Running,
-            Settled::Paused => Placed::Paused,
-            Settled::Loaded => Placed::Loaded,
-            Settled::Stored => Placed::Stored,
+            GuestPlacement::Running => Placed::Running,
+            GuestPlacement::Paused => Placed::Paused,
+            GuestPlacement::Loaded => Placed::Loaded,
+            GuestPlacement::Stored => Placed::Stored,
         }),
         FromDestination::NotRun(reason) => {
             tracing::warn!(reason, "the destination's towline could not run the guest");
@@ -468,11 +468,11 @@ fn run_word(run: RunRequest) -> RunWord {
     }
 }
 
-fn settled_word(placed: Placed) -> Settled {
+fn settled_word(placed: Placed) -> GuestPlacement {
     match placed {
-        Placed::Running => Settled::Running,
-        Placed::Paused => Settled::Paused,
-        Placed::Loaded => Settled::Loaded,
-        Placed::Stored => Settled::Stored,
+        Placed::Running => GuestPlacement::Running,
+        Placed::Paused => GuestPlacement::Paused,
+        Placed::Loaded => GuestPlacement::Loaded,
+        Placed::Stored => GuestPlacement::Stored,
     }
 }

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 
 use towline_compat::facts::Subject;
-use towline_compat::{Facts, Pair, Report, Severity, Way, judge};
+use towline_compat::{ConfiguredBy, Facts, Pair, Report, Severity, evaluate};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
@@ -61,7 +61,7 @@ impl Guest {
         let is_live = waiting.facts().waits_for_migrate_incoming();
         let known = if is_live { waiting.compatibility()? } else { waiting.memory() };
         let destination = Subject::Qemu(Box::new(known)).into();
-        let report = judge(&Pair {
+        let report = evaluate(&Pair {
             source,
             destination: &destination,
             lanes: Some(run.lanes),
@@ -86,11 +86,11 @@ pub(super) fn devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> 
 
 /// Refuses what the report is against, and tells of the rest.
 fn judged(report: &Report, destination: impl Fn() -> String, observer: &dyn Observer) -> Result<(), Error> {
-    let reasons = report.reasons(Way::Towline);
+    let reasons = report.reasons(ConfiguredBy::Towline);
     if !reasons.is_empty() {
         return Err(Error::DoesNotFit { destination: destination(), reasons });
     }
-    for finding in report.of(Way::Towline) {
+    for finding in report.of(ConfiguredBy::Towline) {
         let head = if finding.severity == Severity::Unknown { "it may not run there: " } else { "" };
         observer.notice(&format!("check: {head}{finding}"));
     }

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Address, Channel, connect_with};
 use towline_image::{StoredGuest, WorkingSet};
-use towline_migration::postcopy::{Link, Lost, Options as EngineOptions, Running};
+use towline_migration::postcopy::{ConnectionLost, Options as EngineOptions, PostcopyChannels, Running};
 use towline_migration::{Postcopy, Session, Statistics};
 
 use super::context::Run;
@@ -176,7 +176,7 @@ impl<'a> Restore<'a> {
             let (main, preempt) = self.connect(&address)?;
             run.check_cancelled()?;
             run.observer.phase(Phase::Transfer);
-            let link = Link { main, preempt: self.options.preempt.then_some(&preempt) };
+            let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
             let mut look = || {
                 run.report(self.statistics, Progress::default());
                 Ok(())
@@ -204,7 +204,7 @@ impl<'a> Restore<'a> {
     }
 
     /// Serves the guest over one connection, and watches it.
-    fn serve(&mut self, running: Running<'a>, runs: bool) -> Result<(), Lost> {
+    fn serve(&mut self, running: Running<'a>, runs: bool) -> Result<(), ConnectionLost> {
         let (watcher, done, begun) = (thread::current(), AtomicBool::new(false), Instant::now());
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
@@ -246,11 +246,11 @@ impl<'a> Restore<'a> {
     }
 
     /// Makes a lost connection again; `None` if it is not needed any more.
-    fn recover(&mut self, lost: Option<Lost>) -> Result<Option<Running<'a>>, Failure> {
+    fn recover(&mut self, lost: Option<ConnectionLost>) -> Result<Option<Running<'a>>, Failure> {
         let begun = Instant::now();
         let mut had_loaded = true;
         let mut why = match lost {
-            Some(Lost { error, had_loaded: loaded }) => {
+            Some(ConnectionLost { error, had_loaded: loaded }) => {
                 had_loaded = loaded;
                 self.report.recoveries += 1;
                 error
@@ -290,7 +290,7 @@ impl<'a> Restore<'a> {
         let session = Arc::new(Session::default());
         session.follow(&self.run.options.tuning);
         let (main, preempt) = self.connect(address)?;
-        let link = Link { main, preempt: self.options.preempt.then_some(&preempt) };
+        let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)
     }
 

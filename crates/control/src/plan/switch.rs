@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use towline_channel::Channel;
-use towline_migration::{Commit, Error as EngineError, Gate, LinkState, Session, look_at_link};
+use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
@@ -87,14 +87,14 @@ impl Switch {
     }
 
     fn is_source_there(&self) -> bool {
-        self.link.get().is_none_or(|channel| look_at_link(channel.as_ref()) == LinkState::Open)
+        self.link.get().is_none_or(|channel| probe_link(channel.as_ref()) == LinkState::Open)
     }
 
     /// A session whose engine asks this at its points of no return.
     pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
         let session = Arc::new(Session::default());
-        let gate: Arc<dyn Gate> = Arc::<Self>::clone(self);
-        session.guard_by(gate);
+        let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
+        session.set_gate(gate);
         session
     }
 
@@ -153,7 +153,7 @@ fn is_refusal(error: &EngineError) -> bool {
     )
 }
 
-impl Gate for Switch {
+impl SwitchoverGate for Switch {
     fn destination(&self, receiver: Option<Receiver>) {
         let kind = match receiver {
             Some(Receiver::Waits) => DestinationKind::Towline,

@@ -103,7 +103,7 @@ impl Settings {
         };
         match change.make(qemu) {
             Ok(()) => Ok(settings),
-            Err(cause @ Error::Qmp(qmp::Error::Gone { .. })) => {
+            Err(cause @ Error::Qmp(qmp::Error::Disconnected { .. })) => {
                 settings.keep();
                 Err(ApplyError { cause, left: None })
             }

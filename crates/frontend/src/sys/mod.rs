@@ -41,8 +41,8 @@ impl Shared {
     pub(crate) fn send<T>(&self, parts: &[(usize, usize)], call: impl FnOnce(&[IoSlice<'_>]) -> T) -> T {
         let slice = |&(offset, len): &(usize, usize)| {
             let from = self.pointer(offset, len);
-            // SAFETY: it is mapped for as long as `self` lives. Only buffers that the driver has and the device has not are
-            // handed over (`net::Pair`), and only to the kernel, so nobody writes them during the call.
+            // SAFETY: it is mapped for as long as `self` lives. Only buffers that the driver owns and the device does
+            // not are passed (`net::Pair`), and only to the kernel, so they are not written during the call.
             IoSlice::new(unsafe { std::slice::from_raw_parts(from, len) })
         };
         let slices: Vec<_> = parts.iter().map(slice).collect();

@@ -9,7 +9,7 @@ use zstd::stream::raw::{DParameter, Decoder, InBuffer, Operation, OutBuffer};
 use super::Compression;
 use crate::{Error, Result};
 
-/// The receiving end of a lane's compressed stream. After an error it is of no more use: the stream cannot be followed.
+/// The receiving end of a lane's compressed stream. Unusable after an error: the stream's state is lost.
 pub(crate) struct Decompressor {
     stream: Stream,
     /// A packet's compressed form.
@@ -117,7 +117,7 @@ impl std::fmt::Debug for Decompressor {
     }
 }
 
-/// A decoder that remembers no more of its past than a QEMU can ask for, whatever a stream's head says.
+/// A decoder with a window no larger than a QEMU can use, whatever the stream's header requests.
 fn decoder() -> std::io::Result<Decoder<'static>> {
     let mut decoder = Decoder::new()?;
     decoder.set_parameter(DParameter::WindowLogMax(limits::ZSTD_WINDOW_LOG_MAX))?;

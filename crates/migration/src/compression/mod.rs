@@ -5,20 +5,21 @@
 //!            └────────────── one stream for the lane's whole life, flushed at each packet's end ──────────┘
 //! ```
 //!
-//! So that the pages of a packet can be had from its bytes and those before it. What is zero goes as zero, uncompressed.
+//! So that the pages of a packet can be restored from its bytes and those before it. Zero pages are sent as such,
+//! uncompressed.
 //!
-//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a byte twice and
-//! finds it changed may write what no decompressor can read. So pages of live memory are copied out of it first, as QEMU does
-//! (`multifd-zlib.c`); those of an image and of a relay are read where they are. Nothing is sent zero-copy: the compressed
-//! bytes lie in a buffer that the next packet replaces, which nobody waits for.
+//! **The one copy.** A guest that runs may write a page while it is compressed, and a compressor that reads a byte
+//! twice and finds it changed may produce output that no decompressor can read. So pages of live memory are copied
+//! first, as in QEMU (`multifd-zlib.c`); those of an image and of a relay are read in place. Nothing is sent
+//! zero-copy: the compressed bytes are in a buffer that the next packet replaces, without waiting.
 //!
-//! On the way in pages are decompressed into the lane's own buffer and never straight into a guest's memory: a decompressor
-//! reads again what it wrote, so who else writes there would decide over pages that come later.
+//! On receipt pages are decompressed into the lane's own buffer and never straight into a guest's memory: a
+//! decompressor reads its output again, so a concurrent writer would determine the content of later pages.
 //!
-//! Limits: a packet gives as many bytes as it has pages, no more and no less; its compressed form has at most
-//! [`limits::PACKET_COMPRESSED_BYTES_MAX`](towline_protocol::limits::PACKET_COMPRESSED_BYTES_MAX), and a lane remembers at most
-//! [`limits::ZSTD_WINDOW_LOG_MAX`](towline_protocol::limits::ZSTD_WINDOW_LOG_MAX) of its past. What it is not: QPL, UADK and
-//! QATzip need hardware and are refused by their names.
+//! Limits: a packet decompresses to exactly its pages; its compressed form has at most
+//! [`limits::PACKET_COMPRESSED_BYTES_MAX`](towline_protocol::limits::PACKET_COMPRESSED_BYTES_MAX), and a lane's
+//! window is at most [`limits::ZSTD_WINDOW_LOG_MAX`](towline_protocol::limits::ZSTD_WINDOW_LOG_MAX). QPL, UADK and
+//! QATzip need hardware and are refused by name.
 
 mod compressor;
 mod decompressor;
@@ -30,7 +31,7 @@ use towline_protocol::multifd::Method;
 pub(crate) use compressor::Compressor;
 pub(crate) use decompressor::Decompressor;
 
-/// How the pages on lanes are compressed. Both ends have the same method; the level is the sending end's affair.
+/// Compression of the pages on lanes. Both ends use the same method; the level is up to the sending end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Compression {
     /// Not at all.
@@ -56,7 +57,7 @@ impl Compression {
     /// QEMU's default of both.
     pub const LEVEL_DEFAULT: u8 = 1;
 
-    /// What packets call it, and QEMU's `multifd-compression`.
+    /// The method in packets, and its name in QEMU's `multifd-compression`.
     pub fn method(self) -> Method {
         match self {
             Self::None => Method::None,

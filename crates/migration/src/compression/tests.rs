@@ -1,4 +1,5 @@
-//! What goes in comes out; what somebody changed on the way is an error or other pages, never more and never a panic.
+//! Pages are restored unchanged; a stream damaged on the way is an error or other pages, never more pages and never a
+//! panic.
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
 use fastrand::Rng;
@@ -72,7 +73,7 @@ proptest! {
     }
 
     #[test]
-    fn what_was_changed_on_the_way_is_no_panic(
+    fn a_damaged_stream_never_panics(
         is_zlib in any::<bool>(),
         kinds in prop::collection::vec(any::<u8>(), 1..32),
         seed in any::<u64>(),
@@ -84,7 +85,7 @@ proptest! {
             let mut bytes = compressor.compress(&[&contents]).unwrap().to_vec();
             mutate(&mut bytes, &mut rng);
             let length = if rng.u8(..4) == 0 { PAGE * rng.usize(1..=PAGES_MAX) } else { contents.len() };
-            // Whatever comes out, there is exactly as much of it as was asked for.
+            // The output has exactly the requested length.
             match give(&mut decompressor, &bytes, length) {
                 Ok(pages) => prop_assert_eq!(pages.len(), length),
                 Err(ProtocolError::Invalid(
@@ -154,7 +155,7 @@ fn a_packet_gives_as_much_as_it_has_pages() {
 }
 
 #[test]
-fn a_packet_that_is_cut_is_told_from_a_whole_one() {
+fn a_truncated_packet_is_distinguished_from_a_whole_one() {
     for compression in [ZLIB, ZSTD] {
         let contents = pages(&[2, 4, 3], &mut Rng::with_seed(3));
         let (mut compressor, _) = ends(compression);
@@ -220,7 +221,7 @@ fn a_stream_lives_as_long_as_its_lane() {
     let error = give(&mut ends(ZLIB).1, &bytes[..stream.total_out() as usize], PAGE).unwrap_err();
     let fault = "it ends the lane's stream, which lives as long as the lane".into();
     assert_eq!(error, InvalidMessage::Compressed { method: "zlib", fault }.into());
-    // What is no stream at all.
+    // Not a compressed stream at all.
     for (compression, method) in [(ZLIB, "zlib"), (ZSTD, "zstd")] {
         let error = give(&mut ends(compression).1, &contents[..100], PAGE).unwrap_err();
         let text = error.to_string();

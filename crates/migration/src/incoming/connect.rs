@@ -1,9 +1,9 @@
 //! Telling the connections of one migration apart.
 //!
-//! QEMU says by a connection's first four bytes what it is: "QEVM" begins a main channel, the multifd magic a lane. Who
-//! says anything else, or nothing, is a stranger: it waits beside the others, disturbs nobody and is dropped at the end.
-//! Where a channel cannot be looked into before it is read, or no other can come, the first is the main channel, as QEMU
-//! connects it first.
+//! The first four bytes of QEMU's connections identify them: "QEVM" begins a main channel, the multifd magic a lane.
+//! Connections with other or no first bytes are unrelated: they are kept without disturbing the others and dropped at
+//! the end. Where a channel cannot be peeked, or no other can come, the first is the main channel, as QEMU connects
+//! it first.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,21 +13,21 @@ use towline_channel::{
     describe_plain,
 };
 use towline_protocol::configuration;
-use towline_protocol::multifd::{self, INIT_BYTES, Init, Roster};
+use towline_protocol::multifd::{self, INIT_BYTES, Init, LaneRegistry};
 
 use super::refuse::{drain, refuse};
 use super::wait::{Ready, wait};
 use crate::{Error, Result};
 
-/// How long connections that come when all are there may take to say that they are lanes.
+/// Time for connections that arrive after all are there to identify themselves as lanes.
 pub(super) const EXTRA_TIMEOUT: Duration = Duration::from_secs(1);
 /// Most such connections that are looked at.
 const EXTRA_MAX: usize = 16;
-/// Most connections beside the lanes that wait for their first bytes; the oldest goes.
-const STRANGERS_MAX: usize = 64;
-/// Most connections of a migration that is not taken which are closed after its main channel.
+/// Maximum number of connections beside the lanes that wait for their first bytes; the oldest goes.
+const UNRELATED_MAX: usize = 64;
+/// Maximum number of connections of a migration that is not taken which are closed after its main channel.
 const REFUSED_MAX: usize = 256;
-/// How long a look may take that has to wait for the rest of what began to come.
+/// The time that a look may take that has to wait for the rest of what began to come.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(1);
 /// When a connection is looked at again that has sent less than its magic: it would be ready all the time.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
@@ -42,22 +42,22 @@ pub struct Connections {
     /// The uuid that the lanes carry.
     pub uuid: Option<[u8; 16]>,
     /// Where another connection would come in, which would be one too many.
-    others: Option<Others>,
+    others: Option<NonLaneChannels>,
     /// Lanes that are too many; they are closed after the main channel.
     refused: Mutex<Vec<Arc<dyn Channel>>>,
 }
 
 #[derive(Debug)]
-struct Others {
+struct NonLaneChannels {
     listener: Listener,
-    /// Who came and has not said what it is.
+    /// Connections that have not identified themselves.
     unknown: Mutex<Vec<Candidate>>,
 }
 
 /// Accepts a main channel, for as long as `deadline`, and `lanes` lanes, within `lanes_timeout` of it.
 ///
 /// # Errors
-/// Nobody came in time; too few lanes came; a lane has a number twice or one too high, or another uuid.
+/// No connection in time; too few lanes; a lane's number is used twice or too high, or its uuid differs.
 pub fn gather(
     listener: Listener,
     lanes: usize,
@@ -70,13 +70,13 @@ pub fn gather(
         gathering.refuse(&listener);
         return Err(error);
     }
-    let Gathering { main, lanes, roster, candidates, refused } = gathering;
+    let Gathering { main, lanes, registry, candidates, refused } = gathering;
     let main = main.expect("complete");
     let lanes = lanes.into_iter().map(|lane| lane.expect("complete")).collect();
-    // Of a single channel there are no others.
+    // A single channel has no others.
     let others = listener.as_fd().is_some().then_some(());
-    let others = others.map(|()| Others { listener, unknown: Mutex::new(candidates) });
-    Ok(Connections { main, lanes, uuid: roster.uuid(), others, refused: Mutex::new(refused) })
+    let others = others.map(|()| NonLaneChannels { listener, unknown: Mutex::new(candidates) });
+    Ok(Connections { main, lanes, uuid: registry.uuid(), others, refused: Mutex::new(refused) })
 }
 
 fn gather_into(
@@ -103,7 +103,7 @@ fn gather_into(
             match listener.accept(Instant::now(), cancel) {
                 Ok(channel) => gathering.accepted(Arc::from(channel), single, deadline)?,
                 Err(ChannelError::Timeout { .. }) => {}
-                // Whoever cannot be trusted is a stranger.
+                // An untrusted connection is unrelated.
                 Err(error @ (ChannelError::Tls { .. } | ChannelError::WebSocket { .. })) => {
                     tracing::warn!(%error, "a connection was dropped");
                 }
@@ -135,7 +135,7 @@ impl Connections {
             gathering.read_lane(lane, timeout)?;
         }
         let lanes = gathering.lanes.into_iter().flatten().collect();
-        Ok(Self { main, lanes, uuid: gathering.roster.uuid(), others: None, refused: Mutex::default() })
+        Ok(Self { main, lanes, uuid: gathering.registry.uuid(), others: None, refused: Mutex::default() })
     }
 
     /// The channel that carries everything but lanes.
@@ -143,8 +143,8 @@ impl Connections {
         Arc::clone(&self.main)
     }
 
-    /// After a migration that went through: holds the connections until the source has closed its main channel, at most so
-    /// long. A lane that breaks before its source is done lets that say that it failed, and run on.
+    /// After a successful migration: holds the connections until the source has closed its main channel, for at most
+    /// this time. If a lane breaks before its source is done, the source reports a failure and resumes its guest.
     pub fn linger(self, at_most: Duration) {
         if !self.lanes.is_empty() && self.main.set_timeouts(Some(at_most), None).is_ok() {
             drain(self.main.as_ref(), Instant::now() + at_most);
@@ -158,8 +158,8 @@ impl Connections {
         refuse(&self.main, self.lanes.iter().chain(refused.iter()));
     }
 
-    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened all. Who has
-    /// not said in time what it is, is dropped.
+    /// Checks that the source opened no more lanes than are expected. To be called when the source has opened all.
+    /// Connections that did not identify themselves in time are dropped.
     pub(crate) fn refuse_extra(&self, patience: Duration) -> Result<()> {
         let Some(others) = &self.others else { return Ok(()) };
         let mut unknown = others.unknown.lock().unwrap_or_else(PoisonError::into_inner);
@@ -167,7 +167,7 @@ impl Connections {
         let deadline = Instant::now() + patience;
         let mut left = EXTRA_MAX;
         loop {
-            // The source has opened all, so who is not there by now does not come; only words are waited for.
+            // The source has opened all its connections; only their first bytes are waited for.
             let until = if unknown.is_empty() { Instant::now() } else { deadline };
             let watched = unknown.iter().map(Candidate::watched);
             let ready = wait(&others.listener, watched, until, &cancel)?;
@@ -179,10 +179,10 @@ impl Connections {
                 }
             }
             for mut candidate in std::mem::take(&mut *unknown) {
-                match if ready.has(&candidate.channel) { candidate.look()? } else { Seen::Unknown } {
-                    Seen::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
-                    Seen::Unknown => unknown.push(candidate),
-                    Seen::Main | Seen::Stranger => candidate.dropped(),
+                match if ready.has(&candidate.channel) { candidate.look()? } else { Classified::Unknown } {
+                    Classified::Lane(init) => return Err(self.too_many(candidate.channel, &init)),
+                    Classified::Unknown => unknown.push(candidate),
+                    Classified::Main | Classified::Unrelated => candidate.dropped(),
                 }
             }
             if unknown.is_empty() || left == 0 || Instant::now() >= deadline {
@@ -201,7 +201,7 @@ impl Connections {
         match receive_init(channel.as_ref(), EXTRA_TIMEOUT) {
             Ok(init) => Err(self.too_many(channel, &init)),
             Err(error) => {
-                tracing::warn!(peer = channel.peer(), %error, "a connection that is no lane was dropped");
+                tracing::warn!(peer = channel.peer(), %error, "dropped a connection that is not a lane");
                 Ok(())
             }
         }
@@ -216,42 +216,42 @@ impl Connections {
 struct Gathering {
     main: Option<Arc<dyn Channel>>,
     lanes: Vec<Option<Arc<dyn Channel>>>,
-    roster: Roster,
-    /// Connections that have not said what they are, the oldest first.
+    registry: LaneRegistry,
+    /// Connections that have not identified themselves, the oldest first.
     candidates: Vec<Candidate>,
-    /// Lanes that were not admitted.
+    /// Lanes that were not registered.
     refused: Vec<Arc<dyn Channel>>,
 }
 
 #[derive(Debug)]
 struct Candidate {
     channel: Arc<dyn Channel>,
-    /// What was read of its init packet; nothing before its magic was seen.
+    /// The part of its init packet that was read; empty before its magic was seen.
     init: Vec<u8>,
     /// Not looked at before.
     next_look: Instant,
-    /// Why it is a stranger, if it is one that can be told.
+    /// Reason why it is unrelated, if known.
     why: Option<String>,
 }
 
-/// What a look at a candidate showed.
-enum Seen {
+/// Result of peeking at a candidate.
+enum Classified {
     Main,
     Lane(Init),
-    Stranger,
+    Unrelated,
     Unknown,
 }
 
 impl Gathering {
     fn new(lanes: usize) -> Self {
-        let roster = Roster::new(lanes);
+        let registry = LaneRegistry::new(lanes);
         let lanes = (0..lanes).map(|_| None).collect();
-        Self { main: None, lanes, roster, candidates: Vec::new(), refused: Vec::new() }
+        Self { main: None, lanes, registry, candidates: Vec::new(), refused: Vec::new() }
     }
 
-    /// Ends what came so far, and what is on its way.
+    /// Ends the connections that came so far, and those on their way.
     fn refuse(mut self, listener: &Listener) {
-        // Whoever cancelled cancels this no more.
+        // The caller's cancellation does not apply here.
         let (Some(main), Ok(cancel)) = (&self.main, Cancel::new()) else { return };
         self.refused.extend(self.candidates.drain(..).map(|candidate| candidate.channel));
         while listener.as_fd().is_some() && self.refused.len() < REFUSED_MAX {
@@ -265,7 +265,7 @@ impl Gathering {
         self.main.is_some() && self.lanes.iter().all(Option::is_some)
     }
 
-    /// What to say at the deadline.
+    /// The error at the deadline.
     fn missing(&self, listener: &Listener, begun: Instant, waited: Duration) -> Error {
         if self.main.is_some() {
             let (connected, expected) = (self.lanes.iter().flatten().count(), self.lanes.len());
@@ -282,7 +282,7 @@ impl Gathering {
 
     fn accepted(&mut self, channel: Arc<dyn Channel>, single: bool, deadline: Instant) -> Result<()> {
         if !single && can_wait(channel.as_ref()) {
-            if self.candidates.len() == self.lanes.len() + STRANGERS_MAX {
+            if self.candidates.len() == self.lanes.len() + UNRELATED_MAX {
                 self.candidates.remove(0).dropped();
             }
             self.candidates.push(Candidate::new(channel));
@@ -299,20 +299,20 @@ impl Gathering {
     fn read_lane(&mut self, channel: &Arc<dyn Channel>, timeout: Duration) -> Result<()> {
         let init = receive_init(channel.as_ref(), timeout)?;
         channel.set_timeouts(None, None)?;
-        self.admit(channel, &init)
+        self.register(channel, &init)
     }
 
-    fn admit(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
+    fn register(&mut self, channel: &Arc<dyn Channel>, init: &Init) -> Result<()> {
         if usize::from(init.id) >= self.lanes.len() {
             self.refused.push(Arc::clone(channel));
             return Err(Error::LaneTooMany { id: init.id, expected: self.lanes.len() });
         }
-        let index = self.roster.admit(init).map_err(Error::protocol(channel.peer()))?;
+        let index = self.registry.register(init).map_err(Error::protocol(channel.peer()))?;
         self.lanes[index] = Some(Arc::clone(channel));
         Ok(())
     }
 
-    /// Looks at the candidates that have something to say.
+    /// Classifies the candidates that are readable.
     fn sort(&mut self, ready: &Ready) -> Result<()> {
         for mut candidate in std::mem::take(&mut self.candidates) {
             if !ready.has(&candidate.channel) {
@@ -320,16 +320,16 @@ impl Gathering {
                 continue;
             }
             match candidate.look()? {
-                Seen::Main if self.main.is_none() => {
+                Classified::Main if self.main.is_none() => {
                     candidate.channel.set_timeouts(None, None)?;
                     self.main = Some(candidate.channel);
                 }
-                Seen::Lane(init) => {
+                Classified::Lane(init) => {
                     candidate.channel.set_timeouts(None, None)?;
-                    self.admit(&candidate.channel, &init)?;
+                    self.register(&candidate.channel, &init)?;
                 }
-                Seen::Main | Seen::Stranger => candidate.dropped(),
-                Seen::Unknown => self.candidates.push(candidate),
+                Classified::Main | Classified::Unrelated => candidate.dropped(),
+                Classified::Unknown => self.candidates.push(candidate),
             }
         }
         Ok(())
@@ -348,13 +348,13 @@ impl Candidate {
     fn dropped(&self) {
         let peer = self.channel.peer();
         match &self.why {
-            Some(why) => tracing::warn!(peer, why, "a connection that is no migration's was dropped"),
-            None => tracing::warn!(peer, "a connection that is no migration's was dropped"),
+            Some(why) => tracing::warn!(peer, why, "dropped an unrelated connection"),
+            None => tracing::warn!(peer, "dropped an unrelated connection"),
         }
     }
 
-    /// Somebody who ended, failed, or says something else.
-    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Seen {
+    /// Handles a connection that ended, failed, or sent other bytes.
+    fn stranger(&mut self, peeked: Result<usize, ChannelError>, first: &[u8]) -> Classified {
         self.why = match peeked {
             Ok(0) => None,
             Ok(_) if describe_plain(first) == Some("TLS") => Some(
@@ -363,44 +363,46 @@ impl Candidate {
             Ok(_) => None,
             Err(error) => Some(error.to_string()),
         };
-        Seen::Stranger
+        Classified::Unrelated
     }
 
     fn watched(&self) -> (&Arc<dyn Channel>, Instant) {
         (&self.channel, self.next_look)
     }
 
-    /// Looks at what has come; does not wait, as the channel is ready.
-    fn look(&mut self) -> Result<Seen> {
+    /// Peeks at the received bytes; does not wait, as the channel is ready.
+    fn look(&mut self) -> Result<Classified> {
         if self.init.is_empty() {
             let mut magic = [0; 4];
             let peeked = self.channel.recv(&mut [IoBufMut::from(&mut magic)], RecvFlags::PEEK);
             match (peeked, u32::from_be_bytes(magic)) {
-                (Ok(4), configuration::MAGIC) => return Ok(Seen::Main),
+                (Ok(4), configuration::MAGIC) => return Ok(Classified::Main),
                 (Ok(4), multifd::MAGIC) => {}
                 (Ok(1..4), _) => {
                     self.next_look = Instant::now() + LOOK_INTERVAL;
-                    return Ok(Seen::Unknown);
+                    return Ok(Classified::Unknown);
                 }
-                (Err(ChannelError::Timeout { .. }), _) => return Ok(Seen::Unknown),
+                (Err(ChannelError::Timeout { .. }), _) => return Ok(Classified::Unknown),
                 (peeked, _) => return Ok(self.stranger(peeked, &magic)),
             }
         }
         let (mut bytes, had) = ([0; INIT_BYTES], self.init.len());
         match self.channel.recv(&mut [IoBufMut::from(&mut bytes[had..])], RecvFlags::empty()) {
-            Err(ChannelError::Timeout { .. }) => return Ok(Seen::Unknown),
-            Ok(0) => return Ok(Seen::Stranger),
+            Err(ChannelError::Timeout { .. }) => return Ok(Classified::Unknown),
+            Ok(0) => return Ok(Classified::Unrelated),
             Err(error) => return Ok(self.stranger(Err(error), &[])),
             Ok(received) => self.init.extend_from_slice(&bytes[had..had + received]),
         }
         match self.init.as_slice().try_into() {
-            Ok(init) => Ok(Seen::Lane(Init::decode(init).map_err(Error::protocol(self.channel.peer()))?)),
-            Err(_) => Ok(Seen::Unknown),
+            Ok(init) => {
+                Ok(Classified::Lane(Init::decode(init).map_err(Error::protocol(self.channel.peer()))?))
+            }
+            Err(_) => Ok(Classified::Unknown),
         }
     }
 }
 
-/// Whether it can be waited for beside others and looked into.
+/// Returns true if it can be waited for beside others and looked into.
 fn can_wait(channel: &dyn Channel) -> bool {
     channel.capabilities().contains(Capabilities::PEEK) && channel.as_fd().is_some()
 }

@@ -1,7 +1,7 @@
 //! One lane's thread: packets come in, pages go to the sink, SYNC waits for the barrier.
 //!
-//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send behind its last SYNC,
-//! and a source whose lane breaks then says that it failed.
+//! A lane is not shut down at the stream's end: a QEMU before 9.0 may still have an empty packet to send after its
+//! last SYNC, and a source whose lane breaks then reports a failure.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -34,7 +34,7 @@ pub(super) fn run(index: usize, channel: &dyn Channel, shared: &Shared<'_>) {
     }
 }
 
-/// What a packet is compared with, and its header's hash here.
+/// The checksum of a packet, and the hash of its header as received.
 #[derive(Clone, Copy)]
 struct Check {
     header: u64,
@@ -78,14 +78,14 @@ impl<'a> Lane<'a> {
             let check = self.check(&mut header)?;
             let packet = Packet::decode(&header, self.shared.blocks());
             let packet = packet.map_err(Error::protocol(self.channel.peer()))?;
-            self.demand(&packet, check)?;
+            self.require_checksum(&packet, check)?;
             if self.take(&packet, check)? == Released::Closed {
                 return Ok(());
             }
         }
     }
 
-    /// Whether the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
+    /// Returns true if the source ends its lanes without a word, TLS or not; that nothing is missing the next barrier sees to.
     fn may_be_cut(&self) -> bool {
         self.shared.machine_type.get().is_some_and(|name| !machine::lanes_are_closed(name))
     }
@@ -100,8 +100,8 @@ impl<'a> Lane<'a> {
         Ok(Check { header, checksum })
     }
 
-    /// A source that was told that checksums are compared leaves none out, but of what it sent before.
-    fn demand(&self, packet: &Packet, check: Check) -> Result<()> {
+    /// A source that was informed that checksums are compared omits none, except in packets that it sent before.
+    fn require_checksum(&self, packet: &Packet, check: Check) -> Result<()> {
         let missing = check.checksum.is_none() && packet.block.is_some();
         match missing && self.shared.compares_checksums.load(Ordering::Acquire) {
             true => Err(self.damaged(InvalidMessage::ChecksumMissing)),
@@ -169,37 +169,38 @@ impl<'a> Lane<'a> {
         let length = offsets.len() * PAGE_SIZE as usize;
         if self.decompressor.is_some() {
             self.decompress(packet, check)?;
-            return self.hand_on(block, offsets, length);
+            return self.deliver(block, offsets, length);
         }
-        // What is to be compared has to be seen.
+        // Contents with a checksum have to be in memory.
         if check.checksum.is_none()
-            && let Some(passed) = sink.pass_on(stream, self.channel, block, offsets)
+            && let Some(passed) = sink.splice_from(stream, self.channel, block, offsets)
         {
             self.shared.statistics.count_spliced(offsets.len() as u64, length as u64, passed?);
             return Ok(());
         }
-        let rooms: Option<Vec<_>> =
-            runs(offsets).map(|(offset, length)| sink.room(PageRef { block, offset }, length)).collect();
+        let rooms: Option<Vec<_>> = runs(offsets)
+            .map(|(offset, length)| sink.buffer_for(PageRef { block, offset }, length))
+            .collect();
         let pages = offsets.len() as u64;
         if let Some(mut rooms) = rooms {
             self.channel.recv_exact(&mut rooms)?;
             let landed: Vec<_> = rooms.iter().map(IoBufMut::as_io_buf).collect();
             self.verify(packet, check, &landed)?;
             self.shared.statistics.count_pages(pages, length as u64, rooms.len());
-            return sink.landed(stream, block, offsets);
+            return sink.pages_received_in_place(stream, block, offsets);
         }
         self.channel.recv_exact(&mut [self.buffers.current.receive(length)])?;
         self.verify(packet, check, &[IoBuf::from(self.buffers.current.bytes(length))])?;
         self.shared.statistics.count_pages(pages, length as u64, 1);
-        self.hand_on(block, offsets, length)
+        self.deliver(block, offsets, length)
     }
 
     /// Gives the current buffer's pages to the sink.
-    fn hand_on(&mut self, block: BlockIndex, offsets: &[u64], length: usize) -> Result<()> {
+    fn deliver(&mut self, block: BlockIndex, offsets: &[u64], length: usize) -> Result<()> {
         let (sink, stream) = (self.shared.sink, Stream::Lane(self.index));
         let contents = [self.buffers.current.bytes(length)];
         sink.pages(stream, &Pages { block, offsets, contents: &contents })?;
-        self.buffers.turn(sink.lease(stream), self.shared.session)
+        self.buffers.rotate(sink.lease(stream), self.shared.session)
     }
 
     /// Receives a compressed packet's pages into the buffer.

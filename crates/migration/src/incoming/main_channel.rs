@@ -42,7 +42,7 @@ pub(super) struct MainChannel<'a> {
     barriers: Barriers,
 }
 
-/// What was received and not yet taken: `bytes[start..end]`.
+/// Data received and not yet consumed: `bytes[start..end]`.
 struct Input<'a> {
     channel: &'a Arc<dyn Channel>,
     bytes: Vec<u8>,
@@ -80,7 +80,7 @@ impl<'a> MainChannel<'a> {
         self.device_state(tail)
     }
 
-    /// The lanes have ended as well: commits the guest and tells the source.
+    /// The lanes have ended as well: commits the guest and acknowledges it to the source.
     pub(super) fn deliver(&mut self, state: DeviceState) -> Result<()> {
         self.shared.session.check()?;
         // A connection that was still on its way at the stream's beginning is here by now.
@@ -97,7 +97,8 @@ impl<'a> MainChannel<'a> {
         }
     }
 
-    /// A destination that runs the guest by itself may have it, and has not said so: the source is stopped for good.
+    /// A destination that runs the guest by itself may have it, without acknowledgement: the source is stopped for
+    /// good.
     pub(super) fn hold(&self) {
         if let Some(writer) = &self.return_path
             && let Err(error) = writer.send(&Message::Shut(0))
@@ -118,7 +119,7 @@ impl<'a> MainChannel<'a> {
             let taken = reader.position();
             let Some(event) = event else {
                 self.input.start += taken;
-                self.hand_on()?;
+                self.deliver_batch()?;
                 self.receive_more(state.awaits())?;
                 continue;
             };
@@ -134,7 +135,7 @@ impl<'a> MainChannel<'a> {
                 Event::Xbzrle { page, data } => {
                     let data = data.to_vec();
                     self.input.start += taken;
-                    self.hand_on()?;
+                    self.deliver_batch()?;
                     self.xbzrle(page, &data)?;
                 }
                 Event::DeviceState => {
@@ -144,7 +145,7 @@ impl<'a> MainChannel<'a> {
                 event => {
                     let event = owned(event);
                     self.input.start += taken;
-                    self.hand_on()?;
+                    self.deliver_batch()?;
                     self.apply(&event, &state)?;
                 }
             }
@@ -247,7 +248,7 @@ impl<'a> MainChannel<'a> {
 
     fn page(&mut self, page: PageRef) -> Result<()> {
         if self.input.end - self.input.start < PAGE {
-            self.hand_on()?;
+            self.deliver_batch()?;
             while self.input.end - self.input.start < PAGE {
                 self.receive_more("the rest of a page")?;
             }
@@ -261,7 +262,7 @@ impl<'a> MainChannel<'a> {
     fn batch(&mut self, page: PageRef, content: Option<usize>) -> Result<()> {
         let fits = self.batch.block == Some(page.block) && self.batch.zero == content.is_none();
         if !fits || self.batch.offsets.len() == BATCH_PAGES_MAX {
-            self.hand_on()?;
+            self.deliver_batch()?;
             (self.batch.block, self.batch.zero) = (Some(page.block), content.is_none());
         }
         self.batch.offsets.push(page.offset);
@@ -269,7 +270,7 @@ impl<'a> MainChannel<'a> {
         Ok(())
     }
 
-    fn hand_on(&mut self) -> Result<()> {
+    fn deliver_batch(&mut self) -> Result<()> {
         let (Some(block), offsets) = (self.batch.block.take(), &self.batch.offsets) else { return Ok(()) };
         let pages = offsets.len() as u64;
         if self.batch.zero {
@@ -311,7 +312,7 @@ impl<'a> MainChannel<'a> {
     }
 
     fn begin_device_state(&mut self) -> Result<Collector> {
-        self.hand_on()?;
+        self.deliver_batch()?;
         let mut collector = Collector::default();
         self.collect(&mut collector)?;
         Ok(collector)

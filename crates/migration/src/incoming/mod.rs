@@ -6,9 +6,9 @@
 //!                                               └─► return path ─► source: PONG, at the end SHUT 0
 //! ```
 //!
-//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device state and is
-//! asked to commit. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its guest, and any
-//! error here ends the connections, which makes the source go on.
+//! When the main channel has everything, the lanes are ended and waited for; then the sink gets the device state and
+//! commits. SHUT 0 is sent only after [`Sink::commit`] returned: until then the source keeps its guest, and any error
+//! here closes the connections, which makes the source resume.
 
 mod connect;
 mod lane;
@@ -32,16 +32,16 @@ use crate::{Compression, Error, Result, Session, Sink, Statistics};
 use main_channel::MainChannel;
 use refuse::REFUSE_TIMEOUT;
 
-/// How to receive.
+/// Options of an incoming migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
-    /// Refuse a stream without a return path: its source would not hear of a failure here, and end its guest.
+    /// Refuse a stream without a return path: its source would not learn of a failure here, and end its guest.
     pub require_return_path: bool,
-    /// How the lanes' pages are compressed; the level does not matter here.
+    /// Compression of the lanes' pages; the level has no effect here.
     pub compression: Compression,
     /// The stream is of QEMU's background-snapshot, whose memory has no end of its own.
     pub is_snapshot: bool,
-    /// What a towline at the source is told becomes of the guest here.
+    /// Use of the guest here, as reported to a towline at the source.
     pub receiver: Receiver,
 }
 
@@ -57,7 +57,7 @@ impl Default for Options {
 pub enum Stage {
     /// The memory's last section begins: the source has stopped its guest.
     Switchover,
-    /// [`Sink::commit`] returned: the source is told next.
+    /// [`Sink::commit`] returned: the acknowledgement to the source follows.
     Committed,
 }
 
@@ -69,7 +69,7 @@ pub struct Incoming {
     options: Options,
 }
 
-/// What the threads of one incoming migration share.
+/// State shared by the threads of one incoming migration.
 struct Shared<'a> {
     session: &'a Session,
     statistics: &'a Statistics,
@@ -82,7 +82,7 @@ struct Shared<'a> {
     machine_type: OnceLock<String>,
     /// Pulled when the main channel has everything: no lane waits for more.
     complete: Cancel,
-    /// The source was told so, and leaves no checksum out from then on.
+    /// The source was informed, and omits no checksum from then on.
     compares_checksums: AtomicBool,
 }
 
@@ -99,12 +99,12 @@ impl Incoming {
         Self { session, statistics, options }
     }
 
-    /// Receives the guest into `sink`; returns when it is safe there and the source was told so. The connections are to be
-    /// held until the source is done with them ([`Connections::linger`]): it may fail if they break before.
+    /// Receives the guest into `sink`; returns when it is safe there and the source was acknowledged. The connections
+    /// are to be held until the source is done with them ([`Connections::linger`]): it may fail if they break before.
     ///
     /// # Errors
-    /// The first error of any thread. The source was not told that the guest is safe, so it keeps it, even where
-    /// [`Sink::commit`] had returned: a guest that came must not be started then.
+    /// The first error of any thread. The source was not acknowledged, so it keeps its guest, even where
+    /// [`Sink::commit`] had returned: a received guest must not be started then.
     pub fn run(&self, connections: &Connections, sink: &dyn Sink) -> Result<()> {
         self.run_watched(connections, sink, &|_| {})
     }
@@ -196,7 +196,7 @@ fn end_lanes(lanes: &[Arc<dyn Channel>]) {
     }
 }
 
-/// How a stream that ends too early is told.
+/// The error of a stream that ends too early.
 fn ended(channel: &dyn Channel, awaiting: &'static str) -> Error {
     Error::Ended { peer: channel.peer().to_owned(), awaiting }
 }

@@ -1,9 +1,9 @@
 //! Ending a migration that is not taken, in an order that its source survives.
 //!
-//! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait for ever
-//! (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not say so). At the last barrier it
-//! holds its big lock meanwhile: its guest stands still and its monitor is silent. So its main channel is shut down, which
-//! makes it give up by itself, and its lanes are taken from until it closes them.
+//! A QEMU (as of 10.0) that loses a lane while it waits for all of them, as it does at each barrier, may wait for
+//! ever (`multifd_send_sync_main`: a lane's thread that ends because another one failed does not signal it). At the
+//! last barrier it holds its big lock meanwhile: its guest stands still and its monitor does not respond. So its main
+//! channel is shut down, which makes it give up, and its lanes are drained until it closes them.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
 
-/// How long a source may take to close its lanes once its main channel is shut down.
+/// The time that a source may take to close its lanes once its main channel is shut down.
 pub(super) const REFUSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Bytes taken at once.
 const BYTES: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! Waiting for a listener and for connections that have not said what they are: `poll(2)` in one place.
+//! Waits for a listener and for connections that have not identified themselves: `poll(2)` in one place.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,10 +9,10 @@ use towline_channel::{Cancel, Channel, Error as ChannelError, Listener};
 
 use crate::Result;
 
-/// What is worth a call.
+/// Ready descriptors.
 #[derive(Default)]
 pub(super) struct Ready {
-    /// Somebody may have connected.
+    /// A connection may have arrived.
     pub(super) listener: bool,
     /// These have bytes, or have ended.
     pub(super) channels: Vec<Arc<dyn Channel>>,

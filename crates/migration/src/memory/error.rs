@@ -1,4 +1,4 @@
-//! What a [`super::Memory`] refuses, and why.
+//! Errors of a [`super::Memory`].
 
 use std::io;
 
@@ -110,7 +110,7 @@ pub enum MemoryError {
         block: String,
         /// Its length in bytes.
         found: u64,
-        /// What stands there here.
+        /// The expected value.
         expected: String,
     },
     /// The guest that comes has too few blocks.
@@ -118,7 +118,7 @@ pub enum MemoryError {
     BlockMissing {
         /// The first that is missing.
         block: String,
-        /// How many blocks the source has.
+        /// Number of blocks that the source has.
         found: usize,
         /// Its length in bytes here.
         expected: u64,
@@ -131,8 +131,8 @@ pub enum MemoryError {
         /// This one.
         expected: String,
     },
-    /// Pages came before the block list, or a guest is asked for that has not come.
-    #[error("there is no memory yet: the block list has not come")]
+    /// Pages came before the block list, or the guest was requested before it arrived.
+    #[error("there is no memory yet: the block list has not arrived")]
     NoBlocks,
     /// It has no device state.
     #[error(

@@ -9,10 +9,10 @@ use towline_protocol::{PageRef, RamBlock};
 use super::{Memory, MemoryError, address, lock};
 use crate::{Extent, ExtentKind, Guest, Result};
 
-/// Most pages looked at for one extent: those of a unit that is sent.
+/// Maximum number of pages looked at for one extent: those of a unit that is sent.
 const EXTENT_PAGES_MAX: u64 = 512;
 
-/// What a memory that has adopted nothing says of itself.
+/// Configuration of a memory that has adopted nothing.
 static NO_CONFIGURATION: Configuration = Configuration {
     machine_type: String::new(),
     target_page_bits: None,

@@ -10,17 +10,17 @@ use std::time::{Duration, Instant};
 use super::{Memory, MemoryError, Ram};
 use crate::sys::{HUGE_PAGE_BYTES, Span};
 
-/// What one thread has made by one call: large enough for the call not to matter, small enough to share the work well.
+/// Bytes that one thread populates per call: large enough to amortize the call, small enough to share the work well.
 const CHUNK_BYTES: usize = 16 * HUGE_PAGE_BYTES;
 
-/// What was made, and how long it took.
+/// Result of populating, and its duration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Populated {
     /// Bytes of memory, all of it.
     pub bytes: u64,
     /// The time it took.
     pub elapsed: Duration,
-    /// Huge pages were asked for and not refused for every block. Whether there were any is for the kernel to know.
+    /// Huge pages were requested and not refused for every block. The kernel decides whether there were any.
     pub is_huge_advised: bool,
     /// The kernel does not know the call (before Linux 5.14, or for this kind of file): pages were touched one by one.
     pub is_touched: bool,
@@ -35,11 +35,11 @@ struct Chunk<'a> {
 }
 
 impl Memory {
-    /// Makes all pages now, with `threads` threads, and huge ones where they can be had. For a destination, before the
-    /// migration; never before postcopy, which discards what is there. Content stays as it is.
+    /// Populates all pages now, with `threads` threads, and with huge pages where available. For a destination,
+    /// before the migration; never before postcopy, which discards them. Content stays as it is.
     ///
     /// # Errors
-    /// There are no blocks, or not so much memory.
+    /// There are no blocks, or not enough memory.
     pub fn populate(&self, threads: NonZeroUsize) -> Result<Populated, MemoryError> {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         let begun = Instant::now();

@@ -37,7 +37,7 @@ impl Sink for Memory {
         Ok(())
     }
 
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
         let ram = self.ram.get()?;
         // Before the bytes come: those of a migration that fails in the middle stay.
         ram.touched.mark(page, length);
@@ -59,7 +59,7 @@ impl Sink for Memory {
         let ram = self.ram.get().ok_or(MemoryError::NoBlocks)?;
         for &offset in offsets {
             let page = PageRef { block, offset };
-            // What is zero already is not written: the first write of a page costs more than its transfer.
+            // Zero pages are not written again: the first write of a page costs more than its transfer.
             if !ram.is_untouched(page) && !ram.span(page).is_zero(address(page), PAGE) {
                 ram.span(page).write(address(page), &[0; PAGE]);
             }

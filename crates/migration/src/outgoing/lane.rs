@@ -24,10 +24,10 @@ pub(crate) struct LaneWriter {
     memory_is_still: bool,
 }
 
-/// Whether contents can change while they are sent.
+/// True if contents can change while they are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Contents {
-    /// A running guest may write there. What it writes is sent again, but its hash would be of neither.
+    /// A running guest may write there. Its writes are sent again, but the hash would match neither content.
     Live,
     Still,
 }
@@ -38,7 +38,7 @@ struct PacketWriter {
     /// Numbers the packets of all lanes.
     packets: Arc<AtomicU64>,
     statistics: Arc<Statistics>,
-    /// How packets with pages say that these are compressed.
+    /// The compression method of packets with pages.
     method: Method,
     packet: Packet,
     header: Box<[u8; HEADER_BYTES]>,
@@ -61,7 +61,7 @@ impl LaneWriter {
         Ok(Self { out, compressor: Compressor::new(compression)?, memory_is_still: false })
     }
 
-    /// Sends the lane's first bytes, unless who connected it did.
+    /// Sends the lane's init packet, unless it was sent on connecting.
     pub(crate) fn init(&mut self, index: usize, uuid: [u8; 16], introduced: bool) -> Result<()> {
         let bytes = init(index, uuid);
         if !introduced {
@@ -76,7 +76,7 @@ impl LaneWriter {
         self.out.checksums = true;
     }
 
-    /// From here on nobody writes in the guest's memory, so that what is hashed is what is sent.
+    /// The guest's memory no longer changes, so that the hashed content is the sent one.
     pub(crate) fn memory_is_still(&mut self) {
         self.memory_is_still = true;
     }
@@ -97,7 +97,7 @@ impl LaneWriter {
         self.out.packet.normal.len() + self.out.packet.zero.len() == PACKET_PAGES
     }
 
-    /// Sends the named pages, if any, with their contents out of the guest's memory. Returns how many bytes these took.
+    /// Sends the named pages, if any, with their contents from the guest's memory. Returns the bytes of the contents.
     pub(crate) fn send(&mut self, guest: &dyn Guest, blocks: &[RamBlock]) -> Result<u64> {
         let packet = &self.out.packet;
         let Some(block) = packet.block else { return Ok(0) };
@@ -151,7 +151,7 @@ impl LaneWriter {
         offsets: &[u64],
         blocks: &[RamBlock],
     ) -> Option<Result<u64>> {
-        // Who hashes the pages has to see them.
+        // Pages that are hashed have to be in memory.
         if self.compressor.is_some() || self.out.checksums || !self.out.sender.splices_from(from) {
             return None;
         }
@@ -223,7 +223,7 @@ impl PacketWriter {
     fn encode(&mut self, data_bytes: u64, blocks: &[RamBlock]) {
         let packet = &mut self.packet;
         packet.data_bytes = u32::try_from(data_bytes).expect("bounded by PACKET_COMPRESSED_BYTES_MAX");
-        // QEMU asks for the method wherever there are pages, zero ones too.
+        // QEMU expects the method wherever there are pages, zero ones too.
         packet.method = if packet.block.is_some() { self.method } else { Method::None };
         packet.packet_num = self.packets.fetch_add(1, Ordering::Relaxed);
         packet.pages_alloc = if packet.sync { 0 } else { PACKET_PAGES as u32 };

@@ -19,7 +19,7 @@ use crate::{Error, Guest, Result};
 
 /// Bytes of records that are gathered before they are sent.
 const PENDING_BYTES_MAX: usize = 64 << 10;
-/// How long a command that took the whole stream may take to end.
+/// The time that a command that took the whole stream may take to end.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The sending side of a main channel.
@@ -45,7 +45,7 @@ impl MainWriter {
         Self { writer: RecordWriter::new(channel, statistics), state: State::Start }
     }
 
-    /// Sends header and configuration, and opens the return path if asked to.
+    /// Sends header and configuration, and opens the return path if requested.
     pub(crate) fn begin(
         &mut self,
         configuration: &Configuration,
@@ -157,7 +157,7 @@ impl MainWriter {
         Ok(())
     }
 
-    /// Ends a stream that nobody acknowledges: says that nothing follows, and waits for a command that takes it.
+    /// Ends a stream without acknowledgement: sends the end, and waits for a command that reads it.
     pub(crate) fn end_stream(&mut self) -> Result<()> {
         if let Err(error) = self.writer.channel().shutdown(Shutdown::Write) {
             tracing::debug!(%error, "shutdown");

@@ -6,9 +6,9 @@
 //!   return path       PONG ◄─────────┴──────────────────────────────────────────────────────────── SHUT 0 ◄
 //! ```
 //!
-//! A unit is taken by whichever lane is free, announced to the guest ([`Guest::prepare`]) and sent as packets straight
-//! from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for the last pass only,
-//! and started again if anything fails before the destination said that it has it.
+//! Each unit is taken by the next free lane, announced to the guest ([`Guest::prepare`]) and sent as packets straight
+//! from its memory. Without lanes the caller's thread sends it as records. The guest is stopped for the last pass
+//! only, and started again if anything fails before the destination acknowledged it.
 
 mod connect;
 mod lane;
@@ -33,7 +33,7 @@ use towline_protocol::{PageRef, RamBlock};
 pub use connect::{Connections, connect};
 pub(crate) use lane::LaneWriter;
 pub(crate) use main_channel::MainWriter;
-pub(crate) use return_path::{Audience, ReturnPath};
+pub(crate) use return_path::{Forwarding, ReturnPath};
 pub(crate) use sends::check as check_zero_copy;
 pub use towline_channel::ZeroCopySend;
 
@@ -43,30 +43,30 @@ pub(crate) use pass::Limiter;
 use pass::Pass;
 pub(crate) use records::RecordWriter;
 
-/// How to send.
+/// Options of an outgoing migration.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Open a return path and succeed only on the destination's word. Off for what cannot answer: a pipe, a file.
     pub return_path: bool,
-    /// How long the destination may take to answer the stream's head.
+    /// The time that the destination may take to answer the stream's head.
     pub answer_timeout: Duration,
     /// Bytes per second in all; `None`: as fast as it goes.
     pub max_bandwidth: Option<u64>,
-    /// How long the guest may be stopped for its last pass.
+    /// The time that the guest may be stopped for its last pass.
     pub downtime_limit: Duration,
-    /// How much of that goes to anything but memory: the device state, starting the guest at its destination.
+    /// The part of it for everything but memory: the device state, starting the guest at its destination.
     pub switchover_cost: Duration,
-    /// How long a guest that writes as fast as it is sent is looked at before [`Self::unconverged`] decides.
+    /// The time that a guest that writes as fast as it is sent is looked at before [`Self::unconverged`] decides.
     pub patience: Patience,
-    /// What becomes of it.
+    /// Handling of a guest that does not converge.
     pub unconverged: Unconverged,
-    /// How the pages on lanes are compressed. To be compressed they are copied, so it excludes zero-copy sends.
+    /// Compression of the pages on lanes. Pages are copied to be compressed, so it excludes zero-copy sends.
     pub compression: Compression,
-    /// Whether the kernel reads the pages on lanes where they are.
+    /// True if the kernel reads the pages on lanes where they are.
     pub zero_copy_send: ZeroCopySend,
 }
 
-/// How lanes send their pages.
+/// Send method of the lanes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LaneOptions {
     /// See [`Options::compression`].
@@ -81,7 +81,7 @@ impl Options {
     }
 }
 
-/// What becomes of a guest that writes as fast as it is sent.
+/// Handling of a guest that writes as fast as it is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unconverged {
     /// It runs on at its source; the migration ends with [`Error::CannotConverge`].
@@ -114,7 +114,7 @@ pub struct Outgoing {
     options: Options,
 }
 
-/// What the threads of one outgoing migration share.
+/// State shared by the threads of one outgoing migration.
 struct Shared<'a> {
     session: &'a Session,
     guest: &'a dyn Guest,
@@ -136,7 +136,7 @@ impl Outgoing {
         Self { session, statistics, options }
     }
 
-    /// Sends `guest`; returns when the destination said that it has it.
+    /// Sends `guest`; returns when the destination has acknowledged it.
     ///
     /// # Errors
     /// The first error of any thread; the guest was started again if it had been stopped, or it is
@@ -214,7 +214,7 @@ impl Outgoing {
         }
     }
 
-    /// A state that is none of QEMU's is sent as it is.
+    /// A state that is not QEMU's is sent as it is.
     fn send_state(&self, main: &mut MainWriter, answers: Option<&ReturnPath>, state: &[u8]) -> Result<()> {
         if let Ok(state) = DeviceState::parse(state) {
             return send_device_state(&self.session, main, answers, &state);
@@ -235,7 +235,7 @@ impl Outgoing {
             true => Some(ReturnPath::start(
                 Arc::clone(&connections.main),
                 Arc::clone(&self.session),
-                Audience::Nobody,
+                Forwarding::Disabled,
             )),
             false => None,
         })
@@ -290,7 +290,7 @@ impl Outgoing {
         }
     }
 
-    /// Sends what is `left` and what was written until the guest stopped; returns its device state.
+    /// Sends the remainder `left` and the pages written until the guest stopped; returns its device state.
     fn complete(&self, shared: &Shared<'_>, lanes: &mut [LaneWriter], left: Pass) -> Result<Vec<u8>> {
         let mut pass = left;
         pass.merge(Pass::harvested(shared.guest)?);
@@ -327,7 +327,7 @@ impl Outgoing {
     }
 }
 
-/// The destination has answered the stream's head: says who we are if it is a towline that waits for the outcome.
+/// After the reply to the stream's head: sends HELLO if the destination is a towline that waits for the outcome.
 pub(crate) fn greet(session: &Session, main: &mut MainWriter, answers: &ReturnPath) -> Result<()> {
     let receiver = answers.receiver();
     session.found_destination(receiver);
@@ -368,7 +368,7 @@ fn send_units(shared: &Shared<'_>, lane: &mut LaneWriter, pass: &Pass) -> Result
         shared.limiter.take(length, shared.session)?;
         shared.guest.prepare(page, length)?;
         let sent = send_unit(shared, lane, blocks, page, length)?;
-        // Compressed, what does not compress is a little longer.
+        // Incompressible data becomes a little longer.
         shared.limiter.give_back(length.saturating_sub(sent));
     }
     lane.sync(blocks)?;

@@ -1,4 +1,4 @@
-//! What one pass over the memory has to send, in units that lanes take one by one.
+//! One pass over the memory, in units that lanes take one by one.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::{Guest, Result, Session, Tuning};
 
 /// A unit's size and alignment: an image's checksums and a host's huge pages are of this size.
 const UNIT_BYTES: u64 = 2 << 20;
-/// How often who waits for its turn looks whether the migration failed.
+/// Interval at which a throttled sender checks whether the migration failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs of memory to be sent.
@@ -34,14 +34,14 @@ impl Pass {
         Self { runs: blocks.iter().enumerate().map(whole).collect(), next: Mutex::default() }
     }
 
-    /// What the guest wrote since it was last asked.
+    /// The pages that the guest wrote since the last harvest.
     pub(crate) fn harvested(guest: &dyn Guest) -> Result<Self> {
         let mut runs = Vec::new();
         guest.harvest_dirty(&mut |page, length| runs.push((page, length)))?;
         Ok(Self { runs, next: Mutex::default() })
     }
 
-    /// Adds another pass's runs; what stands in both is sent once.
+    /// Adds another pass's runs; pages in both are sent once.
     pub(crate) fn merge(&mut self, other: Self) {
         self.runs.extend(other.runs);
         self.runs.sort_unstable();
@@ -83,11 +83,11 @@ pub(crate) struct Limiter {
 
 #[derive(Debug)]
 struct Taken {
-    /// When what was taken so far has passed.
+    /// When the bytes taken so far have passed.
     free: Instant,
     /// The rate it was taken at.
     rate: Option<u64>,
-    /// How often the rate had been changed by then.
+    /// Number of times that the rate had been changed by then.
     changes: u64,
 }
 
@@ -120,7 +120,7 @@ impl Limiter {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, changes) = (Instant::now(), tuning.changes());
         if std::mem::replace(&mut taken.changes, changes) != changes {
-            // What was taken at another rate has no say in this one.
+            // Bytes taken at another rate do not count in this one.
             taken.free = now;
         }
         taken.rate = tuning.max_bandwidth().unwrap_or(self.bytes_per_second);
@@ -131,7 +131,7 @@ impl Limiter {
         Some((due, changes))
     }
 
-    /// Of what was taken, `bytes` were not sent: those of zero pages, and what compression saved.
+    /// Returns `bytes` that were taken and not sent: those of zero pages, and savings of compression.
     pub(crate) fn give_back(&self, bytes: u64) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(rate) = taken.rate else { return };
@@ -149,7 +149,7 @@ mod tests {
 
     /// At a byte a second the second one would wait for an hour.
     #[test]
-    fn a_rate_that_is_raised_frees_who_waits() {
+    fn raising_the_rate_wakes_a_throttled_sender() {
         let (limiter, session, tuning) = (Limiter::new(Some(1)), Session::default(), Tuning::default());
         session.follow(&tuning);
         limiter.take(3600, &session).unwrap();
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_in_two_passes_is_sent_once() {
+    fn pages_in_two_passes_are_sent_once() {
         let page = |block, offset| PageRef { block: BlockIndex(block), offset };
         let pass = |runs| Pass { runs, next: Mutex::default() };
         let mut left = pass(vec![(page(0, 0x1000), 0x3000), (page(1, 0), 0x1000)]);

@@ -1,6 +1,7 @@
 //! Records of a main channel with the pages behind them: record, page, record, page in one vectored call, no page copied.
 //!
-//! Precopy and postcopy write the same records; who may write them when is said by the protocol's states, which are the caller's.
+//! Precopy and postcopy write the same records; the order is enforced by the protocol's states, which belong to the
+//! caller.
 
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ pub(crate) struct RecordWriter {
     pending: Vec<u8>,
 }
 
-/// Pages to be sent, each behind so many of the bytes that are pending.
+/// Pages to be sent, each with its position in the pending bytes.
 type Marks<'a> = Vec<(usize, IoBuf<'a>)>;
 
 impl RecordWriter {
@@ -41,7 +42,7 @@ impl RecordWriter {
         &self.statistics
     }
 
-    /// What comes next on the channel, to be written into.
+    /// The pending bytes of the channel, to be appended to.
     pub(crate) fn pending(&mut self) -> &mut Vec<u8> {
         &mut self.pending
     }
@@ -108,7 +109,7 @@ impl RecordWriter {
         self.flush_if(1)
     }
 
-    /// Sends what is pending if it is so many bytes.
+    /// Flushes the pending bytes if there are at least `bytes`.
     pub(crate) fn flush_if(&mut self, bytes: usize) -> Result<()> {
         if self.pending.len() >= bytes {
             self.channel.send_all(&[IoBuf::from(&self.pending[..])], SendFlags::empty())?;

@@ -1,4 +1,4 @@
-//! Listening to the destination while everything is sent.
+//! Reads the return path while everything is sent.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -15,14 +15,14 @@ use crate::{Error, Result, Session};
 
 /// Room for one message, the largest of which is 516 bytes.
 const INPUT_BYTES: usize = 1024;
-/// How often a waiter looks whether the migration failed.
+/// Interval at which a waiter looks whether the migration failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a waiter lets the listener read what came before the migration failed.
+/// The time that a waiter lets the listener read what came before the migration failed.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Messages that are kept until there is somebody to pass them on to. A destination has one to say, SWITCHOVER_ACK.
+/// Number of messages that are kept until the source's return path is open. A destination sends one, SWITCHOVER_ACK.
 const WAITING_MAX: usize = 16;
 
-/// What the destination has said so far; a thread of its own listens.
+/// State of the return path; a thread of its own reads it.
 #[derive(Debug, Clone)]
 pub(crate) struct ReturnPath {
     peer: String,
@@ -31,35 +31,35 @@ pub(crate) struct ReturnPath {
 
 #[derive(Debug, Default)]
 struct Shared {
-    heard: Mutex<Heard>,
+    state: Mutex<ReturnPathState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct ReturnPathState {
     answers: Answers,
     /// The listener has ended; if by an error, the session has it.
     ended: bool,
-    audience: Audience,
+    forwarding: Forwarding,
 }
 
-/// Who else hears what the destination says.
+/// Forwarding of the destination's messages.
 #[derive(Debug, Default)]
-pub(crate) enum Audience {
-    /// Nobody: what is of no use here is dropped.
+pub(crate) enum Forwarding {
+    /// None: irrelevant messages are dropped.
     #[default]
-    Nobody,
+    Disabled,
     /// A relay's source, which has not opened its return path; these messages are kept for it.
-    Awaited(Vec<Message>),
+    Buffered(Vec<Message>),
     /// A relay's source.
     Source(ReturnPathWriter),
 }
 
 impl ReturnPath {
     /// Starts listening. The thread ends with the connection, which `session` shuts down on failure.
-    pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, audience: Audience) -> Self {
-        let heard = Mutex::new(Heard { audience, ..Heard::default() });
-        let shared = Arc::new(Shared { heard, changed: Condvar::new() });
+    pub(crate) fn start(channel: Arc<dyn Channel>, session: Arc<Session>, forwarding: Forwarding) -> Self {
+        let state = Mutex::new(ReturnPathState { forwarding, ..ReturnPathState::default() });
+        let shared = Arc::new(Shared { state, changed: Condvar::new() });
         let path = Self { peer: channel.peer().to_owned(), shared };
         let listener = path.clone();
         thread::spawn(move || {
@@ -67,7 +67,7 @@ impl ReturnPath {
             if let Err(error) = listener.listen(channel.as_ref()) {
                 session.fail(error);
             }
-            listener.heard().ended = true;
+            listener.state().ended = true;
             listener.shared.changed.notify_all();
         });
         path
@@ -75,56 +75,56 @@ impl ReturnPath {
 
     /// Passes on to the source what is its business.
     pub(crate) fn forward_to(&self, source: ReturnPathWriter) -> Result<()> {
-        let mut heard = self.heard();
-        if let Audience::Awaited(messages) = &heard.audience {
+        let mut state = self.state();
+        if let Forwarding::Buffered(messages) = &state.forwarding {
             for message in messages {
                 source.send(message)?;
             }
         }
-        heard.audience = Audience::Source(source);
+        state.forwarding = Forwarding::Source(source);
         Ok(())
     }
 
-    /// From here on the destination may say that it has the guest. To be called before the last bytes are sent.
+    /// Allows SHUT from here on. To be called before the last bytes are sent.
     pub(crate) fn expect_shut(&self) {
-        self.heard().answers.expect_shut();
+        self.state().answers.expect_shut();
     }
 
     /// Waits until the destination has loaded everything but the end of the stream.
     pub(crate) fn wait_loaded(&self, session: &Session) -> Result<()> {
-        self.wait(session, None, |heard| heard.answers.has_loaded()).map(drop)
+        self.wait(session, None, |state| state.answers.has_loaded()).map(drop)
     }
 
-    /// What a towline at the destination does with the guest; `None` of a QEMU. Known behind [`Self::wait_pong`].
+    /// Use of the guest by a towline at the destination; `None` of a QEMU. Known after [`Self::wait_pong`].
     pub(crate) fn receiver(&self) -> Option<Receiver> {
-        self.heard().answers.receiver()
+        self.state().answers.receiver()
     }
 
     /// Waits for the answer to the first PING. Returns whether the destination compares checksums.
     pub(crate) fn wait_pong(&self, session: &Session, timeout: Duration, lanes: usize) -> Result<bool> {
         let deadline = Instant::now() + timeout;
-        match self.wait(session, Some(deadline), |heard| heard.answers.has_pong())? {
-            true => Ok(self.heard().answers.wants_checksums()),
+        match self.wait(session, Some(deadline), |state| state.answers.has_pong())? {
+            true => Ok(self.state().answers.wants_checksums()),
             false => Err(Error::NoAnswer { peer: self.peer.clone(), waited: timeout, lanes }),
         }
     }
 
-    /// Waits until the destination says that it has the guest. If it does, it has it, even if the migration was cancelled
-    /// meanwhile.
+    /// Waits until the destination acknowledges the guest. Once it does, it has it, even if the migration was
+    /// cancelled meanwhile.
     pub(crate) fn wait_shut(&self, session: &Session) -> Result<()> {
-        self.wait(session, None, |heard| heard.answers.has_shut()).map(drop)
+        self.wait(session, None, |state| state.answers.has_shut()).map(drop)
     }
 
     fn wait(
         &self,
         session: &Session,
         deadline: Option<Instant>,
-        done: impl Fn(&Heard) -> bool,
+        done: impl Fn(&ReturnPathState) -> bool,
     ) -> Result<bool> {
         let mut last_words_until = None;
-        let mut heard = self.heard();
-        while !done(&heard) {
-            if heard.ended {
+        let mut state = self.state();
+        while !done(&state) {
+            if state.ended {
                 return Err(Error::Cancelled);
             }
             let now = Instant::now();
@@ -135,8 +135,8 @@ impl ReturnPath {
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return Ok(false);
             }
-            let waited = self.shared.changed.wait_timeout(heard, LOOK_INTERVAL);
-            heard = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.shared.changed.wait_timeout(state, LOOK_INTERVAL);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(true)
     }
@@ -163,23 +163,23 @@ impl ReturnPath {
 
     /// Takes a message in; true after the last one.
     fn take(&self, message: Message) -> Result<bool> {
-        let mut heard = self.heard();
-        if heard.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
-            match &mut heard.audience {
-                Audience::Nobody => {}
-                Audience::Awaited(messages) if messages.len() < WAITING_MAX => messages.push(message),
-                Audience::Awaited(_) => return Err(self.unexpected("one message after the other")),
-                Audience::Source(source) => {
-                    // Not under the lock: a source that does not read would hold up who waits here.
+        let mut state = self.state();
+        if state.answers.handle(&message).map_err(Error::protocol(&self.peer))? == Answer::Other {
+            match &mut state.forwarding {
+                Forwarding::Disabled => {}
+                Forwarding::Buffered(messages) if messages.len() < WAITING_MAX => messages.push(message),
+                Forwarding::Buffered(_) => return Err(self.unexpected("one message after the other")),
+                Forwarding::Source(source) => {
+                    // Not under the lock: a source that does not read would block the waiting threads.
                     let source = source.clone();
-                    drop(heard);
+                    drop(state);
                     source.send(&message)?;
                     return Ok(false);
                 }
             }
         }
         self.shared.changed.notify_all();
-        Ok(heard.answers.has_shut())
+        Ok(state.answers.has_shut())
     }
 
     fn unexpected(&self, found: &str) -> Error {
@@ -187,8 +187,8 @@ impl ReturnPath {
         Error::protocol(&self.peer)(PeerMisbehaved::Unexpected { found, expected }.into())
     }
 
-    fn heard(&self) -> MutexGuard<'_, Heard> {
+    fn state(&self) -> MutexGuard<'_, ReturnPathState> {
         // A panicking thread leaves flags, all consistent at each step.
-        self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! What the running guest waited for: how often, how long, and where.
+//! Statistics of the guest's faults: number, latency and addresses.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -32,7 +32,7 @@ pub struct FaultCounts {
     pub served: u64,
     /// Requests for pages that were on their way, or there, already.
     pub late: u64,
-    /// Half of the pages asked for left within this time of the request's arrival.
+    /// Median time from a request's arrival until its pages left.
     pub latency_p50: Option<Duration>,
     /// All but one in a hundred did.
     pub latency_p99: Option<Duration>,
@@ -68,7 +68,7 @@ impl Faults {
         self.late.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The pages that were asked for, in that order.
+    /// The requested pages, in order.
     pub(super) fn demanded(&self) -> Vec<PageRef> {
         self.demanded.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

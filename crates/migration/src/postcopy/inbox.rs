@@ -1,4 +1,5 @@
-//! What a postcopy destination says, sorted by who waits for it. A thread of its own listens.
+//! Dispatches the messages of a postcopy destination to the threads that wait for them. A thread of its own reads
+//! them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,22 +7,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_channel::{Channel, IoBufMut, RecvFlags};
-use towline_protocol::postcopy::{Answers, Block, Said, decode_bitmap};
+use towline_protocol::postcopy::{Answers, Block, ReturnMessage, decode_bitmap};
 use towline_protocol::return_path::Message;
 use towline_protocol::{BlockIndex, PageRef, Reader};
 
 use crate::{Error, Result, Session};
 
-/// What is received at a time.
+/// Size of one receive.
 const INPUT_BYTES: usize = 64 << 10;
 /// Requests that wait to be served. A destination has one for each thread that stands still at most.
 const REQUESTS_MAX: usize = 1 << 16;
-/// How often a waiter looks whether the connection failed.
+/// Interval at which a waiter looks whether the connection failed.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a waiter lets the listener read what came before the failure.
+/// The time that a waiter lets the listener read what came before the failure.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Pages that somebody waits for.
+/// A request for pages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Request {
     pub(super) page: PageRef,
@@ -29,19 +30,19 @@ pub(super) struct Request {
     pub(super) at: Instant,
 }
 
-/// What has been said on one connection.
+/// Messages received on one connection.
 #[derive(Debug)]
 pub(super) struct Inbox {
     peer: String,
     blocks: Arc<[Block]>,
-    heard: Mutex<Heard>,
+    heard: Mutex<InboxState>,
     changed: Condvar,
-    /// For who serves requests: of several that wait, one is woken for each.
+    /// For the request workers: one is woken for each request.
     asked: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Heard {
+struct InboxState {
     answers: Answers,
     pongs: Vec<u32>,
     shut: bool,
@@ -50,7 +51,7 @@ struct Heard {
     /// The block whose bitmap comes next.
     bitmap: Option<BlockIndex>,
     requests: VecDeque<Request>,
-    /// Nobody serves requests any more.
+    /// No further requests are served.
     closed: bool,
     /// The listener has ended.
     ended: bool,
@@ -72,7 +73,7 @@ impl Inbox {
             if let Err(error) = listener.receive(channel.as_ref()) {
                 session.fail(error);
             }
-            listener.heard().ended = true;
+            listener.state().ended = true;
             listener.changed.notify_all();
             listener.asked.notify_all();
         });
@@ -84,15 +85,15 @@ impl Inbox {
         self.wait(session, within, |heard| heard.pongs.contains(&ping))
     }
 
-    /// Whether this PING was answered. After the end, all that had been said is known.
+    /// Returns true if this PING was answered. After the end, all messages have been counted.
     pub(super) fn has_pong(&self, ping: u32) -> bool {
-        self.heard().pongs.contains(&ping)
+        self.state().pongs.contains(&ping)
     }
 
     /// Waits until the listener has read everything that came before the connection ended.
     pub(super) fn wait_end(&self) {
         let deadline = Instant::now() + LAST_WORDS;
-        let mut heard = self.heard();
+        let mut heard = self.state();
         while !heard.ended && Instant::now() < deadline {
             heard = self.changed.wait_timeout(heard, LOOK_INTERVAL).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -106,17 +107,17 @@ impl Inbox {
     ) -> Result<Vec<(BlockIndex, Vec<u8>)>> {
         let all = self.blocks.len();
         self.wait(session, within, |heard| heard.bitmaps.len() >= all)?;
-        Ok(std::mem::take(&mut self.heard().bitmaps))
+        Ok(std::mem::take(&mut self.state().bitmaps))
     }
 
-    /// Waits until the destination says that it goes on.
+    /// Waits for RESUME_ACK.
     pub(super) fn wait_resume_ack(&self, session: &Session, within: Duration) -> Result<()> {
         self.wait(session, within, |heard| heard.resume_ack)
     }
 
-    /// From here on the destination may say that it has everything.
+    /// Allows SHUT from here on.
     pub(super) fn expect_shut(&self) {
-        self.heard().answers.expect_shut();
+        self.state().answers.expect_shut();
     }
 
     /// Waits until it does.
@@ -124,9 +125,9 @@ impl Inbox {
         self.wait(session, Duration::MAX, |heard| heard.shut)
     }
 
-    /// The next request; `None` when nobody is to serve any more.
+    /// The next request; `None` when no further ones are to be served.
     pub(super) fn next_request(&self) -> Option<Request> {
-        let mut heard = self.heard();
+        let mut heard = self.state();
         loop {
             if heard.closed || heard.ended && !heard.shut {
                 return None;
@@ -138,21 +139,21 @@ impl Inbox {
         }
     }
 
-    /// Whether a request waits to be served.
+    /// Returns true if a request waits to be served.
     pub(super) fn has_requests(&self) -> bool {
-        !self.heard().requests.is_empty()
+        !self.state().requests.is_empty()
     }
 
     /// Ends the waits for requests.
     pub(super) fn close(&self) {
-        self.heard().closed = true;
+        self.state().closed = true;
         self.asked.notify_all();
     }
 
-    fn wait(&self, session: &Session, within: Duration, done: impl Fn(&Heard) -> bool) -> Result<()> {
+    fn wait(&self, session: &Session, within: Duration, done: impl Fn(&InboxState) -> bool) -> Result<()> {
         let begun = Instant::now();
         let mut last_words_until = None;
-        let mut heard = self.heard();
+        let mut heard = self.state();
         while !done(&heard) {
             let now = Instant::now();
             if heard.ended || session.is_failed() && now >= *last_words_until.get_or_insert(now + LAST_WORDS)
@@ -184,19 +185,19 @@ impl Inbox {
             if shut {
                 return Ok(());
             }
-            // What is left is a part of one message, or of a bitmap, whose length its block bounds.
+            // The remainder is a part of one message, or of a bitmap, whose length its block bounds.
             input.drain(..taken);
         }
     }
 
     /// Takes all whole messages in. Returns how many bytes they had, and whether the last one came.
     fn take(&self, input: &[u8], at: Instant) -> towline_protocol::Result<(usize, bool)> {
-        let mut heard = self.heard();
+        let mut heard = self.state();
         let mut reader = Reader::new(input);
         loop {
             if let Some(index) = heard.bitmap {
                 let Some(bits) = decode_bitmap(&mut reader, &self.blocks[index.index()])? else { break };
-                // One for each block was asked for.
+                // One for each block was requested.
                 if heard.bitmaps.len() < self.blocks.len() {
                     heard.bitmaps.push((index, bits));
                 }
@@ -205,29 +206,29 @@ impl Inbox {
             }
             let Some(message) = Message::decode(&mut reader)? else { break };
             match heard.answers.handle(&message, &self.blocks)? {
-                Said::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
-                Said::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
+                ReturnMessage::Pong(value) if !heard.pongs.contains(&value) => heard.pongs.push(value),
+                ReturnMessage::Request { page, length } if heard.requests.len() < REQUESTS_MAX => {
                     heard.requests.push_back(Request { page, length, at });
                     self.asked.notify_one();
                 }
-                Said::Request { .. } => {
+                ReturnMessage::Request { .. } => {
                     let found = format!("{REQUESTS_MAX} requests for pages and none of them served");
                     let expected = "one for each thread that waits";
                     return Err(towline_protocol::PeerMisbehaved::Unexpected { found, expected }.into());
                 }
-                Said::Bitmap(index) => heard.bitmap = Some(index),
-                Said::ResumeAck => heard.resume_ack = true,
-                Said::Shut => {
+                ReturnMessage::Bitmap(index) => heard.bitmap = Some(index),
+                ReturnMessage::ResumeAck => heard.resume_ack = true,
+                ReturnMessage::Shut => {
                     heard.shut = true;
                     return Ok((reader.position(), true));
                 }
-                Said::Pong(_) | Said::Other => {}
+                ReturnMessage::Pong(_) | ReturnMessage::Other => {}
             }
         }
         Ok((reader.position(), false))
     }
 
-    fn heard(&self) -> MutexGuard<'_, Heard> {
+    fn state(&self) -> MutexGuard<'_, InboxState> {
         // A panicking thread leaves lists and flags, all consistent at each step.
         self.heard.lock().unwrap_or_else(PoisonError::into_inner)
     }

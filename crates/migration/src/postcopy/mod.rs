@@ -10,25 +10,27 @@
 //!   preparers: working set · all memory ──► ready ──┴─► the sender: claim · send ──► main channel
 //! ```
 //!
-//! - Whoever sends a page has claimed it in the sent map, which gives each page to one claimant: a destination takes
-//!   no page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never taken by
-//!   somebody who has to wait for it.
-//! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves nothing that runs; a [`Running`] may have
-//!   a guest at its destination, so losing its connection is [`Lost`], which says whether the destination had loaded all devices.
-//! - Pages of the working set of earlier restores, and what lies beside them, go ahead, before the guest runs, as far as that costs
-//!   next to nothing.
-//! - A lost connection is recovered from what the destination says it received, by this process or by another one.
+//! - Each page is claimed in the sent map before it is sent; each claim succeeds once: a destination never gets a
+//!   page twice. A claim is made when its unit is prepared, so that a page whose unit takes long to fetch is never
+//!   claimed by a thread that has to wait for it.
+//! - The point of no return is [`Offered::run`]. An [`Offered`] that is dropped leaves no guest running; a
+//!   [`Running`] may have a guest at its destination, so losing its connection is [`ConnectionLost`], which reports whether the
+//!   destination had loaded all devices.
+//! - Pages of the working set of earlier restores, and their neighbours, are prefetched before the guest runs, as far
+//!   as that costs next to nothing.
+//! - A lost connection is recovered from the destination's bitmaps of received pages, by this process or by another
+//!   one.
 //!
-//! What it is not: it drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two
-//! channels carry pages, main and preempt, as no QEMU takes more.
+//! It drives no QMP and knows no image. Limits: the guest does not change (an image, not live memory); two channels
+//! carry pages, main and preempt, as no QEMU supports more.
 
-mod ahead;
 mod faults;
-mod feed;
 mod inbox;
+mod prefetch;
+mod priority_lock;
+mod scheduler;
 mod sent_map;
 mod serve;
-mod turn;
 mod units;
 
 use std::sync::Arc;
@@ -46,38 +48,41 @@ pub use faults::FaultCounts;
 use crate::outgoing::RecordWriter;
 use crate::{Error, Guest, Result, Session, Statistics};
 use faults::Faults;
-use feed::Feed;
 use inbox::Inbox;
+use scheduler::SendScheduler;
 use sent_map::SentMap;
 use units::Units;
 
-/// What is prepared at a time at most, and never across a multiple of it; an image's chunks are of this size.
+/// Maximum size of a prepared run, which never crosses a multiple of it; an image's chunks are of this size.
 const RUN_BYTES: u64 = 2 << 20;
-/// The least that is prepared and given back by itself.
+/// Minimum size that is prepared and released separately.
 const UNIT_BYTES_MIN: u64 = 64 << 10;
 
-/// How to send.
+/// Options of postcopy.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Bytes per second of what nobody waits for; `None`: as fast as it goes.
+    /// Maximum rate of background pages in bytes per second; `None`: unlimited.
     pub max_bandwidth: Option<u64>,
-    /// How long the destination may take to answer where it must.
+    /// The time that the destination may take to answer where it must.
     pub answer_timeout: Duration,
-    /// Memory that earlier restores of this guest asked for, in that order: it and what lies beside it goes first.
+    /// Memory that earlier restores of this guest requested, in order: it is sent first, with its neighbours.
     pub working_set: Vec<(PageRef, u64)>,
 }
 
 /// A connection that is made.
-pub struct Link<'a> {
+pub struct PostcopyChannels<'a> {
     /// The main channel.
     pub main: Arc<dyn Channel>,
     /// Makes the preempt channel, at the moment when a destination takes it; `None`: without.
     pub preempt: Option<&'a (dyn Fn() -> Result<Arc<dyn Channel>> + Sync)>,
 }
 
-impl std::fmt::Debug for Link<'_> {
+impl std::fmt::Debug for PostcopyChannels<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Link").field("main", &self.main).field("preempt", &self.preempt.is_some()).finish()
+        f.debug_struct("PostcopyChannels")
+            .field("main", &self.main)
+            .field("preempt", &self.preempt.is_some())
+            .finish()
     }
 }
 
@@ -105,7 +110,7 @@ impl std::fmt::Debug for GuestRef<'_> {
 /// where it is.
 #[derive(Debug)]
 pub struct Offered<'p> {
-    conversation: Conversation<'p>,
+    connection: PostcopyConnection<'p>,
     writer: RecordWriter,
     packaged: Packaged,
 }
@@ -113,7 +118,7 @@ pub struct Offered<'p> {
 /// The guest may run at its destination.
 #[derive(Debug)]
 pub struct Running<'p> {
-    conversation: Conversation<'p>,
+    connection: PostcopyConnection<'p>,
     writer: RecordWriter,
     serving: Serving,
     /// The last byte could not be sent, or not known to be.
@@ -123,8 +128,8 @@ pub struct Running<'p> {
 /// A connection that was lost when the guest may have run at its destination.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
-pub struct Lost {
-    /// What happened to it.
+pub struct ConnectionLost {
+    /// The error.
     pub error: Error,
     /// The destination had loaded all of the device state, so it ran the guest, or was about to. False: it did not.
     pub had_loaded: bool,
@@ -132,7 +137,7 @@ pub struct Lost {
 
 /// One connection's parts.
 #[derive(Debug)]
-struct Conversation<'p> {
+struct PostcopyConnection<'p> {
     of: &'p Postcopy<'p>,
     session: Arc<Session>,
     inbox: Arc<Inbox>,
@@ -142,7 +147,7 @@ struct Conversation<'p> {
 }
 
 impl<'g> Postcopy<'g> {
-    /// `page_bytes` has the size of the pages behind each of the guest's blocks at the destination.
+    /// `page_bytes` has the size of the pages that back each of the guest's blocks at the destination.
     ///
     /// # Panics
     /// If it has not one for each block.
@@ -158,24 +163,24 @@ impl<'g> Postcopy<'g> {
             page_bytes: page_bytes.max(PAGE_SIZE),
         };
         let blocks: Arc<[Block]> = guest.blocks().iter().zip(page_bytes).map(block).collect();
-        options.working_set = ahead::neighbourhoods(&options.working_set, &blocks);
+        options.working_set = prefetch::neighbourhoods(&options.working_set, &blocks);
         let unit_bytes = guest.unit_bytes().next_power_of_two().clamp(UNIT_BYTES_MIN, RUN_BYTES);
         let (map, units) = (SentMap::new(&blocks), Units::new(&blocks, unit_bytes));
         statistics.set_total(blocks.iter().map(|block| block.ram.length).sum());
         Self { guest: GuestRef(guest), blocks, options, statistics, map, units, faults: Faults::default() }
     }
 
-    /// What the running guest asked for so far.
+    /// Counters of the guest's faults so far.
     pub fn faults(&self) -> FaultCounts {
         self.faults.counts()
     }
 
-    /// The pages that it asked for, in that order.
+    /// The requested pages, in order.
     pub fn demanded(&self) -> Vec<PageRef> {
         self.faults.demanded()
     }
 
-    /// Bytes that nobody has begun to send.
+    /// Bytes that are not yet claimed.
     pub fn remaining(&self) -> u64 {
         self.total() - self.map.claimed_bytes()
     }
@@ -184,28 +189,28 @@ impl<'g> Postcopy<'g> {
     ///
     /// # Errors
     /// Nothing runs there, and nothing will.
-    pub fn offer<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Offered<'p>> {
+    pub fn offer<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Offered<'p>> {
         session.watch(&link.main);
         self.try_offer(session, link).map_err(|error| session.end(error))
     }
 
-    fn try_offer<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Offered<'p>> {
-        let mut conversation = self.converse(session, link);
+    fn try_offer<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Offered<'p>> {
+        let mut connection = self.connect(session, link);
         let mut writer = self.writer(&link.main);
         let advised = Setup::advise(self.guest.0.configuration(), &self.blocks, writer.pending());
         writer.flush()?;
         if self.preempts_at_once() {
-            conversation.connect_preempt(link)?;
+            connection.connect_preempt(link)?;
         }
-        conversation.inbox.wait_pong(PING_SETUP, session, self.options.answer_timeout)?;
+        connection.inbox.wait_pong(PING_SETUP, session, self.options.answer_timeout)?;
         if !self.preempts_at_once() {
-            conversation.connect_preempt(link)?;
+            connection.connect_preempt(link)?;
         }
         let loading = advised.blocks(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
         let mut discarded = loading.discard(&self.blocks, writer.pending());
         if !self.options.working_set.is_empty() {
             let mut part = discarded.part(writer.pending());
-            self.send_ahead(&mut writer, part.records())?;
+            self.send_prefetched(&mut writer, part.records())?;
             discarded = part.close(writer.pending());
         }
         let state = self.guest.0.device_state()?;
@@ -214,46 +219,46 @@ impl<'g> Postcopy<'g> {
         let packaged = packaged.map_err(Error::protocol("the guest's device state"))?;
         writer.flush()?;
         session.check()?;
-        Ok(Offered { conversation, writer, packaged })
+        Ok(Offered { connection, writer, packaged })
     }
 
-    /// Goes on over a new connection, where a destination that lost the one before listens again: it says what it has, and
-    /// gets the rest.
+    /// Resumes over a new connection, where a destination that lost the one before listens again: it sends its
+    /// bitmaps of received pages, and gets the rest.
     ///
     /// # Errors
     /// This connection was lost as well. The guest waits at its destination as before.
-    pub fn recover<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Running<'p>> {
+    pub fn recover<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Running<'p>> {
         session.watch(&link.main);
         self.try_recover(session, link).map_err(|error| session.end(error))
     }
 
-    fn try_recover<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Result<Running<'p>> {
-        let mut conversation = self.converse(session, link);
-        conversation.had_loaded = true;
+    fn try_recover<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> Result<Running<'p>> {
+        let mut connection = self.connect(session, link);
+        connection.had_loaded = true;
         let mut writer = self.writer(&link.main);
         let timeout = self.options.answer_timeout;
         let recovery = Recovery::ask(self.guest.0.ram_section_id(), &self.blocks, writer.pending());
         if self.preempts_at_once() {
-            conversation.connect_preempt(link)?;
+            connection.connect_preempt(link)?;
         }
         writer.flush()?;
-        for (block, bits) in conversation.inbox.wait_bitmaps(session, timeout)? {
+        for (block, bits) in connection.inbox.wait_bitmaps(session, timeout)? {
             self.map.set_received(block, &bits);
         }
         self.units.reset(self.guest.0, |page, length| self.map.free_bytes(page, length));
         if !self.preempts_at_once() {
-            conversation.connect_preempt(link)?;
+            connection.connect_preempt(link)?;
         }
         let resuming = recovery.resume(writer.pending());
         writer.flush()?;
-        conversation.inbox.wait_resume_ack(session, timeout)?;
+        connection.inbox.wait_resume_ack(session, timeout)?;
         let serving = resuming.acknowledged(writer.pending());
-        Ok(Running { conversation, writer, serving, broken: None })
+        Ok(Running { connection, writer, serving, broken: None })
     }
 
-    fn converse<'p>(&'p self, session: &Arc<Session>, link: &Link<'_>) -> Conversation<'p> {
+    fn connect<'p>(&'p self, session: &Arc<Session>, link: &PostcopyChannels<'_>) -> PostcopyConnection<'p> {
         let inbox = Inbox::listen(&link.main, session, &self.blocks);
-        Conversation { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
+        PostcopyConnection { of: self, session: Arc::clone(session), inbox, preempt: None, had_loaded: false }
     }
 
     fn writer(&self, channel: &Arc<dyn Channel>) -> RecordWriter {
@@ -282,7 +287,7 @@ impl<'g> Postcopy<'g> {
         Ok(sent)
     }
 
-    /// Claims what nobody has of these bytes, which are prepared, and sends it.
+    /// Claims and sends the unclaimed part of these bytes, which are prepared.
     fn send_free(
         &self,
         writer: &mut RecordWriter,
@@ -300,13 +305,13 @@ impl<'g> Postcopy<'g> {
         self.map.claimed_bytes() == self.total() && self.units.is_all_sent()
     }
 
-    fn feed(&self) -> Feed {
-        Feed::new(&self.blocks, &self.options.working_set, self.head().len())
+    fn scheduler(&self) -> SendScheduler {
+        SendScheduler::new(&self.blocks, &self.options.working_set, self.head().len())
     }
 }
 
-impl Conversation<'_> {
-    fn connect_preempt(&mut self, link: &Link<'_>) -> Result<()> {
+impl PostcopyConnection<'_> {
+    fn connect_preempt(&mut self, link: &PostcopyChannels<'_>) -> Result<()> {
         if let Some(connect) = link.preempt {
             let channel = connect()?;
             self.session.watch(&channel);
@@ -315,47 +320,47 @@ impl Conversation<'_> {
         Ok(())
     }
 
-    /// The connection is lost: what had been said until then.
-    fn lost(&self, error: Error) -> Lost {
+    /// The connection is lost: the state at that time.
+    fn lost(&self, error: Error) -> ConnectionLost {
         let error = self.session.end(error);
         self.inbox.wait_end();
-        Lost { error, had_loaded: self.had_loaded || self.inbox.has_pong(PING_LOADED) }
+        ConnectionLost { error, had_loaded: self.had_loaded || self.inbox.has_pong(PING_LOADED) }
     }
 }
 
 impl<'p> Offered<'p> {
     /// Sends the last byte. From here on the guest may run at its destination, whatever happens to the connection.
     pub fn run(self) -> Running<'p> {
-        let Self { conversation, mut writer, packaged } = self;
+        let Self { connection, mut writer, packaged } = self;
         let serving = packaged.run(writer.pending());
         let broken = writer.flush().err();
-        Running { conversation, writer, serving, broken }
+        Running { connection, writer, serving, broken }
     }
 
     /// Leaves it: the destination loads nothing.
     pub fn withdraw(self, error: Error) -> Error {
-        self.conversation.session.end(error)
+        self.connection.session.end(error)
     }
 }
 
 impl Running<'_> {
-    /// Sends all pages, those first that are waited for; returns when the destination says that it has everything.
+    /// Sends all pages, requested ones first; returns when the destination acknowledges them all.
     ///
     /// # Errors
     /// The connection was lost. The guest waits at its destination for the pages that it has not.
-    pub fn serve(self) -> Result<(), Lost> {
-        let Self { mut conversation, writer, serving, broken } = self;
-        let preempt = conversation.preempt.take();
+    pub fn serve(self) -> Result<(), ConnectionLost> {
+        let Self { mut connection, writer, serving, broken } = self;
+        let preempt = connection.preempt.take();
         let result = match broken {
             Some(error) => Err(error),
-            None => serve::serve(&conversation, writer, serving, preempt),
+            None => serve::serve(&connection, writer, serving, preempt),
         };
         match result {
             Ok(()) => {
-                conversation.session.succeed();
+                connection.session.succeed();
                 Ok(())
             }
-            Err(error) => Err(conversation.lost(error)),
+            Err(error) => Err(connection.lost(error)),
         }
     }
 }

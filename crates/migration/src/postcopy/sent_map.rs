@@ -1,8 +1,8 @@
-//! Which pages were sent: a bit for each of the destination's pages, taken once by whoever sends it.
+//! The sent map: a bit for each of the destination's pages, claimed once by the thread that sends it.
 //!
-//! A destination in postcopy takes a page once; a second copy of it is an error that stops it. So nobody sends a page that it
-//! has not [`claimed`](SentMap::claim), and of all who try exactly one gets it: a claim is one atomic OR. The request path and
-//! the background meet here and nowhere else.
+//! A destination in postcopy accepts each page once; a second copy of it is an error that stops it. So each page is
+//! [`claimed`](SentMap::claim) before it is sent, and of concurrent claims exactly one succeeds: a claim is one
+//! atomic OR. The request path and the background meet here and nowhere else.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -78,7 +78,7 @@ impl SentMap {
         is_ours
     }
 
-    /// Takes what nobody has yet of the pages that begin in `length` bytes from `page` on, and reports each run of them: first
+    /// Claims the unclaimed pages that begin in `length` bytes from `page` on, and reports each run of them: first
     /// byte and bytes. Returns the bytes in all.
     pub(super) fn claim_run(&self, page: PageRef, length: u64, mut run: impl FnMut(u64, u64)) -> u64 {
         let block = &self.blocks[page.block.index()];
@@ -104,13 +104,13 @@ impl SentMap {
         all
     }
 
-    /// Whether somebody has this page.
+    /// Returns true if this page is claimed.
     pub(super) fn is_claimed(&self, page: PageRef) -> bool {
         let block = &self.blocks[page.block.index()];
         block.is_claimed(page.offset / block.page_bytes)
     }
 
-    /// Whether all pages of these bytes are taken.
+    /// Returns true if all pages of these bytes are taken.
     pub(super) fn is_whole(&self, page: PageRef, length: u64) -> bool {
         let block = &self.blocks[page.block.index()];
         let end = (page.offset + length).div_ceil(block.page_bytes).min(block.pages());
@@ -135,7 +135,7 @@ impl SentMap {
         self.claimed_bytes.load(Ordering::Acquire)
     }
 
-    /// Bytes in these that nobody has. Nobody claims meanwhile.
+    /// Number of unclaimed bytes in these. There are no concurrent claims.
     pub(super) fn free_bytes(&self, page: PageRef, length: u64) -> u64 {
         let block = &self.blocks[page.block.index()];
         let end = page.offset + length;
@@ -150,8 +150,8 @@ impl SentMap {
         free
     }
 
-    /// After a lost connection: taken is what the destination says it received, a bit for each target page. A page is there
-    /// when all of its target pages are. Nobody claims meanwhile.
+    /// After a lost connection: sets the claims to the destination's bitmap of received pages, a bit for each target
+    /// page. A page is received when all of its target pages are. There are no concurrent claims.
     pub(super) fn set_received(&self, block: BlockIndex, bits: &[u8]) {
         let map = &self.blocks[block.index()];
         let targets = map.page_bytes / PAGE_SIZE;
@@ -194,7 +194,7 @@ mod tests {
         PageRef { block: BlockIndex(block), offset }
     }
 
-    /// What a thread of the test does.
+    /// An operation of a test's thread.
     #[derive(Debug, Clone)]
     enum Try {
         One { block: u32, page: u64 },
@@ -249,7 +249,7 @@ mod tests {
             prop_assert!(times.values().all(|&times| times == 1));
             let bytes: u64 = times.keys().map(|&(block, _)| blocks[block as usize].page_bytes).sum();
             prop_assert_eq!(map.claimed_bytes(), bytes);
-            // What nobody won is free, and the other way round.
+            // Unclaimed pages are free, and claimed ones are not.
             for index in 0..2 {
                 let free = map.free_bytes(page(index, 0), 300 * PAGE_SIZE);
                 let taken = times.keys().filter(|(block, _)| *block == index).count() as u64;
@@ -265,7 +265,7 @@ mod tests {
         }
 
         #[test]
-        fn what_was_received_is_taken_and_nothing_else(bits in proptest::collection::vec(any::<u8>(), 40)) {
+        fn received_pages_are_claimed_and_no_others(bits in proptest::collection::vec(any::<u8>(), 40)) {
             let map = SentMap::new(&[block(300, PAGE_SIZE), block(300, 4 * PAGE_SIZE)]);
             map.claim_run(page(0, 0), 77 * PAGE_SIZE, |_, _| {});
             map.claim_run(page(1, 0), 77 * PAGE_SIZE, |_, _| {});

@@ -8,10 +8,10 @@ use towline_protocol::PageRef;
 use towline_protocol::postcopy::{PING_LOADED, Preempt, Serving};
 use towline_protocol::source::RamWriter;
 
-use super::feed::{Feed, Item, Run};
 use super::inbox::Request;
-use super::turn::Shared;
-use super::{Conversation, Postcopy};
+use super::priority_lock::PriorityLock;
+use super::scheduler::{Item, Run, SendScheduler};
+use super::{Postcopy, PostcopyConnection};
 use crate::outgoing::{Limiter, RecordWriter};
 use crate::{Result, Session};
 
@@ -19,37 +19,38 @@ use crate::{Result, Session};
 const REQUEST_WORKERS: usize = 4;
 /// Threads that prepare for the background.
 pub(super) const PREPARERS: usize = 4;
-/// What the background sends before it looks who waits, with a preempt channel and without: a fault waits for it.
+/// Bytes that the background sends between checks for faults, with a preempt channel and without: a fault waits for
+/// them.
 const PIECE_BYTES: u64 = 256 << 10;
 const PIECE_BYTES_SHARED: u64 = 128 << 10;
 
 /// The parts that all threads share.
 struct Service<'a> {
     of: &'a Postcopy<'a>,
-    conversation: &'a Conversation<'a>,
-    feed: Feed,
-    main: Shared<(RecordWriter, Serving)>,
-    preempt: Option<Shared<(RecordWriter, Preempt)>>,
+    connection: &'a PostcopyConnection<'a>,
+    scheduler: SendScheduler,
+    main: PriorityLock<(RecordWriter, Serving)>,
+    preempt: Option<PriorityLock<(RecordWriter, Preempt)>>,
     limiter: Limiter,
 }
 
 /// See [`Running::serve`](super::Running::serve).
 pub(super) fn serve(
-    conversation: &Conversation<'_>,
+    connection: &PostcopyConnection<'_>,
     writer: RecordWriter,
     serving: Serving,
     preempt: Option<(RecordWriter, Preempt)>,
 ) -> Result<()> {
-    let of = conversation.of;
+    let of = connection.of;
     let service = Service {
         of,
-        conversation,
-        feed: of.feed(),
-        main: Shared::new((writer, serving)),
-        preempt: preempt.map(Shared::new),
+        connection,
+        scheduler: of.scheduler(),
+        main: PriorityLock::new((writer, serving)),
+        preempt: preempt.map(PriorityLock::new),
         limiter: Limiter::new(of.options.max_bandwidth),
     };
-    let session = &conversation.session;
+    let session = &connection.session;
     thread::scope(|scope| {
         for _ in 0..REQUEST_WORKERS {
             scope.spawn(|| service.guarded(|| service.serve_requests()));
@@ -64,10 +65,10 @@ pub(super) fn serve(
         if let Err(error) = filled {
             session.fail(error);
         }
-        service.conversation.inbox.close();
-        service.feed.close();
+        service.connection.inbox.close();
+        service.scheduler.close();
     });
-    while let Some((page, length)) = service.feed.next_near() {
+    while let Some((page, length)) = service.scheduler.next_neighbours() {
         // Gone since, as everything has, or the connection is lost.
         of.units.put(of.guest.0, page, length);
     }
@@ -81,32 +82,32 @@ pub(super) fn serve(
         writer.flush()?;
     }
     let (mut writer, serving) = service.main.into_inner();
-    conversation.inbox.expect_shut();
+    connection.inbox.expect_shut();
     let _end = serving.end(writer.pending());
     writer.flush()?;
-    conversation.inbox.wait_shut(session)
+    connection.inbox.wait_shut(session)
 }
 
 impl Service<'_> {
     /// Runs a thread's work; its error, or its panic, is the connection's.
     fn guarded(&self, work: impl FnOnce() -> Result<()>) {
-        let session: &Arc<Session> = &self.conversation.session;
+        let session: &Arc<Session> = &self.connection.session;
         let _guard = session.guard();
         let result = work();
         if let Err(error) = result {
             session.fail(error);
         }
         if session.is_failed() {
-            self.feed.close();
-            self.conversation.inbox.close();
+            self.scheduler.close();
+            self.connection.inbox.close();
         }
     }
 
     /// A request worker.
     fn serve_requests(&self) -> Result<()> {
         let map = &self.of.map;
-        while let Some(request) = self.conversation.inbox.next_request() {
-            self.conversation.session.check()?;
+        while let Some(request) = self.connection.inbox.next_request() {
+            self.connection.session.check()?;
             let size = map.page_bytes(request.page.block);
             let end = request.page.offset + request.length;
             for offset in (request.page.offset..end).step_by(size as usize) {
@@ -117,7 +118,7 @@ impl Service<'_> {
                     false => self.serve_page(page, size.min(end - offset), &request)?,
                 }
             }
-            self.feed.notify();
+            self.scheduler.notify();
         }
         // The listener ended, or everything has gone.
         Ok(())
@@ -126,7 +127,8 @@ impl Service<'_> {
     fn serve_page(&self, page: PageRef, length: u64, request: &Request) -> Result<()> {
         self.of.units.prepare(self.of.guest.0, page, length)?;
         let send = |writer: &mut RecordWriter, records: &mut RamWriter| -> Result<()> {
-            // Here at the latest, with the channel ours: who claims sends at once.
+            // Claimed at the latest possible moment, with the channel locked: a claim is followed by its send at
+            // once.
             if !self.of.map.claim(page) {
                 self.of.faults.late();
                 return Ok(());
@@ -140,68 +142,68 @@ impl Service<'_> {
             None => self.main.urgent(|(writer, serving)| send(writer, serving.records()))?,
         }
         self.of.units.put(self.of.guest.0, page, length);
-        self.bring_neighbours(page);
+        self.queue_neighbours(page);
         Ok(())
     }
 
-    /// What lies beside a page that was asked for is next: its unit, which is here, and, while nobody waits, the one behind it.
-    fn bring_neighbours(&self, page: PageRef) {
+    /// The neighbours of a requested page are next: its unit, which is prepared, and, without pending faults, the one
+    /// after it.
+    fn queue_neighbours(&self, page: PageRef) {
         let unit = self.of.units.of(page);
-        self.bring_near(unit);
+        self.prepare_neighbours(unit);
         if let Some(behind) = self.of.units.behind(unit)
-            && !self.conversation.inbox.has_requests()
+            && !self.connection.inbox.has_requests()
         {
-            self.bring_near(behind);
+            self.prepare_neighbours(behind);
         }
     }
 
-    fn bring_near(&self, (page, length): Run) {
+    fn prepare_neighbours(&self, (page, length): Run) {
         let (units, guest) = (&self.of.units, self.of.guest.0);
         if self.of.map.is_whole(page, length) {
             return;
         }
         if let Err(error) = units.prepare(guest, page, length) {
-            // Nobody waits for it yet; who does, hears of it.
+            // There is no fault on it yet; a later one will report the error.
             tracing::debug!(%error, "a page's neighbours");
             return;
         }
-        if let Some((page, length)) = self.feed.near((page, length)) {
+        if let Some((page, length)) = self.scheduler.queue_neighbours((page, length)) {
             units.put(guest, page, length);
         }
     }
 
-    /// Waits until the destination has loaded its devices: what it needs for that is asked for, and comes first. A connection
-    /// that breaks before ends QEMU, so nothing is done until then that could break it.
+    /// Waits until the destination has loaded its devices: pages needed for that are requested, and come first. A
+    /// connection that breaks before ends QEMU, so nothing is done until then that could break it.
     fn wait_loaded(&self) -> Result<()> {
-        match self.conversation.had_loaded {
+        match self.connection.had_loaded {
             true => Ok(()),
-            false => {
-                self.conversation.inbox.wait_pong(PING_LOADED, &self.conversation.session, Duration::MAX)
-            }
+            false => self.connection.inbox.wait_pong(PING_LOADED, &self.connection.session, Duration::MAX),
         }
     }
 
-    /// A preparer. It begins while the destination loads its devices; only what it cannot have has to wait until that is over.
+    /// A preparer. It begins while the destination loads its devices; only pages that it cannot accept yet wait until
+    /// that is over.
     fn prepare(&self) -> Result<()> {
-        while let Some(item) = self.feed.next_to_prepare(&self.of.map) {
+        while let Some(item) = self.scheduler.next_to_prepare(&self.of.map) {
             if let Err(error) = self.of.units.prepare(self.of.guest.0, item.run.0, item.run.1) {
                 self.wait_loaded()?;
                 return Err(error);
             }
-            self.feed.prepared(item);
+            self.scheduler.prepared(item);
         }
         Ok(())
     }
 
-    /// The sender: everything that nobody asks for. Returns when all pages are sent, whoever sent them.
+    /// The sender: all background pages. Returns when all pages are sent, by any thread.
     fn fill(&self) -> Result<()> {
-        let session = &self.conversation.session;
+        let session = &self.connection.session;
         self.wait_loaded()?;
-        while let Some(item) = self.feed.next() {
+        while let Some(item) = self.scheduler.next() {
             self.fill_run(item)?;
         }
         let all_sent = || session.is_failed() || self.of.is_all_sent();
-        self.feed.wait_until(all_sent);
+        self.scheduler.wait_until(all_sent);
         session.check()
     }
 
@@ -212,11 +214,11 @@ impl Service<'_> {
         let end = page.offset + length;
         let mut offset = page.offset;
         while offset < end {
-            self.conversation.session.check()?;
+            self.connection.session.check()?;
             let piece = (piece_bytes - offset % piece_bytes).min(end - offset);
             self.fill_piece(PageRef { offset, ..page }, piece, is_needed)?;
             offset += piece;
-            while let Some((near, length)) = self.feed.next_near() {
+            while let Some((near, length)) = self.scheduler.next_neighbours() {
                 // At most a piece or two.
                 self.fill_piece(near, length, false)?;
                 self.of.units.put(self.of.guest.0, near, length);
@@ -231,7 +233,7 @@ impl Service<'_> {
             return Ok(());
         }
         if !is_needed {
-            self.limiter.take(length, &self.conversation.session)?;
+            self.limiter.take(length, &self.connection.session)?;
         }
         // A huge page reaches beyond what was prepared for it.
         let (first, whole) = self.of.map.whole_pages(page, length);

@@ -1,9 +1,9 @@
-//! Units of the guest's memory: each is prepared before any of it is read, stays while somebody uses it, and is given back when all
+//! Units of the guest's memory: each is prepared before any of it is read, kept while in use, and released when all
 //! of it was sent.
 //!
-//! Of a unit that a fault had prepared most may wait for long until it is sent. Behind [`IDLE_BYTES_MAX`] of such units the one that
-//! was used longest ago is given back too, and prepared anew when its turn comes, so that a guest that looks at a little of
-//! everything does not have all of it held here.
+//! Most of a unit that a fault had prepared may stay unsent for long. When such idle units exceed [`IDLE_BYTES_MAX`]
+//! the least recently used one is released too, and prepared again later, so that a guest with scattered accesses
+//! does not pin all of its memory here.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,22 +15,22 @@ use towline_protocol::{BlockIndex, PageRef};
 use super::RUN_BYTES;
 use crate::{Guest, Result};
 
-/// Prepared, used by nobody, and not sent as a whole.
+/// Maximum size of units that are prepared, unused, and not sent as a whole.
 const IDLE_BYTES_MAX: u64 = 32 << 20;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Not here.
     Absent,
-    /// Somebody does it.
+    /// Being prepared.
     Preparing,
     /// It may be read by its users.
     Prepared {
         users: u32,
-        /// Which of [`Table::idle`] is its own while it has none.
+        /// Its key in [`Table::idle`] while it is unused.
         idle: u64,
     },
-    /// All of it was sent, and it was given back.
+    /// Sent completely, and released.
     Done,
 }
 
@@ -96,8 +96,8 @@ impl Units {
         (next.offset < self.blocks[unit.block.index()].length).then(|| self.of(next))
     }
 
-    /// Has the guest prepare every unit that these bytes touch, unless it is, and uses them until [`Self::put`]: who comes second
-    /// waits for who was first.
+    /// Prepares every unit that these bytes touch, unless it is prepared, and uses them until [`Self::put`]:
+    /// concurrent callers wait for the first.
     pub(super) fn prepare(&self, guest: &dyn Guest, page: PageRef, length: u64) -> Result<()> {
         let end = page.offset + length;
         let mut at = self.of(page).0;
@@ -128,7 +128,7 @@ impl Units {
                 State::Prepared { users, .. } if *users > 1 => *users -= 1,
                 state @ State::Prepared { .. } if is_sent => {
                     *state = State::Done;
-                    // With the table ours: nobody prepares it meanwhile.
+                    // With the table locked: it cannot be prepared meanwhile.
                     guest.release(at, length);
                 }
                 state @ State::Prepared { .. } => {
@@ -156,15 +156,15 @@ impl Units {
         }
     }
 
-    /// Whether every byte was sent.
+    /// Returns true if every byte was sent.
     pub(super) fn is_all_sent(&self) -> bool {
         let sent =
             |block: &BlockUnits| -> u64 { block.sent.iter().map(|sent| sent.load(Ordering::Acquire)).sum() };
         self.blocks.iter().all(|block| sent(block) == block.length)
     }
 
-    /// After a lost connection nothing counts as sent that the destination has not, and nobody uses anything: all is given back,
-    /// to be prepared again where it is needed.
+    /// After a lost connection only pages that the destination received count as sent, and nothing is in use: all
+    /// units are released, to be prepared again where needed.
     pub(super) fn reset(&self, guest: &dyn Guest, free_bytes: impl Fn(PageRef, u64) -> u64) {
         let mut table = self.table();
         for (block, index) in self.blocks.iter().zip(0..) {
@@ -181,7 +181,8 @@ impl Units {
         *table = Table { states: std::mem::take(&mut table.states), ..Table::default() };
     }
 
-    /// Uses the unit if it is prepared: 0. Else so many bytes from its first one on, up to `end`, are the caller's to prepare.
+    /// Uses the unit if it is prepared: 0. Otherwise the number of bytes from its first one on, up to `end`, for the
+    /// caller to prepare.
     fn begin(&self, unit: PageRef, end: u64) -> u64 {
         let length = self.length(unit.block, unit.offset);
         let mut table = self.table();
@@ -288,7 +289,7 @@ mod tests {
 
     impl Guest for Counting {
         fn configuration(&self) -> &Configuration {
-            unreachable!("nobody asks")
+            unreachable!("not called")
         }
 
         fn blocks(&self) -> &[RamBlock] {
@@ -296,7 +297,7 @@ mod tests {
         }
 
         fn extent(&self, _page: PageRef) -> Extent {
-            unreachable!("nobody asks")
+            unreachable!("not called")
         }
 
         fn prepare(&self, page: PageRef, length: u64) -> Result<()> {
@@ -310,7 +311,7 @@ mod tests {
         }
 
         fn memory(&self, _page: PageRef, _length: u64) -> IoBuf<'_> {
-            unreachable!("nobody reads")
+            unreachable!("not called")
         }
 
         fn device_state(&self) -> Result<Vec<u8>> {
@@ -328,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_absent_is_prepared_in_one_call_and_given_back_when_all_was_sent() {
+    fn absent_units_are_prepared_in_one_call_and_released_when_sent() {
         let (guest, units) = (Counting::default(), units(RUN_BYTES + UNIT + 4096));
         units.prepare(&guest, page(UNIT + 4096), 4096).unwrap();
         units.prepare(&guest, page(0), RUN_BYTES + UNIT + 4096).unwrap();
@@ -336,7 +337,7 @@ mod tests {
         assert_eq!(*guest.calls.lock().unwrap(), [(1, UNIT), (0, UNIT), (2, rest), (32, UNIT + 4096)]);
         units.sent(page(0), RUN_BYTES + UNIT + 4096);
         units.put(&guest, page(0), RUN_BYTES + UNIT + 4096);
-        assert_eq!(guest.held(), [1], "somebody uses it still");
+        assert_eq!(guest.held(), [1], "it is still in use");
         units.put(&guest, page(UNIT + 4096), 4096);
         assert_eq!(guest.held(), Vec::<u64>::new());
         assert!(units.is_all_sent());

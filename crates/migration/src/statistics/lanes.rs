@@ -1,10 +1,10 @@
-//! How the pages of each lane were sent.
+//! Send method and totals of each lane.
 
 use std::fmt;
 
-/// How a packet's pages go.
+/// Send method of a packet's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum SendWay {
+pub enum SendMethod {
     /// Copied by the kernel, in one vectored call with the header.
     #[default]
     Plain,
@@ -12,13 +12,13 @@ pub enum SendWay {
     ZeroCopy,
 }
 
-/// Why a lane sends as it does.
+/// Reason for a lane's send method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum SendReason {
-    /// It was asked to.
+    /// Requested.
     #[default]
     Asked,
-    /// There were too few packets with many pages to tell.
+    /// Too few packets with many pages to decide.
     Undecided,
     /// The channel has no zero-copy sends.
     Unsupported,
@@ -34,7 +34,7 @@ pub enum SendReason {
     NoMemory,
 }
 
-impl fmt::Display for SendWay {
+impl fmt::Display for SendMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Plain => "plain",
@@ -46,7 +46,7 @@ impl fmt::Display for SendWay {
 impl fmt::Display for SendReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Asked => "as asked for",
+            Self::Asked => "as requested",
             Self::Undecided => "too little was sent to decide",
             Self::Unsupported => "this channel has no zero-copy",
             Self::Compressed => "the lane is compressed",
@@ -63,16 +63,16 @@ impl fmt::Display for SendReason {
 /// The packets with pages of one lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LaneSends {
-    /// How they go now.
-    pub way: SendWay,
-    /// Why.
+    /// The current method.
+    pub method: SendMethod,
+    /// Its reason.
     pub reason: SendReason,
-    /// How often that has changed.
+    /// Number of times that that has changed.
     pub switches: u64,
     /// Those that went plain.
-    pub plain: Tally,
+    pub plain: SendTotals,
     /// Those that were sent without a copy, whatever the kernel did then.
-    pub zero_copy: Tally,
+    pub zero_copy: SendTotals,
     /// Of the calls that these took, those that the kernel has copied. As of the last barrier.
     pub copied: u64,
     /// And those that it has not.
@@ -81,7 +81,7 @@ pub struct LaneSends {
 
 /// Packets that went one way. Some of those of 64 KiB and more are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Tally {
+pub struct SendTotals {
     /// All of them.
     pub packets: u64,
     /// Bytes of pages in these.
@@ -94,7 +94,7 @@ pub struct Tally {
     pub measured_cpu_ns: u64,
 }
 
-impl Tally {
+impl SendTotals {
     /// CPU time of a packet's calls in nanoseconds, on average; `None` if none was measured.
     pub fn cpu_ns_per_packet(&self) -> Option<u64> {
         self.measured_cpu_ns.checked_div(self.measured_packets)

@@ -1,5 +1,5 @@
-//! Where a guest is received into memory and compared with what its source says of it, if that is a synthetic guest; of any
-//! other the memory's hashes are told.
+//! Receives a guest into memory and compares it with its source's ledger, if it is a synthetic guest; for any other
+//! the memory's hashes are reported.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -26,8 +26,7 @@ const COMPARE_PAGES: usize = 2048;
 /// Bytes hashed at a time.
 const HASH_BYTES: usize = 1 << 20;
 
-/// A [`Memory`] that is populated ahead when the block list comes, and looked through before the source hears that its guest
-/// has arrived.
+/// A [`Memory`] that is populated when the block list comes, and verified before the source is acknowledged.
 #[derive(Debug)]
 pub struct Checked {
     memory: Memory,
@@ -37,10 +36,10 @@ pub struct Checked {
     checks: bool,
 }
 
-/// What came, as far as it has.
+/// Result of the reception, as far as it went.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// How the memory was made ahead.
+    /// Statistics of populating the memory.
     pub populated: Option<Populated>,
     /// From the block list until the device state: all memory came in it, what was made ahead included.
     pub transfer_time: Duration,
@@ -50,7 +49,7 @@ pub struct Outcome {
     pub writes: u64,
     /// Of any other guest: its blocks.
     pub hashes: Vec<BlockHash>,
-    /// How long comparing or hashing took.
+    /// The time that comparing or hashing took.
     pub check_time: Duration,
 }
 
@@ -82,7 +81,7 @@ impl Checked {
         &self.memory
     }
 
-    /// What came.
+    /// The result so far.
     pub fn outcome(&self) -> Outcome {
         self.outcome_mut().clone()
     }
@@ -162,12 +161,12 @@ impl Sink for Checked {
         Ok(())
     }
 
-    fn room(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
-        self.memory.room(page, length)
+    fn buffer_for(&self, page: PageRef, length: u64) -> Option<IoBufMut<'_>> {
+        self.memory.buffer_for(page, length)
     }
 
-    fn landed(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
-        self.memory.landed(stream, block, offsets)
+    fn pages_received_in_place(&self, stream: Stream, block: BlockIndex, offsets: &[u64]) -> Result<()> {
+        self.memory.pages_received_in_place(stream, block, offsets)
     }
 
     fn pages(&self, stream: Stream, pages: &Pages<'_>) -> Result<()> {

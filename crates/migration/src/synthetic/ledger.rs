@@ -1,4 +1,4 @@
-//! What each page of a stopped synthetic guest holds, as its device state.
+//! The expected content of each page of a stopped synthetic guest, as its device state.
 //!
 //! ```text
 //!   section "towline-mem" 1:  be64 seed  u8 zero-percent  be64 pages  32 bytes BLAKE3  { varint count  varint generation }*
@@ -26,7 +26,7 @@ pub struct Ledger {
     pub(super) generations: Vec<u32>,
 }
 
-/// What a ledger that came is not.
+/// Fault of a received ledger.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LedgerError {
@@ -55,7 +55,7 @@ pub enum LedgerError {
 }
 
 impl Ledger {
-    /// How many times the load has written a page.
+    /// Number of times that the load has written a page.
     pub fn writes(&self) -> u64 {
         self.generations.iter().map(|&generation| u64::from(generation)).sum()
     }
@@ -74,7 +74,7 @@ impl Ledger {
         device_state::encode(&[(SECTION, VERSION, &content)])
     }
 
-    /// Reads it; `None` if the guest is no synthetic one.
+    /// Decodes it; `None` if the guest is not a synthetic one.
     ///
     /// # Errors
     /// It is one, and its ledger is damaged or unknown here.
@@ -115,14 +115,14 @@ fn generations(mut runs: &[u8], pages: u64) -> Result<Vec<u32>, LedgerError> {
         let generation = generation.ok_or_else(|| damaged("a generation is cut or too large"))?;
         let end = (generations.len() as u64).saturating_add(count);
         if end > pages {
-            return Err(damaged("it has more pages than it says"));
+            return Err(damaged("it has more pages than its header declares"));
         }
         generations.resize(usize::try_from(end).expect("pages of memory that is here"), generation);
     }
     if generations.len() as u64 == pages {
         Ok(generations)
     } else {
-        Err(damaged("it has fewer pages than it says"))
+        Err(damaged("it has fewer pages than its header declares"))
     }
 }
 
@@ -162,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(generations in prop::collection::vec(prop_oneof![Just(0), Just(1), any::<u32>()], 0..300)) {
+        fn facts_written_are_read_back(generations in prop::collection::vec(prop_oneof![Just(0), Just(1), any::<u32>()], 0..300)) {
             let ledger = ledger(generations);
             let state = DeviceState::parse(&ledger.encode()).unwrap();
             prop_assert_eq!(Ledger::decode(&state), Ok(Some(ledger)));
@@ -188,12 +188,12 @@ mod tests {
     #[test]
     fn a_ledger_that_lies_is_refused() {
         let lies = |pages: u64, runs: &[u8]| generations(runs, pages).unwrap_err().to_string();
-        assert!(lies(3, &[4, 0]).ends_with("more pages than it says"));
-        assert!(lies(3, &[2, 0]).ends_with("fewer pages than it says"));
+        assert!(lies(3, &[4, 0]).ends_with("more pages than its header declares"));
+        assert!(lies(3, &[2, 0]).ends_with("fewer pages than its header declares"));
         assert!(lies(3, &[3]).ends_with("a generation is cut or too large"));
         assert!(lies(3, &[0x80]).ends_with("a count is cut"));
         assert!(lies(u64::MAX, &[]).ends_with("more pages than a guest can have"));
         let all = [&[0xff_u8; 9][..], &[1, 0]].concat();
-        assert!(lies(3, &all).ends_with("more pages than it says"));
+        assert!(lies(3, &all).ends_with("more pages than its header declares"));
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Synthetic;
 use super::pattern::{PAGE_BYTES, mix};
 
-/// How far a thread may be behind its rate and make up for it: what it lost beyond that, because the machine was busy, is lost.
+/// Maximum lag that a thread makes up for; writes lost beyond that, on a busy machine, are lost.
 const BEHIND_MAX: Duration = Duration::from_millis(10);
 
 /// Stops and starts the threads.
@@ -123,7 +123,7 @@ impl Load {
     }
 }
 
-/// A thread that writes or may begin to; also one that panics leaves.
+/// A thread that writes or may begin to; unregisters also on a panic.
 struct Running<'a>(&'a Load);
 
 impl Drop for Running<'_> {

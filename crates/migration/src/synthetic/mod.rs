@@ -6,11 +6,11 @@
 //!                 └─ generation of each page ──► Ledger = its device state ═════════════════════► compares every page
 //! ```
 //!
-//! A page's content follows from the guest's seed, its number and its generation, which each write of the load increments;
-//! a share of them is zero. When the guest is stopped its generations go along as device state, so the other end knows what
-//! each page has to be, and tells one that is stale, torn or another's.
+//! A page's content follows from the guest's seed, its number and its generation, which each write of the load
+//! increments; a share of them is zero. When the guest is stopped its generations are sent as device state, so the
+//! other end knows the expected content of each page, and detects a stale, torn or misplaced one.
 //!
-//! What it is not: a machine. Nothing but [`Checked`] can make use of it. Limits: 4 KiB pages, one RAM block.
+//! Not a machine: only [`Checked`] can use it. Limits: 4 KiB pages, one RAM block.
 
 mod checked;
 mod ledger;
@@ -39,22 +39,22 @@ use pattern::{PAGE_BYTES, Pattern};
 
 /// The RAM block's name.
 pub const BLOCK_NAME: &str = "mem.ram";
-/// What stands in a stream for the machine type, so that no QEMU takes the guest for one of its own.
+/// The machine type in the stream, so that no QEMU accepts the guest.
 pub const MACHINE_TYPE: &str = "towline-mem";
 
 /// Pages that a thread fills at a time: 8 MiB.
 const FILL_PAGES: usize = 2048;
 
-/// What a synthetic guest is.
+/// Parameters of a synthetic guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Bytes of memory, a multiple of 4096.
     pub length: u64,
     /// Decides the content of all pages, and which are written.
     pub seed: u64,
-    /// How many of 100 pages are zero, at any time.
+    /// Number of of that 100 pages are zero, at any time.
     pub zero_percent: u8,
-    /// How many bytes of memory are written in a second, in whole pages; 0: none, and nothing is tracked.
+    /// Number of bytes that of memory are written in a second, in whole pages; 0: none, and nothing is tracked.
     pub dirty_rate: u64,
     /// Threads that write. A page is always written by the same one.
     pub threads: NonZeroUsize,
@@ -75,7 +75,7 @@ pub enum Backing {
 }
 
 impl Shape {
-    /// So much memory, a quarter of it zero, and nobody who writes.
+    /// A guest of this size, a quarter of it zero, without load.
     pub fn of_length(length: u64) -> Self {
         let (threads, backing) = (NonZeroUsize::MIN, Backing::Private);
         Self { length, seed: 1, zero_percent: 25, dirty_rate: 0, threads, backing }
@@ -112,7 +112,7 @@ impl Synthetic {
         Ok(this)
     }
 
-    /// What it was made of.
+    /// Its parameters.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
@@ -149,7 +149,7 @@ impl Synthetic {
         })
     }
 
-    /// What each page holds, of a guest that stands still.
+    /// The expected content of each page, of a stopped guest.
     pub fn ledger(&self) -> Ledger {
         let generations = self.generations.iter().map(|generation| generation.load(Ordering::Relaxed));
         Ledger { pattern: self.shape.pattern(), generations: generations.collect() }
@@ -171,7 +171,7 @@ impl Synthetic {
         Ok(match (self.shape.dirty_rate, self.shape.backing) {
             (0, _) => Box::new(Bitmap::new(nothing_written)),
             (_, Backing::Private) => Box::new(WriteProtect::new()?),
-            // Nobody else has the memfd.
+            // No other process has the memfd.
             (_, Backing::Memfd | Backing::HugeTlb) => Box::new(WriteProtect::of_shared()?),
         })
     }
@@ -199,7 +199,7 @@ impl Synthetic {
     }
 }
 
-/// What a synthetic guest's stream begins with.
+/// The configuration section of a synthetic guest's stream.
 pub fn configuration() -> Configuration {
     Configuration { machine_type: MACHINE_TYPE.into(), ..Configuration::default() }
 }
@@ -222,10 +222,10 @@ fn map(shape: &Shape) -> Result<Region, MemoryError> {
     mapped.map_err(|source| MemoryError::Map { block, length: found, source })
 }
 
-/// A memfd of so many bytes, in reserved huge pages or not.
+/// A memfd of `length` bytes, in reserved huge pages or not.
 ///
 /// # Errors
-/// The kernel has none; for huge pages, the length is no multiple of theirs.
+/// The kernel has none; for huge pages, the length is not a multiple of theirs.
 pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
     let huge = if is_huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
     let file = memfd_create("towline-mem", MemfdFlags::CLOEXEC | huge)?;
@@ -233,7 +233,7 @@ pub fn memfd(length: u64, is_huge: bool) -> std::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Makes all pages of a memfd now, huge ones where they can be had; they stay for who maps it next.
+/// Populates all pages of a memfd now, with huge pages where available; they stay for later mappings.
 ///
 /// # Errors
 /// It is shorter than that, or there is not so much memory.

@@ -1,4 +1,4 @@
-//! What a page of a synthetic guest holds.
+//! Content of a synthetic guest's pages.
 //!
 //! ```text
 //!   word 0   number of the page
@@ -35,14 +35,14 @@ pub struct WrongPage {
     pub page: u64,
     /// The generation that the source had when it stopped.
     pub expected: u32,
-    /// What is there instead.
+    /// The kind of fault.
     pub fault: Fault,
 }
 
-/// What a wrong page holds.
+/// Content of a wrong page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// What it was some writes before.
+    /// An earlier content of this page.
     Stale {
         /// The generation that is there.
         found: u32,
@@ -73,7 +73,7 @@ impl fmt::Display for Fault {
 }
 
 impl Pattern {
-    /// Whether a page of this generation is zero.
+    /// Returns true if a page of this generation is zero.
     pub(super) fn is_zero(self, page: u64, generation: u32) -> bool {
         self.base(page, generation) % 100 < u64::from(self.zero_percent)
     }
@@ -89,7 +89,7 @@ impl Pattern {
         }
     }
 
-    /// What is wrong with a page.
+    /// The fault of a page, if any.
     pub(super) fn fault(self, page: u64, generation: u32, content: &[u8; PAGE_BYTES]) -> Option<Fault> {
         let offset = self.first_wrong(page, generation, content)?;
         if content.iter().all(|&byte| byte == 0) {
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn every_fault_is_told_from_the_others() {
+    fn each_kind_of_fault_is_distinguished() {
         let number = (0..).find(|&n| !PATTERN.is_zero(n, 3) && !PATTERN.is_zero(n, 2)).unwrap();
         let fault = |content: &[u8; PAGE_BYTES]| PATTERN.fault(number, 3, content);
         assert_eq!(fault(&page(number, 3)), None);

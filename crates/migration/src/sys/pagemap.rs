@@ -1,4 +1,4 @@
-//! Which pages of this process were written since they were protected, asked of the kernel: `PAGEMAP_SCAN`.
+//! Pages of this process that were written since they were protected: the ioctl `PAGEMAP_SCAN`.
 //!
 //! ```text
 //!   start ├──────────┤ step ├──────────┤ …  end        one ioctl finds and protects, up to REGIONS_MAX runs at once
@@ -25,8 +25,8 @@ use super::Span;
 const PAGEMAP_SCAN: u32 = opcode::read_write::<pm_scan_arg>(b'f', 16);
 /// Runs that one call may report: 96 KiB.
 const REGIONS_MAX: usize = 4096;
-/// Bytes of one call: the kernel holds the address space's lock for it, which somebody may wait for (1 GiB takes about a
-/// millisecond), and no huge page lies across.
+/// Bytes of one call: the kernel holds the address space's lock for it, which blocks other threads (1 GiB takes about
+/// a millisecond), and no huge page crosses its bounds.
 pub(crate) const STEP_BYTES: usize = 1 << 30;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64", target_arch = "riscv64"))]
@@ -41,7 +41,7 @@ const _: () = {
     assert!(PAGE_IS_WRITTEN == 1 << 1 && PM_SCAN_WP_MATCHING == 1 && PM_SCAN_CHECK_WPASYNC == 2);
 };
 
-/// Which pages are asked for.
+/// Selection of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
     /// Those without protection that are there, in memory or swapped; they are protected. For private memory, whose pages
@@ -65,8 +65,8 @@ impl Pagemap {
         Ok(Self { file: File::open("/proc/self/pagemap")? })
     }
 
-    /// Finds the pages of `length` bytes from `offset` on that are asked for and reports each run of them, its offset in
-    /// the span and its length, in ascending order.
+    /// Finds the selected pages of `length` bytes from `offset` on and reports each run of them, its offset in the
+    /// span and its length, in ascending order.
     ///
     /// # Errors
     /// `ENOTTY`: the kernel lacks the call; `EPERM`: the memory is not registered for asynchronous write protection; no
@@ -126,7 +126,7 @@ impl Pagemap {
             category_inverted: 0,
             category_mask: mask.into(),
             category_anyof_mask: any_of.into(),
-            // What is asked for makes runs; the rest would only break them.
+            // Runs consist of selected pages; other flags would only split them.
             return_mask: (mask | if mask == 0 { any_of } else { 0 }).into(),
         };
         // SAFETY: PAGEMAP_SCAN reads and writes one `pm_scan_arg` and at most `vec_len` regions at `vec`, both of which

@@ -30,16 +30,16 @@ impl Region {
     /// Private memory, zero at first; `length` is a multiple of the page size and not 0.
     ///
     /// # Errors
-    /// The length is none, or the kernel gives no memory.
+    /// The length is 0, or the kernel has no memory.
     pub fn anonymous(length: usize) -> io::Result<Self> {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, None)
     }
 
-    /// Addresses for `length` bytes, a multiple of the page size and not 0, of which only those take memory that are written. As
-    /// [`Self::anonymous`], but of any length: the kernel does not ask whether there is so much.
+    /// Address space for `length` bytes, a multiple of the page size and not 0, where only written pages take memory.
+    /// As [`Self::anonymous`], but of any length: the kernel does not check that there is enough memory.
     ///
     /// # Errors
-    /// The length is none, or there are not so many addresses.
+    /// The length is 0, or the address space is exhausted.
     pub fn reserved(length: usize) -> io::Result<Self> {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, None)
     }
@@ -47,7 +47,7 @@ impl Region {
     /// Private memory in huge pages of 2 MiB, zero at first; `length` is a multiple of that and not 0.
     ///
     /// # Errors
-    /// The length is none, or so many huge pages are not free (`vm.nr_hugepages`).
+    /// The length is 0, or not enough huge pages are free (`vm.nr_hugepages`).
     pub fn huge(length: usize) -> io::Result<Self> {
         if !length.is_multiple_of(HUGE_PAGE_BYTES) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -56,8 +56,8 @@ impl Region {
         Self::map(length, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | huge, None)
     }
 
-    /// `length` bytes of a file or memfd from `offset` on, both multiples of the page size, shared with whoever else maps
-    /// it.
+    /// `length` bytes of a file or memfd from `offset` on, both multiples of the page size, shared with other
+    /// mappings of it.
     ///
     /// # Errors
     /// The file is shorter than that, or cannot be mapped.
@@ -86,8 +86,8 @@ impl Region {
         }
         let before = base.addr().wrapping_neg() % HUGE_PAGE_BYTES;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: `before + length` is within the reservation made above, which is ours alone, so that what MAP_FIXED
-        // replaces is our own; what remains of the reservation on either side is given back.
+        // SAFETY: `before + length` is within the reservation made above, which is ours alone, so that MAP_FIXED
+        // replaces only our own mapping; the rest of the reservation on either side is unmapped.
         unsafe {
             let start = base.byte_add(before);
             if libc::mmap(start, length, access, flags | libc::MAP_FIXED, fd, offset) == libc::MAP_FAILED {
@@ -117,7 +117,7 @@ impl Region {
 
     /// The memory, while it is mapped.
     pub fn span(&self) -> Span<'_> {
-        // SAFETY: what `map` mapped stays so until `self` is dropped, and nobody makes references to it.
+        // SAFETY: the mapping lives until `self` is dropped, and no references to it exist.
         unsafe { Span::from_raw_parts(self.start, self.length) }
     }
 }

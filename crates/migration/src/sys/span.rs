@@ -67,14 +67,14 @@ impl<'a> Span<'a> {
         unsafe { IoBufMut::from_raw_parts(start, length) }
     }
 
-    /// Whether these whole pages are zero now.
+    /// Returns true if these whole pages are zero now.
     ///
     /// # Panics
-    /// If they are none, or not within the span.
+    /// If they are not whole pages, or not within the span.
     pub fn is_zero(&self, offset: usize, length: usize) -> bool {
         assert!(
             (offset | length | self.address()).is_multiple_of(PAGE_BYTES),
-            "{length} bytes at {offset:#x} are no whole pages"
+            "{length} bytes at {offset:#x} are not whole pages"
         );
         let start = self.at(offset, length);
         // SAFETY: `at` has checked the range; the address (asserted) and both numbers are multiples of the page size.
@@ -87,7 +87,7 @@ impl<'a> Span<'a> {
     /// If it is not within the span, or not aligned.
     pub fn word(&self, offset: usize) -> &'a AtomicU64 {
         let start = self.at(offset, WORD_BYTES);
-        assert!(start.addr().is_multiple_of(WORD_BYTES), "{offset:#x} is no multiple of {WORD_BYTES}");
+        assert!(start.addr().is_multiple_of(WORD_BYTES), "{offset:#x} is not a multiple of {WORD_BYTES}");
         word_at(start, 0, 0)
     }
 
@@ -128,7 +128,7 @@ impl<'a> Span<'a> {
         }
     }
 
-    /// Asks for huge pages. Whether there are any, the kernel decides when the memory is touched.
+    /// Advises huge pages. The kernel decides when the memory is touched.
     pub(crate) fn advise_huge(&self) -> io::Result<()> {
         self.advise(0, self.length, libc::MADV_HUGEPAGE)
     }
@@ -138,7 +138,7 @@ impl<'a> Span<'a> {
         self.advise(offset, length, libc::MADV_POPULATE_WRITE)
     }
 
-    /// Has the kernel take the pages of this range back. Nobody's reference is harmed: there are none.
+    /// Discards the pages of this range. No references to them exist.
     pub(crate) fn discard(&self, offset: usize, length: usize) {
         // A kernel that does not keeps the memory a little longer.
         let _ = self.advise(offset, length, libc::MADV_DONTNEED);
@@ -155,8 +155,8 @@ impl<'a> Span<'a> {
     fn advise(&self, offset: usize, length: usize, advice: i32) -> io::Result<()> {
         let start = self.at(offset, length);
         loop {
-            // SAFETY: the range lies in the span (`at`). No advice takes the mapping away; one of them changes what the memory
-            // holds, which anybody may do: all access through Rust is atomic or volatile.
+            // SAFETY: the range is within the span (`at`). No advice removes the mapping; one of them changes the
+            // content, which is permitted at any time: all access through Rust is atomic or volatile.
             if unsafe { libc::madvise(start.cast(), length, advice) } == 0 {
                 return Ok(());
             }
@@ -170,7 +170,7 @@ impl<'a> Span<'a> {
     /// The address of a range.
     ///
     /// # Panics
-    /// If it is not within the span. Whoever takes offsets from a peer checks them against the block list.
+    /// If it is not within the span. Offsets from a peer are checked against the block list before.
     fn at(&self, offset: usize, length: usize) -> *mut u8 {
         let end = offset.checked_add(length);
         assert!(

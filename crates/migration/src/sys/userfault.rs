@@ -4,9 +4,9 @@
 //!   userfaultfd() ─► UFFDIO_API ─► UFFDIO_REGISTER (WP) ─► UFFDIO_WRITEPROTECT …  writes lift it …  UFFDIO_UNREGISTER
 //! ```
 //!
-//! Nobody reads the descriptor: a write to a protected page only clears the page's mark, and what was written is found in
-//! the pagemap ([`super::Pagemap`]). Formats and numbers: `include/uapi/linux/userfaultfd.h`, Linux 6.7. As no fault is
-//! handled here, the descriptor is made for user mode only, which needs no privilege.
+//! The descriptor is never read: a write to a protected page only clears the page's mark, and the written pages are
+//! found in the pagemap ([`super::Pagemap`]). Formats and numbers: `include/uapi/linux/userfaultfd.h`, Linux 6.7. As
+//! no fault is handled here, the descriptor is created for user mode only, which needs no privilege.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -21,7 +21,7 @@ use rustix::ioctl::opcode;
 
 use super::Span;
 
-/// What is asked of the kernel.
+/// Requested features of the kernel.
 pub(crate) const FEATURES: u64 =
     (UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM) as u64;
 /// `UFFDIO_WRITEPROTECT_MODE_WP`, which bindgen cannot read from its header.
@@ -95,7 +95,7 @@ impl Userfault {
     /// Lifts everything from memory that was registered.
     ///
     /// # Errors
-    /// It is no longer mapped as it was.
+    /// The mapping has changed.
     pub(crate) fn unregister(&self, span: &Span<'_>) -> io::Result<()> {
         let mut whole = range(span, 0, span.length());
         // SAFETY: UFFDIO_UNREGISTER reads one `uffdio_range`; else as for `register`.

@@ -1,16 +1,16 @@
-//! Whether memory that may change meanwhile is zero.
+//! Tests whether memory that may change meanwhile is zero.
 //!
 //! ```text
 //!   page   [line 0][line 1][line 2] …      64 bytes at once; the first line that is not zero ends the search
 //! ```
 //!
-//! The loads are volatile, so that each is made once, where it stands. What is seen of memory that is being written is a
-//! mixture; who needs the truth hears of the write from a dirty tracker.
+//! The loads are volatile, so that each is made once, in place. The view of memory that is being written is a
+//! mixture; a dirty tracker reports the write.
 
 /// Bytes looked at between two decisions.
 const LINE_BYTES: usize = 64;
 
-/// Whether `length` bytes from `start` on are zero now.
+/// Returns true if `length` bytes from `start` on are zero now.
 ///
 /// # Safety
 /// They are mapped and readable, `start` is a multiple of 64 and so is `length`.
@@ -70,7 +70,7 @@ mod tests {
     /// Every implementation that runs here, on the same page.
     fn verdicts(page: &[u8]) -> Vec<bool> {
         assert_eq!(page.as_ptr().align_offset(LINE_BYTES), 0);
-        // SAFETY: a slice of whole, aligned lines that nobody writes.
+        // SAFETY: a slice of whole, aligned lines that is not written.
         let mut verdicts =
             unsafe { vec![is_zero(page.as_ptr(), PAGE), is_zero_portable(page.as_ptr(), PAGE)] };
         #[cfg(target_arch = "x86_64")]

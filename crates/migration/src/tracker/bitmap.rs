@@ -1,4 +1,4 @@
-//! Somebody keeps a bit for each page: KVM's dirty log, or that of a device's emulation.
+//! Tracking by an existing bitmap with a bit for each page: KVM's dirty log, or that of a device's emulation.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use crate::sys::Span;
 
 const WORD_BITS: u64 = 64;
 
-/// A dirty log that the embedder has, as KVM's. A closure that takes a block's log is one that is always on.
+/// A dirty log of the embedder, such as KVM's. A closure that reads a block's log is one that is always on.
 pub trait DirtyLog: Send + Sync {
     /// Switches it on (`KVM_MEM_LOG_DIRTY_PAGES`), with no bit set.
     ///
@@ -44,14 +44,14 @@ impl<F: Fn(BlockIndex, &mut [u64]) -> io::Result<()> + Send + Sync> DirtyLog for
     }
 }
 
-/// Tracks by somebody's dirty log.
+/// Tracks by an existing dirty log.
 #[derive(Debug)]
 pub struct Bitmap<L> {
     log: L,
 }
 
 impl<L: DirtyLog> Bitmap<L> {
-    /// A tracker that asks `log`.
+    /// A tracker that reads `log`.
     pub fn new(log: L) -> Self {
         Self { log }
     }

@@ -1,8 +1,8 @@
-//! Why memory cannot be tracked.
+//! Errors of dirty tracking.
 
 use std::io;
 
-/// Who watches a guest's memory cannot, or can no longer.
+/// Error of a tracker: it cannot start, or can no longer continue.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrackerError {
@@ -28,13 +28,13 @@ pub enum TrackerError {
     },
     /// Write protection sees only one mapping of memory that may have several.
     #[error(
-        "block {block} is mapped shared: writes through other mappings of it (another process, a second mmap) would not be seen; if all its writers use this mapping or say what they write (mark_dirty), use WriteProtect::of_shared, else a dirty log (Bitmap)"
+        "block {block} is mapped shared: writes through other mappings of it (another process, a second mmap) would not be seen; if all its writers use this mapping or report their writes (mark_dirty), use WriteProtect::of_shared, else a dirty log (Bitmap)"
     )]
     Shared {
         /// Its number.
         block: usize,
     },
-    /// The memory is not what was promised, or somebody else watches it.
+    /// The memory is not as promised, or is already tracked.
     #[error(
         "block {block}, {length} bytes at {address:#x}, cannot be watched: {source} (EBUSY: another userfaultfd has it; EINVAL: it is not all mapped, or does not begin and end with its huge pages)"
     )]
@@ -48,8 +48,8 @@ pub enum TrackerError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// What was written cannot be found out.
-    #[error("what was written to block {block} cannot be found out from {offset:#x} on: {source}")]
+    /// The written pages cannot be read.
+    #[error("cannot read the written pages of block {block} from {offset:#x} on: {source}")]
     Scan {
         /// Its number.
         block: usize,
@@ -69,7 +69,7 @@ pub enum TrackerError {
     /// The embedder's dirty log cannot begin or end.
     #[error("dirty logging cannot be switched {}: {source}", if *on { "on" } else { "off" })]
     LogSwitch {
-        /// What it was to be.
+        /// The requested state.
         on: bool,
         /// The embedder's reason.
         source: io::Error,
@@ -81,7 +81,7 @@ pub enum TrackerError {
         block: usize,
         /// The page of the first such bit.
         page: u64,
-        /// How many pages the block has.
+        /// Number of pages that the block has.
         pages: u64,
     },
     /// Harvested before it was started.

@@ -5,15 +5,15 @@
 //!   block 1   [ slot 1 ]
 //! ```
 //!
-//! A VMM maps a block into its guest by one slot or several (a PC's memory has holes), and KVM keeps a log for each. The ioctls
-//! are the VMM's, who has the VM's descriptor; what they need is here:
+//! A VMM maps a block into its guest by one slot or several (a PC's memory has holes), and KVM keeps a log for each.
+//! The ioctls are issued by the VMM, which has the VM's descriptor; their formats are here:
 //!
 //! - on: `KVM_SET_USER_MEMORY_REGION` of each slot with `KVM_MEM_LOG_DIRTY_PAGES`; off: without;
 //! - take: `KVM_GET_DIRTY_LOG`, whose bitmap has the slot's first page in the lowest bit of the first `u64` and is a whole number
 //!   of them, which is how `words` comes. With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` it clears nothing: `KVM_CLEAR_DIRTY_LOG` of
 //!   the same range has to follow within the same call.
 //!
-//! What KVM does not see is written by the VMM itself and by its devices: [`crate::LiveMemory::mark_dirty`].
+//! Writes that KVM does not see come from the VMM itself and its devices: [`crate::LiveMemory::mark_dirty`].
 
 use std::fmt;
 use std::io;
@@ -98,7 +98,7 @@ fn merge(log: &[u64], first: u64, words: &mut [u64]) -> Option<()> {
     let (word, shift) = (usize::try_from(first / WORD_BITS).ok()?, first % WORD_BITS);
     for (index, &bits) in log.iter().enumerate().filter(|(_, bits)| **bits != 0) {
         let low = bits << shift;
-        // Two steps, as a shift by all 64 bits is none.
+        // Two steps, as a shift by all 64 bits has no effect.
         let high = (bits >> 1) >> (WORD_BITS - 1 - shift);
         if low != 0 {
             *words.get_mut(word + index)? |= low;
@@ -137,7 +137,7 @@ mod tests {
         Slot { id, block: BlockIndex(block), offset: first * PAGE, length: pages * PAGE }
     }
 
-    /// What KVM keeps for each slot.
+    /// KVM's log of each slot.
     type Logs = Mutex<BTreeMap<u32, Vec<u64>>>;
 
     fn take(logs: &Logs) -> impl Fn(u32, &mut [u64]) -> io::Result<()> + Send + Sync + '_ {

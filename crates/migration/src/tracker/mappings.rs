@@ -1,9 +1,9 @@
-//! What kind of memory a range is: `/proc/self/maps` (proc_pid_maps(5)).
+//! Kind of memory of a range: `/proc/self/maps` (proc_pid_maps(5)).
 
 use std::io;
 use std::ops::Range;
 
-/// What is known of a range of addresses.
+/// Kind of a range of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Private memory that belongs to no file, of small or transparent huge pages.
@@ -24,7 +24,7 @@ pub(super) fn kinds(ranges: &[Range<usize>]) -> io::Result<Vec<Kind>> {
 fn kind(range: &Range<usize>, mappings: &[(Range<usize>, Kind)]) -> Kind {
     let within =
         mappings.iter().filter(|(mapping, _)| mapping.start < range.end && range.start < mapping.end);
-    // What is not mapped at all, registering it will tell.
+    // An unmapped range fails when it is registered.
     within.fold(Kind::Anonymous, |kind, (_, other)| match (kind, other) {
         (Kind::Shared, _) | (_, Kind::Shared) => Kind::Shared,
         (Kind::Private, _) | (_, Kind::Private) => Kind::Private,

@@ -1,15 +1,15 @@
-//! Who knows what a running guest writes.
+//! Trackers of a running guest's writes.
 //!
 //! ```text
 //!   start ─► guest writes … ─► harvest ─► guest writes … ─► harvest ─► guest stopped ─► harvest ─► stop
 //! ```
 //!
 //! - [`WriteProtect`]: the kernel does, for memory that this process writes (vCPU threads, KVM, system calls).
-//! - [`Bitmap`]: somebody else does, who keeps a bit a page: KVM's dirty log ([`KvmDirtyLog`] puts its slots
-//!   together), a device's.
+//! - [`Bitmap`]: by an existing bitmap, a bit for each page: KVM's dirty log ([`KvmDirtyLog`] combines its slots), a
+//!   device's.
 //!
-//! What both miss is written by devices into pinned pages (VFIO) and by other processes through mappings of their own:
-//! whoever does that says so, [`crate::LiveMemory::mark_dirty`].
+//! Neither sees writes by devices into pinned pages (VFIO) and by other processes through mappings of their own:
+//! their authors have to report them by [`crate::LiveMemory::mark_dirty`].
 
 mod bitmap;
 mod error;
@@ -26,10 +26,10 @@ pub use write_protect::WriteProtect;
 
 use crate::sys::Span;
 
-/// Tells which pages of a guest's memory were written. Every call names the same memory, a span for each block.
+/// Tracks which pages of a guest's memory were written. Every call names the same memory, a span for each block.
 pub trait DirtyTracker: Send + Sync {
-    /// Begins, or begins anew: every write from its return on is in a later harvest. Tells `untouched` what nobody ever
-    /// touched, as far as it knows: runs that are zero until they are reported.
+    /// Starts, or starts again: every write from its return on is in a later harvest. Reports to `untouched` the
+    /// pages that were never touched, as far as known: runs that are zero until they are reported.
     ///
     /// # Errors
     /// It cannot track this memory; nothing is tracked.

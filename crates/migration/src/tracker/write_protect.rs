@@ -1,13 +1,13 @@
-//! The kernel tells what was written: pages are write-protected, and the first write to each lifts that by itself.
+//! Tracks writes by the kernel's write protection: the first write to each protected page lifts its protection.
 //!
 //! ```text
 //!   protected page ── first write: one short fault, no thread is asked ──► written ── harvest: PAGEMAP_SCAN ──► protected
 //! ```
 //!
-//! It sees every write through this process's mapping: of its threads, of KVM's guests, of system calls. It does not see
-//! writes through other mappings of the same memory, of devices into pinned pages (VFIO, io_uring's registered buffers),
-//! and memory that is discarded (`MADV_DONTNEED`, a punched hole): whoever does such says so. A transparent huge page is
-//! split by its first write; hugetlb pages are reported whole.
+//! It sees every write through this process's mapping: of its threads, of KVM's guests, of system calls. It does not
+//! see writes through other mappings of the same memory, of devices into pinned pages (VFIO, io_uring's registered
+//! buffers), and discarded memory (`MADV_DONTNEED`, a punched hole): these have to be reported. A transparent huge
+//! page is split by its first write; hugetlb pages are reported whole.
 //!
 //! Needs Linux 6.7, no privilege. Memory must stay mapped as it was while it is tracked.
 
@@ -28,7 +28,7 @@ pub struct WriteProtect {
     watch: Mutex<Option<Watch>>,
 }
 
-/// What is being watched.
+/// The tracked memory.
 #[derive(Debug)]
 struct Watch {
     userfault: Userfault,
@@ -37,7 +37,7 @@ struct Watch {
 }
 
 impl WriteProtect {
-    /// A tracker for private memory. Whether the kernel can do it is found out here.
+    /// A tracker for private memory. Checks that the kernel supports it.
     ///
     /// # Errors
     /// [`TrackerError::Unsupported`], [`TrackerError::NotPermitted`].
@@ -50,8 +50,8 @@ impl WriteProtect {
         Ok(this)
     }
 
-    /// A tracker for shared memory too (memfd, files, shared hugetlb), all of whose writers use this mapping or say what
-    /// they write.
+    /// A tracker for shared memory too (memfd, files, shared hugetlb), all of whose writers use this mapping or
+    /// report their writes.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -73,7 +73,7 @@ impl WriteProtect {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which pages of each block count.
+    /// The pages of each block to be reported.
     fn which(&self, memory: &[Span<'_>]) -> Result<Vec<Which>, TrackerError> {
         let ranges: Vec<_> =
             memory.iter().map(|span| span.address()..span.address() + span.length()).collect();
@@ -107,7 +107,7 @@ impl WriteProtect {
         let failed = |source| TrackerError::Register { block, address, length, source };
         watch.userfault.register(span).map_err(failed)?;
         match watch.which[block] {
-            // Pages that are not there need no mark: what is made later is without protection.
+            // Absent pages need no mark: they are unprotected when they are created.
             Which::WrittenThere => self.find(Which::WrittenThere, (block, span), &mut |_, _| {}),
             _ => {
                 let protect = |offset| {
@@ -118,7 +118,7 @@ impl WriteProtect {
         }
     }
 
-    /// Reports what is not there of a block of private memory that is protected.
+    /// Reports the absent pages of a block of private memory that is protected.
     fn gaps(
         &self,
         (block, span): (usize, &Span<'_>),

@@ -1,4 +1,4 @@
-//! What the kernel tells of memory of every kind, on a kernel that can; elsewhere skipped.
+//! Reports of the kernel for memory of every kind, on a kernel with support; elsewhere skipped.
 
 use super::*;
 use crate::sys::{HUGE_PAGE_BYTES, Region};
@@ -173,7 +173,7 @@ fn huge_pages_are_reported_whole() {
     memory[0].write(3 * HUGE_PAGE_BYTES, &[1]);
     start(&tracker, &memory);
     assert_eq!(harvest(&tracker, &memory), []);
-    // One that was there, one that was not, one only read.
+    // A page that was present, an absent one, and one that was only read.
     memory[0].write(3 * HUGE_PAGE_BYTES + 9 * PAGE, &[1]);
     memory[0].write(HUGE_PAGE_BYTES + PAGE, &[1]);
     assert_eq!(memory[0].word(2 * HUGE_PAGE_BYTES).load(Ordering::Relaxed), 0);

@@ -1,4 +1,4 @@
-//! Guests to be migrated, and who writes in them meanwhile.
+//! Guests to be migrated, and threads that write in them meanwhile.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -89,14 +89,14 @@ pub(crate) fn difference(one: &Memory, other: &Memory) -> Option<String> {
     None
 }
 
-/// How often a guest was stopped and started, and the thread that writes in it while it runs.
+/// Number of times that a guest was stopped and started, and the thread that writes in it while it runs.
 #[derive(Default)]
 pub(crate) struct Writer {
     pub(crate) stops: AtomicU32,
     pub(crate) starts: AtomicU32,
     is_over: AtomicBool,
     thread: Mutex<Option<JoinHandle<u64>>>,
-    /// How many writes it made.
+    /// Number of writes that it made.
     pub(crate) writes: AtomicU32,
 }
 

@@ -10,30 +10,30 @@ use towline_migration::{Stream, outgoing};
 
 use super::UUID;
 
-/// What a destination's socket holds where sends without a copy are tested: less than a packet.
+/// Size of a destination's socket buffer where sends without a copy are tested: less than a packet.
 const WINDOW_BYTES: usize = 100_000;
 
-/// What the channels are.
+/// Kind of the channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// In memory, holding so many bytes each way.
+    /// In memory, with this capacity in each direction.
     Memory(usize),
     /// Unix stream sockets.
     Unix,
     /// TCP on the loopback.
     Tcp,
-    /// As well; the source can send without a copy, and what it sends stays long with it, as the window is small.
+    /// As well; the source can send without a copy, and its data stays long with it, as the window is small.
     TcpZeroCopy,
 }
 
-/// Which end of a channel.
+/// An end of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Source,
     Destination,
 }
 
-/// What is done to one end of one channel.
+/// A fault at one end of one channel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fault {
     pub(crate) side: Side,

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: guests, connections with faults, and migrations that are not allowed to hang.
+//! Helpers shared by the tests of this crate: guests, connections with faults, and migrations with a watchdog.
 #![allow(dead_code)] // Not every test file needs all of it.
 
 mod guests;
@@ -24,7 +24,7 @@ use towline_protocol::return_path::Message;
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
 pub(crate) const UUID: [u8; 16] = [7; 16];
 
-/// What became of one end of a migration.
+/// Result of one end of a migration.
 #[derive(Debug)]
 pub(crate) struct End {
     pub(crate) result: Result<(), Error>,
@@ -33,7 +33,7 @@ pub(crate) struct End {
     pub(crate) elapsed: Duration,
 }
 
-/// What became of both, and of the relays between.
+/// Results of both ends, and of the relays between.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) source: End,

@@ -1,5 +1,5 @@
-//! The plan's hand-over as a model: the destination loads paused, runs when the source says that it is done, and instead of a
-//! source that has ended, if it has everything. The rules are `control`'s, which speaks QMP to real QEMUs.
+//! The plan's switchover as a model: the destination loads paused, runs when the source has completed, and instead of
+//! a source that has exited, if it has everything. The rules are `control`'s, which speaks QMP to real QEMUs.
 
 use super::destination::Endpoint;
 use super::net::Net;
@@ -7,14 +7,14 @@ use super::relay::Relay;
 use super::scenario::{Mutation, Scenario};
 use super::source::Source;
 
-/// How a copy ends, by its exit code.
+/// Outcome of a copy, by its exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// 0: the guest runs at its destination.
     Done,
     /// 1: the guest is as it was at its source.
     Safe,
-    /// 3: somebody must look.
+    /// 3: an operator has to look.
     LookAt,
 }
 
@@ -22,7 +22,7 @@ pub(crate) enum Verdict {
 pub(crate) struct Control {
     pub(crate) is_alive: bool,
     pub(crate) verdict: Option<Verdict>,
-    /// `cont` was said to the destination.
+    /// `cont` was sent to the destination.
     pub(crate) has_run_it: bool,
     runs_early: bool,
 }
@@ -37,7 +37,7 @@ impl Control {
         self.verdict.is_some() || !self.is_alive
     }
 
-    /// Asks, and says what follows; monitors answer at once or are gone.
+    /// Queries the monitors, and returns the result; monitors reply at once or are gone.
     pub(crate) fn step(
         &mut self,
         net: &mut Net,
@@ -72,7 +72,7 @@ impl Control {
         source: &mut Source,
         destination: &mut Endpoint,
     ) -> Option<Verdict> {
-        // Before the source is asked: until then it may have its guest back.
+        // Before the source is queried: until then it may get its guest back.
         if !destination.is_alive {
             return match source.is_alive {
                 true => self.undo_or_keep(net, source),
@@ -116,7 +116,7 @@ impl Control {
                 None
             }
             Some(Err(_)) => Some(Verdict::Safe),
-            // Done after all: whoever asks it to go on gets the guest back, which ran nowhere else.
+            // Completed after all: `cont` at the source resumes the guest, which ran nowhere else.
             Some(Ok(())) => {
                 source.guest.running = true;
                 Some(Verdict::Safe)

@@ -12,7 +12,7 @@ use super::scenario::{Mutation, Scenario};
 
 #[derive(Debug)]
 pub(crate) struct Endpoint {
-    /// What each page shows; `None`: a mixture.
+    /// The counter of each page; `None`: a mixture.
     pub(crate) memory: Vec<Option<u64>>,
     pub(crate) serial: Option<u32>,
     pub(crate) is_alive: bool,

@@ -1,4 +1,4 @@
-//! A synthetic guest: a page is a counter of its writes, shown as content that tells counter, place and integrity.
+//! A synthetic guest: a page is a counter of its writes, with content that identifies counter, place and integrity.
 
 use fastrand::Rng;
 use towline_protocol::ram::PAGE_SIZE;
@@ -7,9 +7,9 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 use super::net::Time;
 
 pub(crate) const PAGE: usize = PAGE_SIZE as usize;
-/// Every so many writes leave a page zero.
+/// Interval, in writes, at which a page becomes zero.
 const ZERO_EVERY: u64 = 5;
-/// Every so many words change with each write; the others are the page's own, so that XBZRLE has something to leave out.
+/// Interval of the words that change with each write; the others are constant, so that XBZRLE can omit them.
 const CHANGING: usize = 8;
 
 /// The blocks of a guest, and its pages in a row.
@@ -41,7 +41,7 @@ impl Layout {
     }
 }
 
-/// What a page shows: 0 if it is zero, else its counter.
+/// The counter of a page, 0 if it is zero.
 pub(crate) fn shown(version: u64) -> u64 {
     if version.is_multiple_of(ZERO_EVERY) { 0 } else { version }
 }
@@ -64,7 +64,7 @@ pub(crate) fn content(page: usize, version: u64) -> [u8; PAGE] {
     bytes
 }
 
-/// What a page shows by its content; `None` if that is a mixture.
+/// The counter in a page's content; `None` if that is a mixture.
 pub(crate) fn recognized(page: usize, bytes: &[u8]) -> Option<u64> {
     let own = (page as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) & !0xffff_ffff;
     let first = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
@@ -81,7 +81,7 @@ pub(crate) struct Guest {
     pub(crate) running: bool,
     /// Nanoseconds between two writes; 0: it writes nothing.
     write_ns: u64,
-    /// Pages that it writes: the first so many.
+    /// Number of pages that it writes: the first ones.
     hot: usize,
     next_write: Time,
     /// Changes with the guest, and goes with its device state.
@@ -123,7 +123,7 @@ impl Guest {
         dirty.filter_map(|(page, dirty)| std::mem::take(dirty).then_some(page)).collect()
     }
 
-    /// What all pages show.
+    /// The counters of all pages.
     pub(crate) fn shown(&self) -> Vec<Option<u64>> {
         self.versions.iter().map(|&version| Some(shown(version))).collect()
     }

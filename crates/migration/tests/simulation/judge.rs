@@ -1,13 +1,13 @@
-//! What must hold of both ends when a run is over, whatever went wrong.
+//! Invariants of both ends at the end of a run, after any fault.
 
 use super::control::Verdict;
 use super::scenario::Scenario;
 use super::world::World;
 
-/// How a run ended.
+/// Outcome of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Ending {
-    /// The guest is at its destination, and everybody knows.
+    /// The guest is at its destination, and all parties know.
     Moved,
     /// It runs on at its source, since it wrote too fast.
     NotConverged,
@@ -19,7 +19,7 @@ pub(crate) enum Ending {
     Paused,
     /// The source had ended, and the destination had everything.
     TakenOver,
-    /// The sole complete copy was the one that was killed.
+    /// The process with the only complete copy was killed.
     Lost,
 }
 
@@ -92,7 +92,7 @@ fn by_itself(world: &World, scenario: &Scenario) -> Result<Ending, String> {
             false if destination.is_alive => Ok(Ending::Moved),
             false => Ok(Ending::Lost),
         },
-        // Without a return path nobody hears of a failure, and an image is where it was.
+        // Without a return path a failure is not reported, and an image stays complete.
         (Some(Ok(())), false) if !scenario.return_path => Ok(Ending::Failed),
         (Some(Ok(())), false) if !destination.is_alive => Ok(Ending::Lost),
         (Some(Err(_)), true) if destination.has_said_so && stays => Ok(Ending::WordLost),
@@ -109,7 +109,7 @@ fn with_verdict(world: &World, verdict: Verdict) -> Result<Ending, String> {
     let World { source, destination, control, .. } = world;
     let has_run_it = control.as_ref().is_some_and(|control| control.has_run_it);
     match verdict {
-        Verdict::Done if !has_run_it => Err("done, and nobody ran it".into()),
+        Verdict::Done if !has_run_it => Err("done, but the guest was not started".into()),
         Verdict::Done if source.guest.running => Err("done, and the source runs".into()),
         Verdict::Done if !destination.is_alive => Ok(Ending::Lost),
         Verdict::Done if source.is_alive => Ok(Ending::Moved),
@@ -121,15 +121,15 @@ fn with_verdict(world: &World, verdict: Verdict) -> Result<Ending, String> {
             Some(Err(reason)) => failed(reason),
             _ => Ending::Failed,
         }),
-        Verdict::LookAt if source.is_alive => Err("somebody must look, and the source has it".into()),
+        Verdict::LookAt if source.is_alive => Err("an operator has to look, but the source has it".into()),
         Verdict::LookAt if destination.is_alive && destination.is_loaded => {
-            Err("somebody must look, and the destination has it".into())
+            Err("an operator has to look, but the destination has it".into())
         }
         Verdict::LookAt => Ok(Ending::Lost),
     }
 }
 
-/// Towline was killed: nobody says `cont`, and nobody loses anything.
+/// Towline was killed: `cont` is never sent, and no guest is lost.
 fn without_towline(world: &World) -> Result<Ending, String> {
     let World { source, destination, .. } = world;
     let whole = destination.is_alive && destination.is_loaded;

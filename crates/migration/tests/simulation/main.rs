@@ -5,8 +5,8 @@
 //!   Scenario::random(seed) ─► World: Source ═ links ═ [Relay ═ links ═] Destination, Control above ─► judge ─► Ending
 //! ```
 //!
-//! Real: everything of `towline_protocol` that the engine uses (writers, decoders, rosters, barriers' places, the return
-//! path's rules, XBZRLE) and `convergence`. Told again as single steps: what the engine's threads do between them, the hand-over
+//! Real: everything of `towline_protocol` that the engine uses (writers, decoders, lane registries, barriers' places,
+//! the return path's rules, XBZRLE) and `convergence`. Modelled as single steps: the engine's threads, the switchover
 //! of `control`, and the QEMUs. Not here: compression, zero-copy, sockets, mapped-ram files, which have no two ends.
 //!
 //! No thread, no clock: a seed replays its run exactly. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
@@ -107,7 +107,7 @@ const REGRESSIONS: &[(u64, &str)] = &[
 ];
 
 #[test]
-fn what_failed_once_does_not_again() {
+fn regressions_stay_fixed() {
     for (seed, found) in REGRESSIONS {
         if let Err(error) = run_seed(*seed, None) {
             panic!("{found}: {error}");

@@ -8,7 +8,7 @@ use fastrand::Rng;
 /// Nanoseconds since the run began.
 pub(crate) type Time = u64;
 
-/// How a connection is, in each direction.
+/// Properties of a connection, in each direction.
 #[derive(Debug, Clone)]
 pub(crate) struct Knobs {
     /// Nanoseconds that a KiB takes.
@@ -37,7 +37,7 @@ pub(crate) struct Port {
     pub(crate) side: Side,
 }
 
-/// Why nothing can be sent or received any more.
+/// Reason why a connection is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Gone {
     /// The other end has closed it.
@@ -62,9 +62,9 @@ struct Pipe {
 struct Connection {
     /// Towards far, towards near.
     pipes: [Pipe; 2],
-    /// Whoever ended it, or nobody if it broke by itself.
+    /// The end that closed it, or `None` if it broke by itself.
     over: Option<Option<Side>>,
-    /// What is on the way when it is over does not arrive.
+    /// Data on the way is lost when the connection ends.
     is_lossy: bool,
 }
 
@@ -128,7 +128,7 @@ impl Net {
         Ok(length)
     }
 
-    /// Receives up to `most` bytes of what has arrived; `None`: nothing has.
+    /// Receives up to `most` bytes that have arrived; `None`: there are none.
     pub(crate) fn recv(&mut self, port: Port, most: usize) -> Result<Option<Vec<u8>>, Gone> {
         let connection = &mut self.connections[port.connection];
         let pipe = &mut connection.pipes[usize::from(port.side == Side::Near)];
@@ -148,7 +148,7 @@ impl Net {
         Ok(Some(pipe.take(self.now, most)))
     }
 
-    /// Ends a connection from one side: what that side has sent arrives, what it has not read is lost.
+    /// Closes a connection from one end: its sent data arrives, its unread data is lost.
     pub(crate) fn shut(&mut self, port: Port) {
         let connection = &mut self.connections[port.connection];
         if connection.over.is_none() {
@@ -164,7 +164,7 @@ impl Net {
         }
     }
 
-    /// How many bytes went over a connection.
+    /// Number of bytes that went over a connection.
     pub(crate) fn written(&self, connection: usize, forward: bool) -> u64 {
         self.connections[connection].pipes[usize::from(!forward)].written
     }

@@ -1,4 +1,5 @@
-//! What a thread of the engine would be sending: bytes, and pages that are read when they go, as from live memory.
+//! Data that a thread of the engine would be sending: bytes, and pages that are read when they are sent, as from live
+//! memory.
 
 use std::collections::VecDeque;
 
@@ -32,7 +33,7 @@ impl Out {
         }
     }
 
-    /// A page out of the guest's memory, as it is when its bytes go.
+    /// A page of the guest's memory, with its content at the time of sending.
     pub(crate) fn page(&mut self, page: usize) {
         self.items.push_back(Item::Page(page));
     }

@@ -3,7 +3,7 @@
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{Barriers, Destination, Event, RamSection, SectionKind};
 use towline_protocol::device_state::{Collector, DeviceState};
-use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Packet, Roster};
+use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::section::Command;
 use towline_protocol::{PageRef, RamBlock, Reader};
 
@@ -13,7 +13,7 @@ use super::net::{Net, Port};
 /// Bytes received ahead on the main channel.
 const AHEAD: usize = 3 * PAGE;
 
-/// What the main channel says next.
+/// The next message of the main channel.
 #[derive(Debug)]
 pub(crate) enum Deed {
     Configuration(Configuration),
@@ -45,9 +45,9 @@ pub(crate) struct Receiver {
     page: Option<PageRef>,
     collector: Option<Collector>,
     barriers: Barriers,
-    roster: Roster,
+    registry: LaneRegistry,
     total: u64,
-    /// The main channel waits for the lanes; what it says afterwards.
+    /// The main channel waits for the lanes; its message afterwards.
     leading: Option<Deed>,
     is_complete: bool,
 }
@@ -93,7 +93,7 @@ impl Receiver {
             page: None,
             collector: None,
             barriers: Barriers::default(),
-            roster: Roster::new(lanes.len()),
+            registry: LaneRegistry::new(lanes.len()),
             total: 0,
             leading: None,
             is_complete: false,
@@ -146,7 +146,7 @@ impl Receiver {
         }
     }
 
-    /// What the barrier held back, once the owner has done its part of it.
+    /// The message that the barrier delayed, once the owner has passed it too.
     pub(crate) fn after_barrier(&mut self) -> Deed {
         self.leading.take().unwrap_or(Deed::Step)
     }
@@ -246,7 +246,7 @@ impl Receiver {
         if !lane.is_known {
             let init =
                 Init::decode(bytes[..].try_into().expect("as wanted")).map_err(|error| error.to_string())?;
-            let admitted = self.roster.admit(&init).map_err(|error| error.to_string())?;
+            let admitted = self.registry.register(&init).map_err(|error| error.to_string())?;
             assert_eq!(admitted, index);
             lane.is_known = true;
             return Ok((true, None));

@@ -1,5 +1,6 @@
-//! The relay between two QEMUs: what comes in goes on, and the source hears only what the destination has said. Decoders,
-//! writers and the return path's rules are the real ones; their order between them is `Relay`'s and `Incoming`'s.
+//! The relay between two QEMUs: it forwards its input, and the source receives only the destination's messages.
+//! Decoders, writers and the return path's rules are the real ones; their order between them is `Relay`'s and
+//! `Incoming`'s.
 
 use std::collections::VecDeque;
 
@@ -31,7 +32,7 @@ pub(crate) struct Relay {
     pub(crate) is_alive: bool,
     /// The whole guest is in the hands of the connection.
     pub(crate) is_sent: bool,
-    /// The destination has it: nobody can cancel any more.
+    /// The destination has it: the migration can no longer be cancelled.
     pub(crate) is_finished: bool,
     pub(crate) outcome: Option<Result<(), String>>,
     scenario: Scenario,
@@ -113,7 +114,7 @@ impl Relay {
         for (index, lane) in self.lanes.iter_mut().enumerate() {
             any |= lane.out.pump(net, None).map_err(|gone| format!("lane {index} onwards: {gone:?}"))?;
         }
-        // A thread that sends does nothing else: what is not taken there is not taken from the source.
+        // A sending thread does nothing else: a blocked send blocks receiving from the source.
         for index in 0..self.lanes.len() {
             if self.lanes[index].out.is_empty() {
                 any |= self.step_lane(net, index)?;
@@ -126,7 +127,7 @@ impl Relay {
             return Ok(any | self.is_finished);
         }
         self.awaits_pong &= !self.answers.has_pong();
-        // A lane has arrived at a barrier when what it took has gone on.
+        // A lane has arrived at a barrier when its data has been forwarded.
         let waits = self.awaits_pong || self.finishing || (self.receiver.is_leading() && !lanes_empty);
         if self.out.is_empty()
             && !waits

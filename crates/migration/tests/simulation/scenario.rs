@@ -1,4 +1,4 @@
-//! What a seed stands for: a guest, two hosts, the links between them, and what goes wrong.
+//! The meaning of a seed: a guest, two hosts, the links between them, and faults.
 
 use std::time::Duration;
 
@@ -21,9 +21,9 @@ pub(crate) enum Mutation {
     DirtyPageLost,
     /// No SYNC and no FLUSH between passes.
     NoBarrier,
-    /// The destination says that it has the guest before its device state came.
+    /// The destination acknowledges the guest before its device state came.
     AcknowledgedEarly,
-    /// The relay says so when it has sent everything.
+    /// The relay acknowledges it when it has sent everything.
     ForwardedEarly,
     /// The destination runs when it has loaded, not when the source is done.
     RunEarly,
@@ -32,7 +32,7 @@ pub(crate) enum Mutation {
 /// A moment that a fault is aimed at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// So many steps from the beginning.
+    /// This number of steps after the beginning.
     Begin,
     /// The source's guest is stopped.
     Stopped,
@@ -55,7 +55,7 @@ pub(crate) enum Who {
     Towline,
 }
 
-/// What happens at a moment.
+/// An event at a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
     /// The source's side ends the migration.

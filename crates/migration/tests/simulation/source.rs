@@ -1,5 +1,5 @@
-//! The sending end: the protocol's states, the return path's rules and the convergence policy are the real ones; what the
-//! engine's threads do between them is told here again, one step at a time.
+//! The sending end: the protocol's states, the return path's rules and the convergence policy are the real ones; the
+//! engine's threads are modelled here, one step at a time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -48,7 +48,7 @@ pub(crate) struct Source {
     pub(crate) phase: Phase,
     pub(crate) outcome: Option<Result<(), String>>,
     pub(crate) is_alive: bool,
-    /// What the guest was when it was stopped, and how long it has stood still.
+    /// The guest's state when it was stopped, and the time since.
     pub(crate) stopped: Option<(Vec<Option<u64>>, u32, Time)>,
     scenario: Scenario,
     out: Out,
@@ -61,7 +61,7 @@ pub(crate) struct Source {
     pub(crate) passes: u32,
     answers: Answers,
     heard: Vec<u8>,
-    /// What the destination has of each page, for XBZRLE.
+    /// The destination's content of each page, for XBZRLE.
     cache: BTreeMap<usize, u64>,
     dropped: bool,
 }
@@ -94,7 +94,7 @@ impl Source {
         std::iter::once(self.out.port).chain(self.lanes.iter().map(|lane| lane.out.port)).collect()
     }
 
-    /// Does what can be done now; whether there was anything.
+    /// Performs a step, if one is possible. Returns true if so.
     pub(crate) fn step(&mut self, net: &mut Net) -> bool {
         if !self.is_alive || self.outcome.is_some() {
             return false;
@@ -108,7 +108,7 @@ impl Source {
         }
     }
 
-    /// Somebody wants it to end. What the destination had said by then counts.
+    /// Cancels the migration. Messages that the destination had sent by then count.
     pub(crate) fn cancel(&mut self, net: &mut Net) {
         if !self.is_alive || self.outcome.is_some() {
             return;

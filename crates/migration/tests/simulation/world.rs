@@ -1,5 +1,5 @@
-//! Everything of one run, and its clock: who can do something does it, in an order of the seed's; when nobody can, time
-//! goes on to what arrives next.
+//! The state of one run, and its clock: a ready party performs a step, in an order that follows from the seed;
+//! without ready parties, time advances to the next arrival.
 
 use fastrand::Rng;
 
@@ -102,7 +102,7 @@ impl World {
         worked
     }
 
-    /// Whether a moment has come.
+    /// Returns true if a moment has come.
     fn has_come(&self, moment: Moment) -> bool {
         let relay = self.relay.as_ref();
         match moment {

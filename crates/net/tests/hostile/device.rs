@@ -160,7 +160,7 @@ impl<'r> Guest<'r> {
         let needed = protocol::REPLY_ACK | protocol::LOG_SHMFD | protocol::MEM_SLOTS | 1 << 19;
         let features = frontend.negotiate(0, wished, needed)?.features;
         let memory = Memory::in_regions(MEMORY_BYTES, 1)?;
-        frontend.share(Some(&memory))?;
+        frontend.set_mem_table(Some(&memory))?;
         let log = Memory::new(1 << 16)?;
         let kicks = (0..QUEUES).map(|_| event(EventfdFlags::empty())).collect();
         let (available, pipes, running, sizes) = ([0; 2], Vec::new(), [false; 2], [1; 2]);
@@ -214,17 +214,17 @@ impl<'r> Guest<'r> {
     fn start(&mut self, ring: u32, input: &mut Input<'_>) -> Done {
         let size = input.pick(&[256u32, 8, 64, 2, 1, 512, 3, 32768]);
         let base = input.pick(&[0u32, 0, 0, 1, 65535, 7]);
-        self.frontend.tell(Code::SET_VRING_NUM, &halves(ring, size), &[])?;
-        self.frontend.tell(Code::SET_VRING_BASE, &halves(ring, base), &[])?;
+        self.frontend.request(Code::SET_VRING_NUM, &halves(ring, size), &[])?;
+        self.frontend.request(Code::SET_VRING_BASE, &halves(ring, base), &[])?;
         let user = USER_BASE + Self::base(ring) - GUEST_BASE;
         let used = if input.byte() < 240 { USED } else { AVAILABLE };
         let places = words(&[user, user + used, user + AVAILABLE, Self::base(ring) + used]);
         let payload = [halves(ring, input.below(2)), places].concat();
-        self.frontend.tell(Code::SET_VRING_ADDR, &payload, &[])?;
+        self.frontend.request(Code::SET_VRING_ADDR, &payload, &[])?;
         let kick = self.kicks[ring as usize].as_fd().try_clone_to_owned().expect("a descriptor");
         let call = event(EventfdFlags::empty());
-        self.frontend.tell(Code::SET_VRING_CALL, &words(&[ring.into()]), &[call.as_fd()])?;
-        self.frontend.tell(Code::SET_VRING_KICK, &words(&[ring.into()]), &[kick.as_fd()])?;
+        self.frontend.request(Code::SET_VRING_CALL, &words(&[ring.into()]), &[call.as_fd()])?;
+        self.frontend.request(Code::SET_VRING_KICK, &words(&[ring.into()]), &[kick.as_fd()])?;
         self.running[ring as usize] = true;
         (self.sizes[ring as usize], self.available[ring as usize]) = (size, base as u16);
         self.frontend.enable(ring, input.byte() < 230)
@@ -328,10 +328,10 @@ impl<'r> Guest<'r> {
         };
         let payload = [words(&[0]), region.encode()].concat();
         match input.below(8) {
-            0..=2 => self.frontend.tell(Code::ADD_MEM_REG, &payload, &[self.log.fd()]),
-            3 | 4 => self.frontend.tell(Code::REM_MEM_REG, &payload, &[]),
-            5 | 6 => self.frontend.share(Some(&self.memory)),
-            _ => self.frontend.share(None),
+            0..=2 => self.frontend.request(Code::ADD_MEM_REG, &payload, &[self.log.fd()]),
+            3 | 4 => self.frontend.request(Code::REM_MEM_REG, &payload, &[]),
+            5 | 6 => self.frontend.set_mem_table(Some(&self.memory)),
+            _ => self.frontend.set_mem_table(None),
         }
     }
 
@@ -350,7 +350,7 @@ impl<'r> Guest<'r> {
             _ => UnixStream::pair().expect("a pair").0.into(),
         };
         let code = input.pick(&[Code::SET_VRING_KICK, Code::SET_VRING_CALL, Code::SET_VRING_ERR]);
-        self.frontend.tell(code, &words(&[ring.into()]), &[fd.as_fd()])
+        self.frontend.request(code, &words(&[ring.into()]), &[fd.as_fd()])
     }
 
     fn device_state(&mut self, input: &mut Input<'_>) -> Done {
@@ -365,7 +365,7 @@ impl<'r> Guest<'r> {
         if direction == 1 {
             let _ = rustix::io::write(&ours, input.0.get(..20).unwrap_or_default());
         }
-        let asked = self.frontend.ask(Code::SET_DEVICE_STATE_FD, &halves(direction, 0), &[theirs.as_fd()]);
+        let asked = self.frontend.query(Code::SET_DEVICE_STATE_FD, &halves(direction, 0), &[theirs.as_fd()]);
         self.pipes.push(ours);
         asked.map(drop)
     }
@@ -393,10 +393,10 @@ impl<'r> Guest<'r> {
 
     fn rarely(&mut self, input: &mut Input<'_>) -> Done {
         match input.byte() {
-            0..100 => self.frontend.tell(Code::SET_STATUS, &words(&[input.byte().into()]), &[]),
-            100..140 => self.frontend.tell(Code::RESET_DEVICE, &[], &[]),
-            140..160 => self.frontend.tell(Code::SET_OWNER, &[], &[]),
-            160..170 => self.frontend.tell(Code::SEND_RARP, &words(&[7]), &[]),
+            0..100 => self.frontend.request(Code::SET_STATUS, &words(&[input.byte().into()]), &[]),
+            100..140 => self.frontend.request(Code::RESET_DEVICE, &[], &[]),
+            140..160 => self.frontend.request(Code::SET_OWNER, &[], &[]),
+            160..170 => self.frontend.request(Code::SEND_RARP, &words(&[7]), &[]),
             170..180 => self.truncate(),
             180..200 => {
                 self.rig.set_tap(input.below(3) == 0);
@@ -421,7 +421,7 @@ impl<'r> Guest<'r> {
 
 /// The connection is over, or nobody can tell what comes next on it.
 fn is_over(error: &Error) -> bool {
-    !matches!(error, Error::Answer { found, .. } if found.starts_with('['))
+    !matches!(error, Error::Reply { found, .. } if found.starts_with('['))
 }
 
 /// A second after the last step no thread of the process runs. It is looked at sooner, too, so that most inputs need no second.

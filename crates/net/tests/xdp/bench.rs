@@ -93,7 +93,7 @@ impl Bench {
         let (served, mut frontend) = Served::start(&near, &net);
         let features = agree(&mut frontend).unwrap();
         let memory = Arc::new(Memory::in_regions(REGION, 2).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let queue =
             |index| Queue::new(&memory, 2 * index + 1, QueueOptions { size: RING, features }).unwrap();
         let queues: Vec<Queue> = (0..pairs).map(queue).collect();
@@ -186,7 +186,7 @@ impl Bench {
         let queue = &mut self.queues[queue];
         let mut back = HashSet::new();
         while queue.in_flight() > 0 {
-            match queue.take().unwrap() {
+            match queue.pop_used().unwrap() {
                 Some(used) => assert!(back.insert(used.token), "slot {} came back twice", used.token),
                 None => queue.wait(WITHIN).unwrap(),
             }

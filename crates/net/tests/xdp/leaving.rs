@@ -73,7 +73,7 @@ fn a_queue_that_cannot_be_stopped_ends_the_connection() {
     })
     .unwrap();
     bench.served = served;
-    frontend.share(Some(&bench.memory)).unwrap();
+    frontend.set_mem_table(Some(&bench.memory)).unwrap();
     let base = u16::try_from(SLOTS as usize - held).unwrap();
     frontend.start(&bench.queues[0], base).unwrap();
     bench.frontend = frontend;
@@ -137,7 +137,7 @@ fn each_pair_has_its_queue_for_itself() {
         let (_served, mut frontend) = Served::start(&bench.near, &net);
         let features = agree(&mut frontend).unwrap();
         let memory = Arc::new(Memory::new(1 << 20).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let mut ring = Queue::new(&memory, 1, QueueOptions { size: 16, features }).unwrap();
         frontend.start(&ring, 0).unwrap();
         let at = memory.alloc(frame.len() as u64, 8);

@@ -67,7 +67,7 @@ fn memory_changes_and_rings_stop_under_way() {
         bench.queues[0].publish();
         if round % 2 == 0 {
             let memory = Arc::clone(&bench.memory);
-            bench.frontend.share(Some(&memory)).unwrap();
+            bench.frontend.set_mem_table(Some(&memory)).unwrap();
         } else {
             let base = bench.frontend.stop(1).unwrap();
             bench.frontend.start(&bench.queues[0], base).unwrap();

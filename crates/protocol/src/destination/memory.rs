@@ -45,7 +45,7 @@ pub struct Complete {
     pub(super) ram: Box<Ram>,
 }
 
-/// What is known of the `ram` section.
+/// State of the `ram` section.
 #[derive(Debug)]
 pub(super) struct Ram {
     pub(super) id: u32,
@@ -139,7 +139,7 @@ impl Ram {
         Self { id, mapped, blocks, by_name, last: None, is_snapshot, has_part: false }
     }
 
-    /// Whether a device's section is the memory's end.
+    /// Returns true if a device's section is the memory's end.
     pub(super) fn is_complete_snapshot(&self) -> bool {
         self.is_snapshot && self.has_part
     }

@@ -5,16 +5,16 @@
 //!          h₁: the header with these 24 bytes zero      h₂ …: each page that follows, or all of them compressed
 //! ```
 //!
-//! The hᵢ are 64-bit hashes of the driver's (XXH3), the sums are modulo 2⁶¹ − 1. If one piece is not what it was, both sums differ,
-//! and their ratio is its number: so two sums find damage as 122 bits do, and name the page. The header is compared by itself
-//! before any of it is believed. It is no seal: who wants to deceive can, and TLS is against that.
+//! The hᵢ are the driver's 64-bit hashes (XXH3), the sums are modulo 2⁶¹ − 1. If one piece is damaged, both sums
+//! differ, and their ratio is its number: so two sums detect damage as 122 bits do, and name the page. The header is
+//! verified by itself before it is used. Not a MAC: it does not protect from an attacker, TLS does.
 //!
-//! Who writes them: a source whose destination has answered [`crate::source::PING_CHECKSUMS`] with [`PONG_CHECKSUMS`].
+//! Written by a source whose destination has answered [`crate::source::PING_CHECKSUMS`] with [`PONG_CHECKSUMS`].
 
 use super::HEADER_BYTES;
 use crate::wire::Reader;
 
-/// What a destination that compares checksums answers; any other repeats the PING's value.
+/// PONG of a destination that compares checksums; any other repeats the PING's value.
 pub const PONG_CHECKSUMS: u32 = 0x7477_6c02;
 /// Where the checksum is in the header.
 const AT: usize = 40;
@@ -24,7 +24,7 @@ const OF_PAGES: u32 = 1 << 31;
 /// 2⁶¹ − 1, a prime.
 const MODULUS: u64 = (1 << 61) - 1;
 
-/// What a packet's header says of the packet.
+/// Checksum of a packet, in its header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Checksum {
     /// It is of the pages, too; else they were in memory that might change while they were sent.
@@ -43,7 +43,7 @@ pub struct Sums {
     pieces: u64,
 }
 
-/// What is not as it was sent.
+/// Location of the damage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Damage {
     /// The header.
@@ -63,7 +63,7 @@ impl Sums {
         self.weighted = (self.weighted + product(hash, self.pieces)) % MODULUS;
     }
 
-    /// What became of the pieces on their way, by the sums as they were sent; `None`: nothing.
+    /// Finds the damaged piece by the sums as they were sent; `None`: there is none.
     pub fn compare(&self, sent: &Self) -> Option<Damage> {
         let difference = |here: u64, there: u64| (here + MODULUS - there % MODULUS) % MODULUS;
         let plain = difference(self.plain, sent.plain);
@@ -84,7 +84,7 @@ impl Sums {
 }
 
 impl Checksum {
-    /// What is kept of a header's hash by itself.
+    /// The part of a header's hash that is kept.
     pub fn of_header(hash: u64) -> u32 {
         u32::try_from(hash & u64::from(!OF_PAGES)).expect("31 bits")
     }
@@ -99,7 +99,7 @@ impl Checksum {
         out[16..].copy_from_slice(&self.sums.weighted.to_be_bytes());
     }
 
-    /// Takes it out of a header, which is as it was before it was written then. `None`: there is none.
+    /// Removes it from a header, restoring the header as it was before. `None`: it has none.
     pub fn take(header: &mut [u8; HEADER_BYTES]) -> Option<Self> {
         let bytes: [u8; BYTES] = header[AT..AT + BYTES].try_into().expect("within the header");
         let rest = bytes.strip_prefix(&MARK)?;

@@ -77,7 +77,7 @@ fn each_byte_belongs_to_the_device_whose_section_holds_it() {
 }
 
 #[test]
-fn what_a_guest_writes_into_a_device_does_not_end_the_state() {
+fn text_that_a_guest_writes_into_a_device_does_not_end_the_state() {
     let fakes = [
         description(&[]),
         description(&["timer"]),
@@ -181,8 +181,8 @@ fn a_state_beyond_the_limit_is_refused() {
     assert_eq!(collector.push(&[0]), Err(error.into()));
 }
 
-/// The largest state made of nothing but beginnings of descriptions, which all claim to end with the last byte or near
-/// it. What this took before was minutes and gigabytes; the deadline is there to end the test, not to time it.
+/// The largest state made of nothing but beginnings of descriptions, which all claim to end with the last byte or
+/// near it. It used to take minutes and gigabytes; the deadline is there to end the test, not to time it.
 #[test]
 fn beginnings_of_descriptions_cost_no_more_than_their_bytes() {
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -205,7 +205,7 @@ fn beginnings_of_descriptions_cost_no_more_than_their_bytes() {
 }
 
 #[test]
-fn what_is_encoded_is_read_back() {
+fn encoded_sections_are_read_back() {
     let sections: [(&str, u32, &[u8]); 3] =
         [("cpus", 1, b"four"), ("nothing", 7, b""), ("net/0", 2, &[0x7e; 99])];
     for count in 0..=sections.len() {

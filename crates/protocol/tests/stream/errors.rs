@@ -17,7 +17,7 @@ fn behind_configuration(rest: &[u8]) -> Vec<u8> {
     [&out, rest].concat()
 }
 
-/// The same with a `ram` START that says `payload`.
+/// The same with the payload `payload` in a `ram` START.
 fn in_start(payload: &[u8]) -> Vec<u8> {
     behind_configuration(&[&[1], &ID[..], b"\x03ram", &[0, 0, 0, 0, 0, 0, 0, 4], payload].concat())
 }
@@ -58,7 +58,7 @@ fn mapped(version: u32, page_size: u64, bitmap_offset: u64, pages_offset: u64) -
     out
 }
 
-/// What is wrong with a main channel, in one piece and byte by byte.
+/// The error of a main channel, the same in one piece and byte by byte.
 fn refused(bytes: &[u8]) -> Error {
     let whole = Driver::default().push(bytes).expect_err("it is refused");
     let mut driver = Driver::default();
@@ -231,7 +231,7 @@ fn a_peer_that_misbehaves() {
 }
 
 #[test]
-fn what_cannot_be_done_here() {
+fn unsupported_features_are_named() {
     use PeerIncompatible as Incompatible;
     let feature = |what, switch| Incompatible::Feature { what, switch };
     let ignore_shared = b"\x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared\x08";

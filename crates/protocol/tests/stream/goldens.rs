@@ -1,4 +1,4 @@
-//! Each recording says what its QEMU, machine and capabilities should, and is written again to the byte.
+//! Each recording decodes to the items that its QEMU, machine and capabilities imply, and encodes to the same bytes.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ use towline_protocol::{BlockIndex, PageRef, Reader};
 
 use crate::support::*;
 
-/// What a stream says, a line each; the expected text lies beside the recording.
+/// A stream's items, a line each; the expected text is beside the recording.
 fn summary(items: &[Item], lanes: &[Vec<u8>]) -> String {
     let mut text = String::new();
     let mut counts = [0; 4];
@@ -160,8 +160,8 @@ fn each_main_channel_is_written_again_to_the_byte() {
     }
 }
 
-/// Before 9.0 a header keeps what its packet does not set: the size where there are no pages to follow, the name where
-/// there are no pages at all, and the offsets behind those in use.
+/// Before 9.0 unused fields of a header are not cleared: the size where there are no pages to follow, the name where
+/// there are no pages at all, and the offsets after those in use.
 fn put_left_over(packet: &Packet, before: &[u8; HEADER_BYTES], header: &mut [u8; HEADER_BYTES]) {
     let used = packet.normal.len() + packet.zero.len();
     if packet.normal.is_empty() {
@@ -248,7 +248,8 @@ fn barriers_are_where_the_machine_type_says() {
     }
 }
 
-/// What the recorded guest's firmware leaves in its memory, but for the two places in each page where it counts.
+/// Content that the recorded guest's firmware leaves in its memory, but for the two places in each page where it
+/// counts.
 pub(crate) fn assert_filled(memory: &Memory, name: &str) {
     for index in 0..40_u16 {
         let segment = 0x1000 + 0x200 * index;

@@ -1,12 +1,12 @@
-//! What each fuzz target does with its input: decode it, and check what holds of whatever was decoded. The tests run the
-//! same over the seeds and over changed seeds. A body that returns has found nothing.
+//! Bodies of the fuzz targets: each decodes its input, and checks invariants of the result. The tests run the same
+//! over the seeds and over changed seeds. A body that returns has found nothing.
 #![allow(unreachable_pub, reason = "the fuzz crate includes this file as its own")]
 
 use towline_protocol::destination::{Destination, Event};
 use towline_protocol::device_state::{Collector, DeviceState};
 use towline_protocol::limits;
 use towline_protocol::multifd::{HEADER_BYTES, INIT_BYTES, Init, Method, PACKET_PAGES, Packet};
-use towline_protocol::postcopy::{Answers, Block, Said, decode_bitmap};
+use towline_protocol::postcopy::{Answers, Block, ReturnMessage, decode_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::{Error, InvalidMessage, RamBlock, Reader, mapped_ram, xbzrle};
@@ -187,12 +187,12 @@ fn postcopy_answers(data: &[u8]) {
     answers.expect_shut();
     while let Ok(Some(message)) = Message::decode(&mut input) {
         match answers.handle(&message, &blocks) {
-            Ok(Said::Request { page, length }) => {
+            Ok(ReturnMessage::Request { page, length }) => {
                 let block = &blocks[page.block.index()];
                 assert!(length > 0 && page.offset.is_multiple_of(block.page_bytes));
                 assert!(page.offset + length <= block.ram.length);
             }
-            Ok(Said::Bitmap(index)) => match decode_bitmap(&mut input, &blocks[index.index()]) {
+            Ok(ReturnMessage::Bitmap(index)) => match decode_bitmap(&mut input, &blocks[index.index()]) {
                 Ok(Some(bits)) => assert_eq!(bits.len() as u64 * 8, blocks[index.index()].ram.pages()),
                 Ok(None) | Err(_) => return,
             },
@@ -236,7 +236,7 @@ fn check_devices(state: &DeviceState) {
     }
 }
 
-/// A stored guest's head without its bitmaps and pages: behind each block, the file goes on at the block's end.
+/// A stored guest's head without its bitmaps and pages: after each block, the file continues at the block's end.
 pub fn mapped_ram(data: &[u8]) {
     let mut input = Reader::new(data);
     let (mut machine, mut file, mut before) = (Destination::default(), 0_u64, 0_u64);

@@ -1,7 +1,7 @@
 //! Every error that a peer can cause on a lane or on the return path, exactly.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::multifd::{HEADER_BYTES, Init, Packet, Roster};
+use towline_protocol::multifd::{HEADER_BYTES, Init, LaneRegistry, Packet};
 use towline_protocol::return_path::Message;
 use towline_protocol::source::{AwaitShut, RamOptions, Setup, check_return_path};
 use towline_protocol::{BlockIndex, Error, InvalidMessage, PeerIncompatible, PeerMisbehaved, Reader, limits};
@@ -65,7 +65,7 @@ fn packets_that_lie() {
 
 /// QEMU 7.2 leaves the size, name and offsets of the packet before in a packet without pages.
 #[test]
-fn what_an_old_qemu_left_in_an_empty_packet_is_not_read() {
+fn stale_fields_in_an_empty_packet_of_an_old_qemu_are_ignored() {
     let found = header_with(|header| {
         set(8, &[0, 0, 0, 1])(header);
         set(16, &[0; 4])(header);
@@ -83,15 +83,18 @@ fn lanes_that_are_not_those_of_one_migration() {
     assert_eq!(Init::decode(&bytes), Err(InvalidMessage::MultifdVersion { found: 2 }.into()));
     bytes[0] = 0;
     assert_eq!(Init::decode(&bytes), Err(InvalidMessage::MultifdMagic { found: 0x0022_3344 }.into()));
-    let mut roster = Roster::new(2);
-    assert_eq!(roster.admit(&init(1, 1)), Ok(1));
-    assert_eq!(roster.uuid(), Some([1; 16]));
-    assert_eq!(roster.admit(&init(2, 1)), Err(PeerMisbehaved::LaneOutOfRange { id: 2, lanes: 2 }.into()));
-    assert_eq!(roster.admit(&init(1, 1)), Err(PeerMisbehaved::DuplicateLane { id: 1 }.into()));
+    let mut registry = LaneRegistry::new(2);
+    assert_eq!(registry.register(&init(1, 1)), Ok(1));
+    assert_eq!(registry.uuid(), Some([1; 16]));
+    assert_eq!(
+        registry.register(&init(2, 1)),
+        Err(PeerMisbehaved::LaneOutOfRange { id: 2, lanes: 2 }.into())
+    );
+    assert_eq!(registry.register(&init(1, 1)), Err(PeerMisbehaved::DuplicateLane { id: 1 }.into()));
     let (found, expected) =
         ("02020202-0202-0202-0202-020202020202".into(), "01010101-0101-0101-0101-010101010101".into());
-    assert_eq!(roster.admit(&init(0, 2)), Err(PeerMisbehaved::LaneUuid { found, expected }.into()));
-    assert_eq!(roster.admit(&init(0, 1)), Ok(0), "a refused lane has not taken its place");
+    assert_eq!(registry.register(&init(0, 2)), Err(PeerMisbehaved::LaneUuid { found, expected }.into()));
+    assert_eq!(registry.register(&init(0, 1)), Ok(0), "a refused lane has not taken its place");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The protocol against streams that stock QEMU wrote (`tests/golden`), and against what nobody would write.
+//! The protocol against streams that stock QEMU wrote (`tests/golden`), and against invalid ones.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod device_state;

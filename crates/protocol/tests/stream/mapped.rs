@@ -11,7 +11,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 use crate::goldens::{assert_filled, write_main};
 use crate::support::*;
 
-/// The guest in a file: what the stream says, where its list begins, and its memory.
+/// The guest in a file: the stream's items, the offset of its list, and its memory.
 struct Stored {
     items: Vec<Item>,
     blocks: Vec<RamBlock>,
@@ -19,7 +19,7 @@ struct Stored {
     memory: Memory,
 }
 
-/// Goes through a file the way that [`Destination`] asks for.
+/// Reads a file in the order of [`Destination`]'s requests.
 fn read(file: &[u8]) -> Stored {
     let (mut machine, mut at, mut list_offset) = (Destination::default(), 0, 0);
     let (mut items, mut memory) = (Vec::new(), Memory::new());
@@ -45,7 +45,7 @@ fn read(file: &[u8]) -> Stored {
     Stored { blocks: blocks_of(&items), items, list_offset, memory }
 }
 
-/// What the stream of a recorded file says.
+/// The items of a recorded file's stream.
 pub(crate) fn stored_items(name: &str) -> Vec<Item> {
     read(&golden(name, "file")).items
 }

@@ -1,4 +1,4 @@
-//! However a stream comes in pieces, it says the same.
+//! The result does not depend on how a stream is split.
 
 use crate::support::*;
 

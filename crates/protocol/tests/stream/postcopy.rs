@@ -1,7 +1,7 @@
 //! The postcopy source: its bytes, written out by hand from QEMU's format, and what it takes from a destination.
 
 use towline_protocol::configuration::Configuration;
-use towline_protocol::postcopy::{Answers, Block, Recovery, Said, decode_bitmap, put_bitmap};
+use towline_protocol::postcopy::{Answers, Block, Recovery, ReturnMessage, decode_bitmap, put_bitmap};
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::return_path::Message;
 use towline_protocol::source::Setup;
@@ -54,7 +54,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     let loading = advised.blocks(2, &blocks, &mut out);
     let start = [&section(1)[..], b"\x03ram", &[0; 4], &[0, 0, 0, 4]].concat();
     let total = be64s(&[(2 * HUGE + 3 * PAGE_SIZE) | 4]);
-    // Only a block of pages that are no target pages says their size.
+    // Only a block with pages other than target pages carries their size.
     let list = [b"\x06pc.ram", &be64s(&[2 * HUGE, HUGE])[..], b"\x03rom", &be64s(&[3 * PAGE_SIZE])].concat();
     assert_eq!(out, [start, total, list, section_end()].concat());
 
@@ -87,7 +87,7 @@ fn a_guest_runs_with_the_package_s_last_byte_and_its_pages_follow() {
     let _await_shut = serving.end(&mut out);
     let zeros = [&be64s(&[2])[..], b"\x03rom\x00", &be64s(&[HUGE | 2]), b"\x06pc.ram\x00"].concat();
     let end = [section_end(), section(3), section_end(), vec![0]].concat();
-    // The record before the guest ran was of `rom` too: its name is said again.
+    // The record before the guest ran was of `rom` too: its name is repeated.
     assert_eq!(out, [zeros, end].concat());
 }
 
@@ -113,7 +113,7 @@ fn requests_name_their_block_once_and_lie_within_it() {
     let (blocks, mut answers) = (blocks(), Answers::default());
     let mut handle = |message| answers.handle(&message, &blocks);
     assert_eq!(handle(request(None, 0, 4096)), Err(InvalidMessage::NothingToContinue.into()));
-    let said = |block, offset, length| Ok(Said::Request { page: page(block, offset), length });
+    let said = |block, offset, length| Ok(ReturnMessage::Request { page: page(block, offset), length });
     assert_eq!(handle(request(Some("rom"), PAGE_SIZE, 4096)), said(1, PAGE_SIZE, 4096));
     assert_eq!(handle(request(None, 0, 12288)), said(1, 0, 12288));
     assert_eq!(handle(request(Some("pc.ram"), HUGE, HUGE as u32)), said(0, HUGE, HUGE));
@@ -143,7 +143,7 @@ fn a_destination_is_done_only_when_it_was_given_everything() {
     );
     assert_eq!(answers.handle(&Message::Pong(5), &blocks), Err(PeerMisbehaved::Pong { found: 5 }.into()));
     answers.expect_shut();
-    assert_eq!(answers.handle(&Message::Shut(0), &blocks), Ok(Said::Shut));
+    assert_eq!(answers.handle(&Message::Shut(0), &blocks), Ok(ReturnMessage::Shut));
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn records() -> impl Strategy<Value = Vec<Vec<Record>>> {
     proptest::collection::vec(proptest::collection::vec(record, 0..20), 1..5)
 }
 
-/// Writes sections of records, the last as END, and says what should be read.
+/// Writes sections of records, the last as END, and returns the expected items.
 fn write(
     configuration: &Configuration,
     blocks: &[RamBlock],

@@ -141,7 +141,7 @@ fn the_fuzz_targets_start_from_these() {
                 std::fs::create_dir_all(directory(target)).unwrap();
                 std::fs::write(&path, &seed).unwrap();
             }
-            assert!(std::fs::read(&path).unwrap() == seed, "{}: BLESS=1 makes it anew", path.display());
+            assert!(std::fs::read(&path).unwrap() == seed, "{}: BLESS=1 rewrites it", path.display());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the tests share: the recorded vectors, and drivers that do with them what a destination does.
+//! Helpers shared by the tests: the recorded vectors, and drivers that act as a destination.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -78,7 +78,7 @@ pub(crate) struct Driver {
     machine: Destination,
     buffer: Vec<u8>,
     collector: Collector,
-    /// What was read so far.
+    /// Items read so far.
     pub(crate) items: Vec<Item>,
 }
 
@@ -125,7 +125,7 @@ impl Driver {
     }
 }
 
-/// Everything that a whole main channel says.
+/// Every item of a main channel.
 pub(crate) fn read_main(bytes: &[u8]) -> Vec<Item> {
     let mut driver = Driver::default();
     driver.push(bytes).unwrap();
@@ -145,7 +145,7 @@ pub(crate) fn configuration_of(items: &[Item]) -> &Configuration {
     configuration
 }
 
-/// Everything that a lane says.
+/// Every item of a lane.
 pub(crate) fn read_lane<'a>(bytes: &'a [u8], blocks: &[RamBlock]) -> (Init, Vec<(Packet, &'a [u8])>) {
     let mut input = Reader::new(bytes);
     let init = Init::decode(&input.array::<INIT_BYTES>().unwrap()).unwrap();
@@ -158,11 +158,11 @@ pub(crate) fn read_lane<'a>(bytes: &'a [u8], blocks: &[RamBlock]) -> (Init, Vec<
     (init, packets)
 }
 
-/// A guest's memory as a destination has it: what was not received is zero.
+/// A guest's memory at the destination: missing pages are zero.
 pub(crate) type Memory = BTreeMap<PageRef, Vec<u8>>;
 
-/// Loads the memory of a recording, lanes and main channel together, as a destination does: at each barrier every lane
-/// gives what it has up to its next SYNC. Returns the memory and the number of barriers.
+/// Loads the memory of a recording, lanes and main channel together, as a destination does: at each barrier every
+/// lane is read up to its next SYNC. Returns the memory and the number of barriers.
 pub(crate) fn load(items: &[Item], lanes: &[Vec<u8>]) -> (Memory, usize) {
     let blocks = blocks_of(items);
     let form = BarrierForm::of(&configuration_of(items).machine_type);

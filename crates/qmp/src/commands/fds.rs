@@ -51,7 +51,7 @@ command!(QueryFdsets, "query-fdsets", Vec<FdSet>);
 pub struct FdSet {
     /// Its number.
     pub fdset_id: i64,
-    /// What it holds.
+    /// Its descriptors.
     pub fds: Vec<FdSetFd>,
 }
 

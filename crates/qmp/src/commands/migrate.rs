@@ -74,7 +74,7 @@ pub enum SocketAddress {
     },
 }
 
-/// `migrate`: begins to send the guest, or goes on after `postcopy-paused`.
+/// `migrate`: starts to send the guest, or resumes after `postcopy-paused`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Migrate {
     /// To where.
@@ -94,15 +94,15 @@ impl Migrate {
     }
 }
 
-/// `migrate-incoming`: a QEMU started with `-incoming defer` begins to listen. `tcp:ADDRESS:0` chooses a port, which
-/// [`MigrationInfo::listening`](super::MigrationInfo::listening) then tells.
+/// `migrate-incoming`: a QEMU started with `-incoming defer` starts to listen. `tcp:ADDRESS:0` chooses a port, which
+/// [`MigrationInfo::listening`](super::MigrationInfo::listening) then returns.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MigrateIncoming {
     /// Where.
     #[serde(flatten)]
     pub target: Target,
-    /// Whether QEMU exits when the migration fails; QEMU's default is yes. Of QEMU 9.1 and later.
+    /// True if QEMU exits when the migration fails; QEMU's default is yes. Of QEMU 9.1 and later.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_on_error: Option<bool>,
 }
@@ -139,7 +139,7 @@ pub struct MigrateRecover {
 }
 command!(MigrateRecover, "migrate-recover", Empty);
 
-/// `migrate-continue`: goes on from a state that waits for it.
+/// `migrate-continue`: continues from a state that waits for it.
 #[derive(Clone, Debug, Serialize)]
 pub struct MigrateContinue {
     /// The state that it is in: [`MigrationStatus::PRE_SWITCHOVER`].

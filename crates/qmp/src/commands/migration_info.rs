@@ -1,4 +1,4 @@
-//! How a migration goes.
+//! State and statistics of a migration.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -36,13 +36,13 @@ open_enum! {
 }
 
 impl MigrationStatus {
-    /// Whether nothing more happens by itself: completed, failed, cancelled, or none was ever started.
+    /// Returns true if nothing more happens by itself: completed, failed, cancelled, or none was ever started.
     #[must_use]
     pub fn is_final(&self) -> bool {
         [Self::NONE, Self::COMPLETED, Self::FAILED, Self::CANCELLED].contains(self)
     }
 
-    /// Whether it failed, or has and is still being ended: QEMU 11.1 says `failing` before it says `failed`.
+    /// Returns true if it failed, or is failing: QEMU 11.1 reports `failing` before `failed`.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         [Self::FAILING, Self::FAILED].contains(self)
@@ -57,14 +57,14 @@ impl MigrationStatus {
     }
 }
 
-/// `query-migrate`'s answer: QEMU's `MigrationInfo`. Empty where there was no migration.
+/// Reply of `query-migrate`: QEMU's `MigrationInfo`. Empty without a migration.
 #[derive(Clone, Debug, PartialEq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct MigrationInfo {
-    /// The state; `None` where there was no migration, and at a 7.2 that only listens.
+    /// The state; `None` without a migration, and at a 7.2 that only listens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<MigrationStatus>,
-    /// What happened to memory so far; the source's only.
+    /// Statistics of the memory; the source's only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ram: Option<RamStats>,
     /// Milliseconds since it began.
@@ -92,16 +92,16 @@ pub struct MigrationInfo {
     /// The same of pages that QEMU's other threads waited for. QEMU 10.1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub postcopy_non_vcpu_latency: Option<u64>,
-    /// How many pages took how long: the entry i counts those of 2^i up to 2^(i + 1) microseconds. QEMU 10.1.
+    /// Number of pages that took how long: the entry i counts those of 2^i up to 2^(i + 1) microseconds. QEMU 10.1.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub postcopy_latency_dist: Vec<u64>,
-    /// How much the guest is slowed by auto-converge, in percent.
+    /// CPU throttling by auto-converge, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_throttle_percentage: Option<u64>,
-    /// Why it failed.
+    /// Reason of the failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_desc: Option<String>,
-    /// Why this guest cannot be migrated now.
+    /// Reasons why this guest cannot be migrated now.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub blocked_reasons: Vec<String>,
     /// Where it listens, QEMU's `SocketAddress`es.
@@ -141,9 +141,9 @@ pub struct RamStats {
     pub mbps: f64,
     /// Passes begun.
     pub dirty_sync_count: u64,
-    /// Passes for which zero-copy was asked for but the kernel copied.
+    /// Passes for which zero-copy was enabled but the kernel copied.
     pub dirty_sync_missed_zero_copy: u64,
-    /// Pages that the destination asked for.
+    /// Number of pages that the destination requested.
     pub postcopy_requests: u64,
     /// Bytes a page.
     pub page_size: u64,

@@ -34,7 +34,7 @@ open_enum! {
 /// One capability, on or off.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CapabilityState {
-    /// Which.
+    /// The capability.
     pub capability: Capability,
     /// On.
     pub state: bool,
@@ -48,7 +48,7 @@ pub struct MigrateSetCapabilities {
 }
 command!(MigrateSetCapabilities, "migrate-set-capabilities", Empty);
 
-/// `query-migrate-capabilities`: each one that this QEMU knows.
+/// `query-migrate-capabilities`: each capability that this QEMU knows.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct QueryMigrateCapabilities;
 command!(QueryMigrateCapabilities, "query-migrate-capabilities", Vec<CapabilityState>);
@@ -74,13 +74,13 @@ pub struct MigrationParameters {
     /// Bytes a second assumed for the switchover; 0: as measured. QEMU 8.2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub avail_switchover_bandwidth: Option<u64>,
-    /// Bytes a second at most for pages nobody asked for, in postcopy; 0 is without limit.
+    /// Maximum rate of background pages in postcopy, in bytes per second; 0 is unlimited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_postcopy_bandwidth: Option<u64>,
     /// Milliseconds the guest may stand still.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub downtime_limit: Option<u64>,
-    /// How many multifd channels.
+    /// Number of multifd that channels.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multifd_channels: Option<u8>,
     /// `none`, `zlib`, `zstd`, and more in later QEMUs.
@@ -101,7 +101,7 @@ pub struct MigrationParameters {
     /// The name expected in the destination's certificate; empty: the host of the URI.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_hostname: Option<String>,
-    /// Id of the object that decides who may connect; empty: all with a valid certificate.
+    /// Id of the authorization object for clients; empty: every client with a valid certificate.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tls_authz: Option<String>,
     /// Bytes of xbzrle's cache, a power of two.
@@ -122,7 +122,7 @@ pub struct MigrationParameters {
     /// The program that a QEMU in mode `cpr-exec` becomes, and its arguments. QEMU 10.2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpr_exec_command: Option<Vec<String>>,
-    /// Whether files are written past the page cache. QEMU 9.1.
+    /// True if files are written past the page cache. QEMU 9.1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub direct_io: Option<bool>,
     /// All others, as QEMU names them.

@@ -14,7 +14,7 @@ macro_rules! open_enum {
                 pub const $konst: Self = Self(std::borrow::Cow::Borrowed($text));
             )*
 
-            /// Any value, also one that we have no constant for.
+            /// Any value, also without a constant here.
             #[must_use]
             pub fn new(text: impl Into<String>) -> Self {
                 Self(std::borrow::Cow::Owned(text.into()))

@@ -1,4 +1,4 @@
-//! What QEMU is and what its guest does.
+//! Version, machine and state of QEMU and its guest.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -65,16 +65,16 @@ open_enum! {
 pub struct QueryStatus;
 command!(QueryStatus, "query-status", Status);
 
-/// Whether the guest runs.
+/// True if the guest runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// Its state.
     pub status: RunState,
-    /// Whether its CPUs run.
+    /// True if its CPUs run.
     pub running: bool,
 }
 
-/// `stop`: pauses the guest. A destination that is told so while it waits stays paused after loading.
+/// `stop`: pauses the guest. A waiting destination stays paused after loading.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Stop;
 command!(Stop, "stop", Empty);
@@ -128,7 +128,7 @@ pub struct Machine {
     /// Its short name, for example `q35`.
     #[serde(default)]
     pub alias: Option<String>,
-    /// Whether it will go in a later QEMU.
+    /// True if it will go in a later QEMU.
     #[serde(default)]
     pub deprecated: bool,
     /// Keys that we do not know.
@@ -155,7 +155,7 @@ pub struct HumanMonitorCommand {
 }
 command!(HumanMonitorCommand, "human-monitor-command", String);
 
-/// `x-query-ramblock`: the text of `info ramblock`. Not a stable command, says its `x-`.
+/// `x-query-ramblock`: the text of `info ramblock`. Not a stable command, by its `x-`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct XQueryRamblock;
 command!(XQueryRamblock, "x-query-ramblock", HumanReadable);
@@ -173,7 +173,7 @@ pub struct HumanReadable {
 pub struct QueryMemorySizeSummary;
 command!(QueryMemorySizeSummary, "query-memory-size-summary", MemorySize);
 
-/// How much memory the guest has.
+/// Size of the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct MemorySize {
@@ -220,9 +220,9 @@ pub struct BlockDevice {
     /// The guest's device that uses it: an id or a QOM path.
     #[serde(default)]
     pub qdev: Option<String>,
-    /// Whether its medium can be taken out.
+    /// True if its medium can be taken out.
     pub removable: bool,
-    /// Whether the guest locked the tray.
+    /// True if the guest locked the tray.
     pub locked: bool,
     /// The medium.
     #[serde(default)]
@@ -241,18 +241,18 @@ pub struct BlockInserted {
     /// Its node's name.
     #[serde(default)]
     pub node_name: Option<String>,
-    /// Whether it is read-only.
+    /// True if it is read-only.
     pub ro: bool,
     /// The driver, for example `qcow2`.
     pub drv: String,
-    /// What the driver says of the image.
+    /// The driver's description of the image.
     pub image: BlockImage,
     /// Keys that we do not know.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
 
-/// A disk image, and what it is based on.
+/// A disk image, and its backing file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BlockImage {

@@ -23,7 +23,7 @@ pub(crate) struct Binary {
     pub(crate) expected_major: Option<u32>,
 }
 
-/// The QEMUs on this machine; what is missing is printed as skipped.
+/// The QEMUs on this machine; missing ones are printed as skipped.
 pub(crate) fn binaries(test: &str) -> Vec<Binary> {
     let mut found = Vec::new();
     let paths = std::env::var_os("PATH").unwrap_or_default();
@@ -49,14 +49,14 @@ pub(crate) fn binaries(test: &str) -> Vec<Binary> {
             }
             Err(_) => skipped(
                 &format!("{test} with {name}"),
-                "not in target/lab; `cargo xtask setup` brings it or says why not",
+                "not in target/lab; `cargo xtask setup` installs it or prints the reason",
             ),
         }
     }
     found
 }
 
-/// Says so past the test harness, which hides what a passing test prints.
+/// Prints it past the test harness, which hides the output of a passing test.
 pub(crate) fn skipped(test: &str, reason: &str) {
     let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {reason}");
 }

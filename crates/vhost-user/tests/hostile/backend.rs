@@ -44,7 +44,7 @@ impl Pair {
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, NEEDED).unwrap().features;
         let memory = Arc::new(Memory::in_regions(1 << 20, 2).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let queue = |index| Queue::new(&memory, index, QueueOptions { size: SIZE, features }).unwrap();
         let rings = [queue(0), queue(1)];
         for ring in &rings {
@@ -70,7 +70,7 @@ impl Pair {
         assert!(ring.add(&[Buffer { guest: out, len: 8 }], &[Buffer { guest: back, len: 8 }], self.count));
         ring.publish();
         ring.wait(WITHIN).unwrap();
-        let used = ring.take().unwrap().unwrap();
+        let used = ring.pop_used().unwrap().unwrap();
         assert_eq!((used.token, used.len), (self.count, 8));
         assert_eq!(self.memory.bytes(back, 8), self.count.to_le_bytes());
     }

@@ -18,7 +18,7 @@ fn features_at_will() {
         let frontends = [feature::LOG_ALL, feature::PROTOCOL].contains(&(pair.features ^ other));
         match outcome {
             Ok(()) => assert!(frontends, "{other:#x} was taken while rings run"),
-            Err(error) => assert!(matches!(error, Error::Answer { .. }), "{error}"),
+            Err(error) => assert!(matches!(error, Error::Reply { .. }), "{error}"),
         }
         pair.frontend.set_features(pair.features).unwrap();
         pair.echo(0);
@@ -46,12 +46,12 @@ fn memory_that_goes_under_rings_that_are_kicked() {
     let mut pair = Pair::start();
     pair.echo(0);
     for round in 1..=5 {
-        pair.rings.iter_mut().for_each(Queue::raise);
-        pair.frontend.share(None).unwrap();
-        pair.rings.iter_mut().for_each(Queue::raise);
+        pair.rings.iter_mut().for_each(Queue::force_kick);
+        pair.frontend.set_mem_table(None).unwrap();
+        pair.rings.iter_mut().for_each(Queue::force_kick);
         pair.is_broken();
         assert_eq!(log.count("is not in the guest's memory"), 2 * round, "a line for each ring");
-        pair.frontend.share(Some(&pair.memory)).unwrap();
+        pair.frontend.set_mem_table(Some(&pair.memory)).unwrap();
         for index in 0..2 {
             pair.frontend.stop(index).unwrap();
             let options = QueueOptions { size: SIZE, features: pair.features };
@@ -78,16 +78,16 @@ fn slots_that_come_and_go_under_a_ring() {
             offset: 0,
         };
         let payload = [words(&[0]), region.encode()].concat();
-        pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         // The same again is nothing new; another one at its place is refused, and changes nothing.
-        pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
+        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.fd()]).unwrap();
         let elsewhere = towline_frontend::wire::RegionInfo { user: region.user + (1 << 40), ..region };
         let elsewhere = [words(&[0]), elsewhere.encode()].concat();
-        let twice = pair.frontend.tell(Code::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
-        assert!(matches!(twice, Error::Answer { .. }), "{twice}");
+        let twice = pair.frontend.request(Code::ADD_MEM_REG, &elsewhere, &[other.fd()]).unwrap_err();
+        assert!(matches!(twice, Error::Reply { .. }), "{twice}");
         pair.echo(0);
         if at % 3 == 0 {
-            pair.frontend.tell(Code::REM_MEM_REG, &payload, &[]).unwrap();
+            pair.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
         }
         pair.other_echoes();
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
-use towline_frontend::{Buffer, GUEST_BASE, Memory, Places};
+use towline_frontend::{Buffer, GUEST_BASE, Memory, RingAddresses};
 
 use crate::backend::{Log, Pair, SIZE};
 
@@ -22,14 +22,14 @@ fn descriptor(memory: &Memory, at: u64, (guest, len): (u64, u32), flags: u16, ne
 /// The first ring gets descriptor 0 (and others) as `make` writes them, and is broken by it, in words with `fault`; the other
 /// one goes on, and after a reset the first too.
 #[track_caller]
-fn breaks(fault: &str, make: impl Fn(&Memory, Places)) {
+fn breaks(fault: &str, make: impl Fn(&Memory, RingAddresses)) {
     let log = Log::new();
     let mut pair = Pair::start();
     pair.echo(0);
-    make(&pair.memory, pair.rings[0].places());
-    pair.rings[0].offer(0);
+    make(&pair.memory, pair.rings[0].addresses());
+    pair.rings[0].make_available(0);
     pair.rings[0].publish();
-    pair.rings[0].raise();
+    pair.rings[0].force_kick();
     pair.is_broken();
     (0..20).for_each(|_| pair.other_echoes());
     assert_eq!((log.count(fault), log.count("is broken")), (1, 1), "one line for one ring");
@@ -79,10 +79,10 @@ fn indices_that_jump() {
         let log = Log::new();
         let mut pair = Pair::start();
         pair.echo(0);
-        let index = pair.rings[0].places().available + 2;
+        let index = pair.rings[0].addresses().available + 2;
         let now = pair.memory.load_16(index, Ordering::Relaxed);
         pair.memory.store_16(index, now.wrapping_add(jump), Ordering::Release);
-        pair.rings[0].raise();
+        pair.rings[0].force_kick();
         pair.is_broken();
         pair.other_echoes();
         assert_eq!(log.count("its available index is"), 1);
@@ -100,8 +100,8 @@ fn rings_that_lie_in_each_other() {
     pair.frontend.stop(0).unwrap();
     pair.frontend.stop(1).unwrap();
     let (first, second) = pair.rings.split_at_mut(1);
-    for (used, base) in [(second[0].places().available, 0), (first[0].places().table, 7)] {
-        let places = first[0].places();
+    for (used, base) in [(second[0].addresses().available, 0), (first[0].addresses().table, 7)] {
+        let places = first[0].addresses();
         let user = [places.table, used, places.available].map(|guest| pair.memory.user(guest));
         let payload = [
             towline_frontend::wire::halves(0, 0),
@@ -110,12 +110,12 @@ fn rings_that_lie_in_each_other() {
         ];
         use towline_frontend::wire::Code;
         pair.frontend.start(&first[0], base).unwrap();
-        pair.frontend.tell(Code::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
+        pair.frontend.request(Code::SET_VRING_ADDR, &payload.concat(), &[]).unwrap();
         for _ in 0..40 {
             let back = Buffer { guest: places.table, len: 64 };
             first[0].add(&[], &[back], 0);
             first[0].publish();
-            first[0].raise();
+            first[0].force_kick();
         }
         pair.frontend.stop(0).unwrap();
     }
@@ -132,13 +132,13 @@ fn buffers_in_the_log_and_in_the_rings() {
     let logged = pair.features | towline_frontend::wire::feature::LOG_ALL;
     pair.frontend.set_features(logged).unwrap();
     let ring = &mut pair.rings[0];
-    pair.frontend.place(ring, true).unwrap();
-    let places = ring.places();
+    pair.frontend.set_vring_addr(ring, true).unwrap();
+    let places = ring.addresses();
     for guest in [GUEST_BASE, places.table, places.available, places.used] {
         for _ in 0..SIZE {
             ring.add(&[Buffer { guest, len: 64 }], &[Buffer { guest, len: 64 }], 0);
             ring.publish();
-            ring.raise();
+            ring.force_kick();
         }
     }
     pair.frontend.set_features(pair.features).unwrap();
@@ -179,7 +179,7 @@ proptest! {
     fn rings_that_change_under_us(seed in any::<u64>()) {
         let _log = Log::new();
         let mut pair = Pair::start();
-        let (memory, places) = (Arc::clone(&pair.memory), pair.rings[0].places());
+        let (memory, places) = (Arc::clone(&pair.memory), pair.rings[0].addresses());
         let over = Arc::new(AtomicBool::new(false));
         let scribbling = Arc::clone(&over);
         let scribbler = std::thread::spawn(move || {
@@ -204,7 +204,7 @@ proptest! {
                 pair.rings[0].add(&[buffer], &[buffer], 0);
             }
             pair.rings[0].publish();
-            pair.rings[0].raise();
+            pair.rings[0].force_kick();
             pair.other_echoes();
         }
         // It can be stopped and begin anew, as often as the guest likes.

@@ -102,7 +102,7 @@ impl Served {
         let mut frontend = Frontend::new(near).unwrap();
         let features = frontend.negotiate(0, wished, protocol::REPLY_ACK).unwrap().features;
         let memory = Arc::new(Memory::new(1 << 20).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let queue = Queue::new(&memory, 0, QueueOptions { size: 256, features }).unwrap();
         frontend.start(&queue, 0).unwrap();
         Self { frontend, memory, queue, turns, backend }
@@ -166,7 +166,7 @@ fn kicks_that_never_end_are_polled_at_intervals() {
     // This one falls silent after it was paused: then there is nothing to look at any more.
     let ends = eventfd(300, EventfdFlags::SEMAPHORE | EventfdFlags::CLOEXEC).unwrap();
     for kick in [ends, semaphore, file("/dev/zero"), file("/dev/null"), file("/dev/urandom"), closed.into()] {
-        served.frontend.tell(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
+        served.frontend.request(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
         // The first kicks of such a descriptor are taken for kicks.
         std::thread::sleep(Duration::from_millis(100));
         served.rests(60);
@@ -175,9 +175,9 @@ fn kicks_that_never_end_are_polled_at_intervals() {
     assert_eq!(log.count("is kicked again and again"), 3);
     // With a kick that is one the ring goes on.
     let kick = served.queue.kick().try_clone_to_owned().unwrap();
-    served.frontend.tell(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
+    served.frontend.request(Code::SET_VRING_KICK, &ring, &[kick.as_fd()]).unwrap();
     served.add();
-    served.queue.raise();
+    served.queue.force_kick();
     served.queue.wait(WITHIN).unwrap();
     served.end();
 }
@@ -189,7 +189,7 @@ fn what_a_disabled_queue_is_given_goes_in_slices() {
     served.frontend.enable(0, false).unwrap();
     // More than is discarded in one turn: all of it comes back by one kick.
     let mut served_size = 0;
-    while served.queue.room() > 0 {
+    while served.queue.free_descriptors() > 0 {
         let buffer = Buffer { guest: served.memory.alloc(8, 8), len: 8 };
         assert!(served.queue.add(&[], &[buffer], 0));
         served_size += 1;
@@ -198,7 +198,7 @@ fn what_a_disabled_queue_is_given_goes_in_slices() {
     let until = Instant::now() + WITHIN;
     let mut back = 0;
     while back < served_size {
-        if served.queue.take().unwrap().is_some() {
+        if served.queue.pop_used().unwrap().is_some() {
             back += 1;
         }
         assert!(Instant::now() < until, "{back} of {served_size} came back");
@@ -220,12 +220,12 @@ fn chains_that_are_still_in_use_do_not_go_back() {
         let answered = if stops {
             served.frontend.stop(0).map(drop)
         } else {
-            served.frontend.share(Some(&memory)).map(drop)
+            served.frontend.set_mem_table(Some(&memory)).map(drop)
         };
         assert!(answered.is_err(), "the frontend takes the memory for free");
         let error = served.backend.join().unwrap().unwrap_err().to_string();
         assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
-        assert_eq!(served.queue.take().unwrap().map(|used| used.token), None);
+        assert_eq!(served.queue.pop_used().unwrap().map(|used| used.token), None);
     }
 }
 
@@ -244,12 +244,12 @@ fn memory_that_was_taken_away_is_unmapped() {
     let region = RegionInfo { guest: 0x8000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
     let payload = [words(&[0]), region.encode()].concat();
     for _ in 0..3 {
-        pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+        pair.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
         assert_eq!(mapped("hotplugged"), 1);
         // Both rings use the memory with the region in it, and what is discarded too.
         pair.echo(0);
         pair.other_echoes();
-        pair.frontend.tell(Code::REM_MEM_REG, &payload, &[]).unwrap();
+        pair.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
         assert_eq!(mapped("hotplugged"), 0, "the answer comes when it is unmapped");
         pair.echo(0);
     }
@@ -266,7 +266,7 @@ fn a_frontend_that_truncates_its_memory_ends_alone() {
         pair.echo(0);
         pair.echo(1);
         ftruncate(pair.memory.fd(), 0).unwrap();
-        pair.rings[0].raise();
+        pair.rings[0].force_kick();
         let error = pair.end_by_itself().unwrap_err();
         assert!(matches!(error, ServeError::Session { .. }), "{error}");
         assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
@@ -314,11 +314,11 @@ fn a_ring_in_huge_pages_that_there_are_none_of_ends_its_session_alone() {
     pair.frontend.stop(0).unwrap();
     let region = RegionInfo { guest: 0x8000_0000, size: 2 << 20, user: 0x1000_0000, offset: 0 };
     let payload = [words(&[0]), region.encode()].concat();
-    pair.frontend.tell(Code::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
+    pair.frontend.request(Code::ADD_MEM_REG, &payload, &[huge.as_fd()]).unwrap();
     let places = [region.user, region.user + 0x2000, region.user + 0x1000];
     let payload = [halves(0, 0), words(&places), words(&[0])].concat();
-    pair.frontend.tell(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
-    pair.frontend.say(Code::SET_VRING_KICK, &words(&[0]), &[pair.rings[0].kick()]).unwrap();
+    pair.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
+    pair.frontend.send_unacked(Code::SET_VRING_KICK, &words(&[0]), &[pair.rings[0].kick()]).unwrap();
     let error = pair.end_by_itself().unwrap_err();
     assert!(error.to_string().contains("cannot be accessed any more (SIGBUS)"), "{error}");
     other.echo(0);
@@ -340,18 +340,18 @@ fn a_worker_that_waits_for_its_frontends_pages_does_not_keep_the_process() {
     let mut frontend = Frontend::new(near).unwrap();
     let features = frontend.negotiate(0, 0, protocol::REPLY_ACK).unwrap().features;
     let memory = Arc::new(Memory::new(1 << 20).unwrap());
-    frontend.share(Some(&memory)).unwrap();
+    frontend.set_mem_table(Some(&memory)).unwrap();
     let mut queue = Queue::new(&memory, 0, QueueOptions { size: 16, features }).unwrap();
     frontend.start(&queue, 0).unwrap();
     // One less than the most that it can count: the next call would wait.
     rustix::io::write(queue.call(), &(u64::MAX - 2).to_ne_bytes()).unwrap();
     while rustix::io::write(queue.call(), &1u64.to_ne_bytes()).is_ok() {}
     rustix::io::ioctl_fionbio(queue.call(), false).unwrap();
-    queue.arm(1);
+    queue.enable_callback(1);
     let buffer = Buffer { guest: memory.alloc(8, 8), len: 8 };
     assert!(queue.add(&[buffer], &[], 0));
     queue.publish();
-    frontend.say(Code::GET_VRING_BASE, &halves(0, 0), &[]).unwrap();
+    frontend.send_unacked(Code::GET_VRING_BASE, &halves(0, 0), &[]).unwrap();
     cancel.cancel();
     let begun = Instant::now();
     let error = backend.join().unwrap().unwrap_err();

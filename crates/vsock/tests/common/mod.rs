@@ -94,7 +94,7 @@ impl Served {
         let agreed = frontend.negotiate(0, feature::EVENT_IDX, DEVICE_STATE | protocol::MEM_SLOTS).unwrap();
         let options = Options { features: agreed.features, ..options };
         let memory = Arc::new(Memory::new(Guest::memory_bytes(&options)).unwrap());
-        frontend.share(Some(&memory)).unwrap();
+        frontend.set_mem_table(Some(&memory)).unwrap();
         let guest = Guest::start(&mut frontend, &memory, options).unwrap();
         (frontend, guest)
     }

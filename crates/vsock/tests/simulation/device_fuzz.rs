@@ -82,7 +82,7 @@ fn map(shared: &Shared) -> Arc<Memory> {
 fn rings(shared: &Arc<Shared>, memory: &Arc<Memory>, size: u16, epoch: u64) -> (Driver, Ring, Ring) {
     let queue = |index| Queue::new(shared, index, QueueOptions { size, features: 1 << 32 }).expect("a queue");
     let ring = |queue: &Queue| {
-        let places = queue.places();
+        let places = queue.addresses();
         let address = VringAddress {
             index: 0.into(),
             flags: 0.into(),
@@ -155,7 +155,7 @@ impl Guest {
         self.shared.write(self.driver.payload, header.as_bytes());
         let each = EACH[usize::from(shape & 7)];
         let head = Buffer { guest: self.driver.payload, len: HEADER_BYTES as u32 };
-        let mut parts = parts(head, payload as usize, each, self.driver.tx.room());
+        let mut parts = parts(head, payload as usize, each, self.driver.tx.free_descriptors());
         if what == 0xfe {
             // Not even a whole header.
             parts.iter_mut().for_each(|part| part.len = part.len.min(u32::from(lens >> 3) + 1));
@@ -188,7 +188,7 @@ impl Guest {
         for _ in 0..step[2] % 64 {
             let each = EACH[usize::from(step[3] & 7)];
             let head = Buffer { guest: self.driver.buffers, len: 10 };
-            let parts = parts(head, bytes - 10, each, self.driver.rx.room());
+            let parts = parts(head, bytes - 10, each, self.driver.rx.free_descriptors());
             self.driver.tokens += 1;
             if parts.is_empty() || !self.driver.rx.add(&[], &parts, self.driver.tokens) {
                 break;
@@ -199,7 +199,7 @@ impl Guest {
 
     /// The driver looks at what came back. It fails at a chain that was not out.
     fn reap(&mut self) {
-        while let Some(used) = self.driver.rx.take().expect("a used ring that can be") {
+        while let Some(used) = self.driver.rx.pop_used().expect("a used ring that can be") {
             if used.len == 0 {
                 continue;
             }
@@ -217,7 +217,7 @@ impl Guest {
                 *received = received.wrapping_add(header.len.get());
             }
         }
-        while self.driver.tx.take().expect("a used ring that can be").is_some() {}
+        while self.driver.tx.pop_used().expect("a used ring that can be").is_some() {}
     }
 
     /// What happened at its sockets.
@@ -343,7 +343,7 @@ pub fn device(data: &[u8]) {
             }
             23 if step[1] & 31 == 0 => {
                 // A head that is none: the ring is of no use any more.
-                guest.driver.tx.offer(size);
+                guest.driver.tx.make_available(size);
                 guest.driver.tx.publish();
             }
             24 => {

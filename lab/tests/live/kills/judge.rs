@@ -9,7 +9,7 @@ use super::{Victim, status};
 use crate::support::WITHIN;
 
 /// How long a QEMU that lives may be silent.
-pub(super) const ANSWER_WITHIN: Duration = Duration::from_secs(15);
+pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a source may take to run on by itself.
 const SETTLE_WITHIN: Duration = Duration::from_secs(20);
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
@@ -156,7 +156,7 @@ fn guest(qemu: &Qemu) -> Guest {
 }
 
 fn describe(qemu: &Qemu) -> String {
-    let migration = qemu.qmp().execute_within("query-migrate", Value::Null, ANSWER_WITHIN);
+    let migration = qemu.qmp().execute_within("query-migrate", Value::Null, REPLY_TIMEOUT);
     let migration = migration.map(|info| format!("migration {} ({})", info["status"], info["error-desc"]));
     format!("status {:?}, {}", status(qemu), migration.unwrap_or_else(|error| format!("{error:#}")))
 }

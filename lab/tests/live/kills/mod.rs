@@ -230,5 +230,5 @@ fn phases(stdout: &str) -> Vec<String> {
 
 /// What a QEMU that lives says of its guest.
 fn status(qemu: &Qemu) -> Option<Value> {
-    qemu.qmp().execute_within("query-status", Value::Null, judge::ANSWER_WITHIN).ok()
+    qemu.qmp().execute_within("query-status", Value::Null, judge::REPLY_TIMEOUT).ok()
 }

@@ -20,11 +20,11 @@ use towline_channel::{
     ZeroCopySend, total_len,
 };
 
-use crate::statistics::{LaneSends, SendReason, SendWay, Statistics};
+use crate::statistics::{LaneSends, SendMethod, SendReason, Statistics};
 use crate::{Compression, Error, Result};
 use policy::Policy;
 
-/// Refuses zero-copy sends that were asked for where there are none.
+/// Refuses zero-copy sends that are required and unavailable.
 pub(crate) fn check(asked: ZeroCopySend, compression: Compression, lanes: &[Arc<dyn Channel>]) -> Result<()> {
     if asked != ZeroCopySend::On {
         return Ok(());
@@ -50,7 +50,7 @@ pub(crate) struct PacketSender {
     /// Made when it is first needed.
     splice: Option<Splice>,
     statistics: Arc<Statistics>,
-    /// What is told of this lane.
+    /// The lane's published statistics.
     told: Arc<Mutex<LaneSends>>,
 }
 
@@ -67,17 +67,17 @@ impl PacketSender {
             false => Err(SendReason::Unsupported),
         };
         let policy = Policy::new(asked, can);
-        let (way, reason) = policy.state();
-        let told = statistics.add_lane(LaneSends { way, reason, ..LaneSends::default() });
+        let (method, reason) = policy.state();
+        let told = statistics.add_lane(LaneSends { method, reason, ..LaneSends::default() });
         Self { channel, policy, asked, splice: None, statistics, told }
     }
 
-    /// Sends bytes that are no packet with pages.
+    /// Sends bytes other than a packet with pages.
     pub(crate) fn send_plain(&self, bytes: &[u8]) -> Result<()> {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or the channel's lease, says otherwise.
+    /// Sends a packet. The contents' memory may be read until [`Self::flush`], or until the channel's lease is done.
     pub(crate) fn send(&mut self, header: &[u8], contents: &[IoBuf<'_>]) -> Result<()> {
         if contents.is_empty() {
             return self.send_plain(header);
@@ -88,27 +88,27 @@ impl PacketSender {
             self.policy.look(self.channel.zero_copy_statistics().unwrap_or_default());
         }
         let bytes = total_len(contents);
-        let way = self.policy.way(bytes);
+        let method = self.policy.method(bytes);
         let begun = self.policy.measures(bytes).then(cpu_time);
-        match way {
-            SendWay::Plain => {
+        match method {
+            SendMethod::Plain => {
                 let mut buffers = Vec::with_capacity(1 + contents.len());
                 buffers.push(IoBuf::from(header));
                 buffers.extend_from_slice(contents);
                 self.channel.send_all(&buffers, SendFlags::empty())?;
             }
-            SendWay::ZeroCopy => {
+            SendMethod::ZeroCopy => {
                 self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
                 self.send_zero_copy(contents)?;
             }
         }
         let cost = begun.map(|begun| cpu_time().saturating_sub(begun));
-        self.policy.sent(bytes, way, cost);
-        self.tell(bytes, way, cost);
+        self.policy.sent(bytes, method, cost);
+        self.tell(bytes, method, cost);
         Ok(())
     }
 
-    /// Whether contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
+    /// Returns true if contents can go on from there within the kernel. Where zero-copy sends are to be had and wanted, they are made.
     pub(crate) fn splices_from(&mut self, from: &dyn Channel) -> bool {
         let has_zero_copy = self.channel.capabilities().contains(Capabilities::ZERO_COPY);
         let wants_zero_copy =
@@ -122,9 +122,9 @@ impl PacketSender {
         self.splice.is_some()
     }
 
-    /// Sends a header, and behind it so many bytes that come next on `from`; returns the calls that took.
+    /// Sends a header, and then `length` bytes spliced from `from`; returns the number of calls.
     pub(crate) fn splice(&mut self, header: &[u8], from: &dyn Channel, bytes: u64) -> Result<u64> {
-        let splice = self.splice.as_ref().expect("asked for by `splices_from`");
+        let splice = self.splice.as_ref().expect("checked by `splices_from`");
         self.channel.send_all(&[IoBuf::from(header)], SendFlags::MORE)?;
         Ok(splice.move_exact(from, self.channel.as_ref(), bytes as usize)?)
     }
@@ -155,7 +155,7 @@ impl PacketSender {
                 }
                 Ok(sent) => cursor.advance(sent),
                 Err(error @ ChannelError::ZeroCopyMemory { .. }) if self.policy.is_auto() => {
-                    tracing::debug!(%error, "the lane goes on with plain sends");
+                    tracing::debug!(%error, "the lane continues with plain sends");
                     self.policy.starve();
                     flag = SendFlags::empty();
                 }
@@ -165,21 +165,21 @@ impl PacketSender {
         Ok(())
     }
 
-    fn tell(&self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+    fn tell(&self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         let state = self.policy.state();
-        told.switches += u64::from(told.way != state.0);
-        (told.way, told.reason) = state;
-        let tally = match way {
-            SendWay::Plain => &mut told.plain,
-            SendWay::ZeroCopy => &mut told.zero_copy,
+        told.switches += u64::from(told.method != state.0);
+        (told.method, told.reason) = state;
+        let totals = match method {
+            SendMethod::Plain => &mut told.plain,
+            SendMethod::ZeroCopy => &mut told.zero_copy,
         };
-        tally.packets += 1;
-        tally.bytes += bytes as u64;
+        totals.packets += 1;
+        totals.bytes += bytes as u64;
         if let Some(cost) = cost {
-            tally.measured_packets += 1;
-            tally.measured_bytes += bytes as u64;
-            tally.measured_cpu_ns += u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX);
+            totals.measured_packets += 1;
+            totals.measured_bytes += bytes as u64;
+            totals.measured_cpu_ns += u64::try_from(cost.as_nanos()).unwrap_or(u64::MAX);
         }
     }
 }

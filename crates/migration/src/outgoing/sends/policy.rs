@@ -1,4 +1,4 @@
-//! Which of a lane's packets go without a copy: decisions only, no system calls.
+//! Policy for zero-copy sends of a lane: decisions only, no system calls.
 //!
 //! ```text
 //!             one packet              its completion             SAMPLES of each, in turn
@@ -7,15 +7,15 @@
 //!    └──────────────────────────── after AGAIN packets ────────────────────────────────────┘
 //! ```
 //!
-//! Cost is the sending thread's CPU time for a byte. What a completion costs elsewhere, and what the network gains or
-//! loses, is not seen. Packets shorter than [`LARGE_BYTES`] go plain and teach nothing.
+//! Cost is the sending thread's CPU time per byte. The cost of a completion elsewhere, and effects on the network,
+//! are not measured. Packets shorter than [`LARGE_BYTES`] are sent plainly and yield no samples.
 
 use std::time::Duration;
 
 use towline_channel::ZeroCopyStatistics;
 
 use super::ZeroCopySend;
-use crate::statistics::{SendReason, SendWay};
+use crate::statistics::{SendMethod, SendReason};
 
 /// Below this, pinning the pages and hearing of the completion costs about what the copy does.
 pub(super) const LARGE_BYTES: usize = 64 << 10;
@@ -23,22 +23,22 @@ pub(super) const LARGE_BYTES: usize = 64 << 10;
 pub(super) const SAMPLES: usize = 16;
 /// Packets until a decision is looked at again: 2 GiB of full ones. A probe that is copied costs one packet about 1.5 times.
 pub(super) const AGAIN: u32 = 4096;
-/// How often a lane in zero-copy looks what became of its sends, in packets.
+/// Number of times that a lane in zero-copy looks what became of its sends, in packets.
 const LOOK: u32 = 64;
-/// How much cheaper the other way must be: what is as good as equal stays as it is.
+/// Minimum gain of the other method; a smaller one changes nothing.
 const GAIN_PERCENT_MIN: u64 = 5;
-/// Of the calls since the last look, one in so many may have wanted for the kernel's memory.
+/// One in this number of calls since the last check may have failed for lack of the kernel's memory.
 const NO_MEMORY_SHARE: u64 = 8;
 /// Outside of comparisons every so-manieth packet is measured, for the statistics.
 const MEASURE: u32 = 16;
 
-/// What one lane does with its packets.
+/// State of the policy for one lane.
 #[derive(Debug)]
 pub(super) struct Policy {
     setting: Setting,
     phase: Phase,
-    /// What was chosen last; plain before anything was.
-    held: SendWay,
+    /// The method chosen last; plain before anything was.
+    held: SendMethod,
     /// Packets since the phase began.
     packets: u32,
     /// As of the last look.
@@ -48,7 +48,7 @@ pub(super) struct Policy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Setting {
     /// Nothing is to be decided.
-    Fixed(SendWay, SendReason),
+    Fixed(SendMethod, SendReason),
     Auto,
 }
 
@@ -61,22 +61,22 @@ enum Phase {
         plain: Vec<u64>,
         zero_copy: Vec<u64>,
     },
-    Chosen(SendWay, SendReason),
+    Chosen(SendMethod, SendReason),
 }
 
 impl Policy {
     /// Of a lane whose channel `can` send without a copy, or cannot.
     pub(super) fn new(asked: ZeroCopySend, can: Result<(), SendReason>) -> Self {
         let setting = match (asked, can) {
-            (ZeroCopySend::Off, _) => Setting::Fixed(SendWay::Plain, SendReason::Asked),
-            (ZeroCopySend::On, _) => Setting::Fixed(SendWay::ZeroCopy, SendReason::Asked),
-            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendWay::Plain, reason),
+            (ZeroCopySend::Off, _) => Setting::Fixed(SendMethod::Plain, SendReason::Asked),
+            (ZeroCopySend::On, _) => Setting::Fixed(SendMethod::ZeroCopy, SendReason::Asked),
+            (ZeroCopySend::Auto, Err(reason)) => Setting::Fixed(SendMethod::Plain, reason),
             (ZeroCopySend::Auto, Ok(())) => Setting::Auto,
         };
         Self {
             setting,
             phase: Phase::Ask,
-            held: SendWay::Plain,
+            held: SendMethod::Plain,
             packets: 0,
             known: ZeroCopyStatistics::default(),
         }
@@ -86,59 +86,59 @@ impl Policy {
         self.setting == Setting::Auto
     }
 
-    /// How the next packet goes, which has so many bytes.
-    pub(super) fn way(&self, bytes: usize) -> SendWay {
+    /// The method for the next packet, which has `bytes` bytes.
+    pub(super) fn method(&self, bytes: usize) -> SendMethod {
         match (self.setting, &self.phase) {
-            (Setting::Fixed(way, _), _) => way,
-            (Setting::Auto, _) if bytes < LARGE_BYTES => SendWay::Plain,
-            (Setting::Auto, Phase::Ask) => SendWay::ZeroCopy,
-            (Setting::Auto, Phase::Answer) => SendWay::Plain,
+            (Setting::Fixed(method, _), _) => method,
+            (Setting::Auto, _) if bytes < LARGE_BYTES => SendMethod::Plain,
+            (Setting::Auto, Phase::Ask) => SendMethod::ZeroCopy,
+            (Setting::Auto, Phase::Answer) => SendMethod::Plain,
             (Setting::Auto, Phase::Compare { plain, zero_copy }) if plain.len() <= zero_copy.len() => {
-                SendWay::Plain
+                SendMethod::Plain
             }
-            (Setting::Auto, Phase::Compare { .. }) => SendWay::ZeroCopy,
-            (Setting::Auto, Phase::Chosen(way, _)) => *way,
+            (Setting::Auto, Phase::Compare { .. }) => SendMethod::ZeroCopy,
+            (Setting::Auto, Phase::Chosen(method, _)) => *method,
         }
     }
 
-    /// Whether the next packet's cost is wanted.
+    /// Returns true if the next packet's cost is wanted.
     pub(super) fn measures(&self, bytes: usize) -> bool {
         let compares = self.is_auto() && matches!(self.phase, Phase::Compare { .. });
         bytes >= LARGE_BYTES && (compares || self.packets.is_multiple_of(MEASURE))
     }
 
-    /// Whether, before the next packet, [`Self::look`] wants to know what became of the sends.
+    /// Returns true if [`Self::look`] needs the channel's statistics before the next packet.
     pub(super) fn wants_a_look(&self) -> bool {
         self.is_auto()
             && match self.phase {
                 Phase::Answer => true,
-                Phase::Chosen(SendWay::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
+                Phase::Chosen(SendMethod::ZeroCopy, _) => self.packets.is_multiple_of(LOOK),
                 _ => false,
             }
     }
 
-    /// What became of the channel's sends so far.
+    /// Evaluates the totals of the channel's sends so far.
     pub(super) fn look(&mut self, now: ZeroCopyStatistics) {
         let before = std::mem::replace(&mut self.known, now);
         let copied = now.copied - before.copied;
         let zero_copied = now.zero_copied - before.zero_copied;
         match self.phase {
-            Phase::Answer if copied > 0 => self.choose(SendWay::Plain, SendReason::Copied),
+            Phase::Answer if copied > 0 => self.choose(SendMethod::Plain, SendReason::Copied),
             Phase::Answer if zero_copied > 0 => self.enter(Phase::compare()),
-            Phase::Chosen(SendWay::ZeroCopy, _) if copied > zero_copied => {
-                self.choose(SendWay::Plain, SendReason::Copied);
+            Phase::Chosen(SendMethod::ZeroCopy, _) if copied > zero_copied => {
+                self.choose(SendMethod::Plain, SendReason::Copied);
             }
-            Phase::Chosen(SendWay::ZeroCopy, _)
+            Phase::Chosen(SendMethod::ZeroCopy, _)
                 if (now.no_memory - before.no_memory) * NO_MEMORY_SHARE > now.sends - before.sends =>
             {
-                self.choose(SendWay::Plain, SendReason::NoMemory);
+                self.choose(SendMethod::Plain, SendReason::NoMemory);
             }
             _ => {}
         }
     }
 
-    /// A packet of so many bytes went `way`; `cost` is its CPU time, if it was measured.
-    pub(super) fn sent(&mut self, bytes: usize, way: SendWay, cost: Option<Duration>) {
+    /// Records a packet of `bytes` bytes that was sent by `method`; `cost` is its CPU time, if it was measured.
+    pub(super) fn sent(&mut self, bytes: usize, method: SendMethod, cost: Option<Duration>) {
         self.packets = self.packets.wrapping_add(1);
         if !self.is_auto() || bytes < LARGE_BYTES {
             return;
@@ -147,7 +147,7 @@ impl Policy {
             Phase::Ask => self.enter(Phase::Answer),
             Phase::Answer => {}
             Phase::Compare { plain, zero_copy } => {
-                let samples = if way == SendWay::Plain { plain } else { zero_copy };
+                let samples = if method == SendMethod::Plain { plain } else { zero_copy };
                 samples.extend(cost.map(|cost| per_mib(cost, bytes)));
                 self.compare();
             }
@@ -164,15 +164,15 @@ impl Policy {
 
     /// The kernel has no memory for zero-copy sends at all.
     pub(super) fn starve(&mut self) {
-        self.choose(SendWay::Plain, SendReason::NoMemory);
+        self.choose(SendMethod::Plain, SendReason::NoMemory);
     }
 
-    /// What holds now, and why.
-    pub(super) fn state(&self) -> (SendWay, SendReason) {
+    /// The current method and its reason.
+    pub(super) fn state(&self) -> (SendMethod, SendReason) {
         match (self.setting, &self.phase) {
-            (Setting::Fixed(way, reason), _) => (way, reason),
-            (Setting::Auto, Phase::Chosen(way, reason)) => (*way, *reason),
-            (Setting::Auto, _) => (SendWay::Plain, SendReason::Undecided),
+            (Setting::Fixed(method, reason), _) => (method, reason),
+            (Setting::Auto, Phase::Chosen(method, reason)) => (*method, *reason),
+            (Setting::Auto, _) => (SendMethod::Plain, SendReason::Undecided),
         }
     }
 
@@ -183,19 +183,19 @@ impl Policy {
         }
         let (plain, zero_copy) = (median(plain), median(zero_copy));
         let (held, other) = match self.held {
-            SendWay::Plain => (plain, zero_copy),
-            SendWay::ZeroCopy => (zero_copy, plain),
+            SendMethod::Plain => (plain, zero_copy),
+            SendMethod::ZeroCopy => (zero_copy, plain),
         };
         let is_kept = other.saturating_mul(100) >= held.saturating_mul(100 - GAIN_PERCENT_MIN);
-        match is_kept == (self.held == SendWay::ZeroCopy) {
-            true => self.choose(SendWay::ZeroCopy, SendReason::CostsLess),
-            false => self.choose(SendWay::Plain, SendReason::CostsMore),
+        match is_kept == (self.held == SendMethod::ZeroCopy) {
+            true => self.choose(SendMethod::ZeroCopy, SendReason::CostsLess),
+            false => self.choose(SendMethod::Plain, SendReason::CostsMore),
         }
     }
 
-    fn choose(&mut self, way: SendWay, reason: SendReason) {
-        self.held = way;
-        self.enter(Phase::Chosen(way, reason));
+    fn choose(&mut self, method: SendMethod, reason: SendReason) {
+        self.held = method;
+        self.enter(Phase::Chosen(method, reason));
     }
 
     fn enter(&mut self, phase: Phase) {

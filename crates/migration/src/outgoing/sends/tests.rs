@@ -6,14 +6,14 @@ use towline_channel::{IoBufMut, RecvFlags, ZeroCopyStatistics};
 
 use super::*;
 
-/// Says that it can send without a copy, and writes down how it was asked to.
+/// A channel with zero-copy sends that records the flags of each send.
 #[derive(Debug)]
 struct Spy {
     can: Capabilities,
     calls: Mutex<Vec<(usize, SendFlags)>>,
     /// Calls without a copy that are refused for want of memory, from the first on.
     refusals: Mutex<u32>,
-    /// What each flush says.
+    /// Results of the flushes.
     flushed: Mutex<VecDeque<Flushed>>,
 }
 
@@ -158,7 +158,7 @@ fn passes_that_the_kernel_copied_are_counted_where_it_was_asked_not_to() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_its_reason() {
+fn unavailable_zero_copy_is_refused_with_the_reason() {
     let lane = |can| Spy::new(can) as Arc<dyn Channel>;
     let both = [lane(Capabilities::ZERO_COPY), lane(Capabilities::empty())];
     let zlib = Compression::Zlib { level: 1 };

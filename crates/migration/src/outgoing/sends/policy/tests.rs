@@ -2,7 +2,7 @@ use super::*;
 
 const FULL: usize = 512 << 10;
 
-/// What is on the other side of the calls.
+/// A model of the kernel.
 struct Kernel {
     copies: bool,
     /// Nanoseconds that a packet takes.
@@ -21,15 +21,15 @@ impl Kernel {
         Self { copies, plain, zero_copy, hungry, statistics, counts }
     }
 
-    fn send(&mut self, policy: &mut Policy, bytes: usize) -> SendWay {
+    fn send(&mut self, policy: &mut Policy, bytes: usize) -> SendMethod {
         if policy.wants_a_look() {
             policy.look(self.statistics);
         }
-        let (way, measures) = (policy.way(bytes), policy.measures(bytes));
-        self.counts[way as usize] += 1;
-        let cost = match way {
-            SendWay::Plain => self.plain,
-            SendWay::ZeroCopy => {
+        let (method, measures) = (policy.method(bytes), policy.measures(bytes));
+        self.counts[method as usize] += 1;
+        let cost = match method {
+            SendMethod::Plain => self.plain,
+            SendMethod::ZeroCopy => {
                 self.statistics.sends += 1;
                 let finished = match self.copies {
                     true => &mut self.statistics.copied,
@@ -41,8 +41,8 @@ impl Kernel {
                 self.zero_copy
             }
         };
-        policy.sent(bytes, way, measures.then(|| Duration::from_nanos(cost)));
-        way
+        policy.sent(bytes, method, measures.then(|| Duration::from_nanos(cost)));
+        method
     }
 
     fn run(&mut self, policy: &mut Policy, packets: u64) {
@@ -58,37 +58,38 @@ fn auto() -> Policy {
 
 #[test]
 fn on_and_off_are_what_they_say_whatever_happens() {
-    for (asked, way) in [(ZeroCopySend::On, SendWay::ZeroCopy), (ZeroCopySend::Off, SendWay::Plain)] {
+    for (asked, method) in [(ZeroCopySend::On, SendMethod::ZeroCopy), (ZeroCopySend::Off, SendMethod::Plain)]
+    {
         let (mut policy, mut kernel) = (Policy::new(asked, Ok(())), Kernel::new(true, 1, 1_000_000));
         kernel.hungry = Some(1);
         for bytes in [4096, FULL].into_iter().cycle().take(10_000) {
-            assert_eq!(kernel.send(&mut policy, bytes), way);
+            assert_eq!(kernel.send(&mut policy, bytes), method);
         }
-        assert_eq!(policy.state(), (way, SendReason::Asked));
+        assert_eq!(policy.state(), (method, SendReason::Asked));
         assert!(!policy.is_auto() && !policy.wants_a_look());
     }
     let mut policy = Policy::new(ZeroCopySend::Auto, Err(SendReason::Unsupported));
     Kernel::new(false, 9, 1).run(&mut policy, 100);
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Unsupported));
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Unsupported));
 }
 
 #[test]
-fn where_the_kernel_copies_one_packet_in_thousands_is_lost() {
+fn rare_copies_on_a_copying_path_are_detected() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
     kernel.run(&mut policy, 2);
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Copied));
     assert_eq!(kernel.counts, [1, 1]);
     kernel.run(&mut policy, 100_000);
-    assert_eq!(policy.state().0, SendWay::Plain);
+    assert_eq!(policy.state().0, SendMethod::Plain);
     assert!((20..30).contains(&kernel.counts[1]), "{:?}", kernel.counts);
 }
 
 #[test]
 fn the_cheaper_way_is_found_and_kept() {
     for (plain, zero_copy, expected) in [
-        (100_000, 30_000, (SendWay::ZeroCopy, SendReason::CostsLess)),
-        (100_000, 99_000, (SendWay::Plain, SendReason::CostsMore)),
-        (30_000, 100_000, (SendWay::Plain, SendReason::CostsMore)),
+        (100_000, 30_000, (SendMethod::ZeroCopy, SendReason::CostsLess)),
+        (100_000, 99_000, (SendMethod::Plain, SendReason::CostsMore)),
+        (30_000, 100_000, (SendMethod::Plain, SendReason::CostsMore)),
     ] {
         let (mut policy, mut kernel) = (auto(), Kernel::new(false, plain, zero_copy));
         kernel.run(&mut policy, 1 + 2 * SAMPLES as u64);
@@ -105,27 +106,27 @@ fn a_way_whose_cost_changes_is_left_and_a_close_call_is_not() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
     let again = u64::from(AGAIN) + 100;
     kernel.run(&mut policy, again);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+    assert_eq!(policy.state().0, SendMethod::ZeroCopy);
     kernel.plain = 29_000;
     kernel.run(&mut policy, again);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy, "3 % are not worth it");
+    assert_eq!(policy.state().0, SendMethod::ZeroCopy, "3 % are not worth it");
     kernel.plain = 20_000;
     kernel.run(&mut policy, again);
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::CostsMore));
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::CostsMore));
 }
 
 #[test]
 fn a_path_that_begins_to_copy_is_noticed_soon() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
     kernel.run(&mut policy, 100);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+    assert_eq!(policy.state().0, SendMethod::ZeroCopy);
     kernel.copies = true;
     kernel.run(&mut policy, 2 * u64::from(LOOK));
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Copied));
-    // And one that stops to: at the next probe.
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Copied));
+    // And one that stops copying: at the next probe.
     kernel.copies = false;
     kernel.run(&mut policy, u64::from(AGAIN) + 100);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy);
+    assert_eq!(policy.state().0, SendMethod::ZeroCopy);
 }
 
 #[test]
@@ -133,34 +134,34 @@ fn a_kernel_without_memory_is_left_alone() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
     kernel.hungry = Some(100);
     kernel.run(&mut policy, 1000);
-    assert_eq!(policy.state().0, SendWay::ZeroCopy, "now and then is no harm");
+    assert_eq!(policy.state().0, SendMethod::ZeroCopy, "rare failures are harmless");
     kernel.hungry = Some(2);
     kernel.run(&mut policy, 2 * u64::from(LOOK));
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::NoMemory));
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::NoMemory));
     let mut policy = auto();
     policy.starve();
-    assert_eq!((policy.way(FULL), policy.state().1), (SendWay::Plain, SendReason::NoMemory));
+    assert_eq!((policy.method(FULL), policy.state().1), (SendMethod::Plain, SendReason::NoMemory));
 }
 
 #[test]
 fn short_packets_go_plain_and_teach_nothing() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(false, 100_000, 30_000));
     for _ in 0..10_000 {
-        assert_eq!(kernel.send(&mut policy, LARGE_BYTES - 4096), SendWay::Plain);
+        assert_eq!(kernel.send(&mut policy, LARGE_BYTES - 4096), SendMethod::Plain);
     }
-    assert_eq!(policy.state(), (SendWay::Plain, SendReason::Undecided));
-    assert_eq!(kernel.send(&mut policy, LARGE_BYTES), SendWay::ZeroCopy);
+    assert_eq!(policy.state(), (SendMethod::Plain, SendReason::Undecided));
+    assert_eq!(kernel.send(&mut policy, LARGE_BYTES), SendMethod::ZeroCopy);
 }
 
-/// A completion may come much later, and one that is lost must not stop the lane from sending.
+/// A completion may come much later, and a lost one must not stop the lane from sending.
 #[test]
 fn until_its_completion_is_there_a_probe_decides_nothing() {
     let (mut policy, mut kernel) = (auto(), Kernel::new(true, 100_000, 150_000));
-    policy.sent(FULL, policy.way(FULL), None);
+    policy.sent(FULL, policy.method(FULL), None);
     for _ in 0..1000 {
         policy.look(kernel.statistics);
-        assert_eq!((policy.way(FULL), policy.state().1), (SendWay::Plain, SendReason::Undecided));
-        policy.sent(FULL, SendWay::Plain, None);
+        assert_eq!((policy.method(FULL), policy.state().1), (SendMethod::Plain, SendReason::Undecided));
+        policy.sent(FULL, SendMethod::Plain, None);
     }
     kernel.statistics.copied = 1;
     policy.look(kernel.statistics);

@@ -1,7 +1,7 @@
-//! What goes to the destination before the guest runs: the head of its working set.
+//! Prefetch: memory sent to the destination before the guest runs, from the head of its working set.
 //!
-//! A working set names the pages that were asked for. Beside each of them the restore before brought its neighbours, which nobody
-//! asked for because they were there: so neighbourhoods go ahead, not pages.
+//! A working set names the pages that were requested. The restore before also brought the neighbours of each of them,
+//! which caused no faults because they were there: so neighbourhoods are prefetched, not pages.
 
 use std::collections::HashSet;
 use std::panic::resume_unwind;
@@ -15,18 +15,18 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::source::RamWriter;
 
 use super::Postcopy;
-use super::feed::Run;
+use super::scheduler::Run;
 use super::serve::PREPARERS;
 use crate::outgoing::RecordWriter;
 use crate::{ExtentKind, Result};
 
-/// What lies beside a page that was asked for, and went with it.
-const NEAR_BYTES: u64 = 64 << 10;
-/// What goes ahead of the guest at most: some milliseconds of a fast link.
+/// Size of the neighbourhood that is sent with a requested page.
+const NEIGHBOUR_BYTES: u64 = 64 << 10;
+/// Maximum number of prefetched bytes: some milliseconds of a fast link.
 const BYTES_MAX: u64 = 32 << 20;
-/// What a zero page counts there: its record is short, but the destination touches the page.
+/// Charge of a zero page: its record is short, but the destination touches the page.
 const ZERO_PAGE_BYTES: u64 = 256;
-/// How long it may take to prepare that, which may be slow, and to prepare and send it.
+/// The time that it may take to prepare that, which may be slow, and to prepare and send it.
 const PREPARE_TIME_MAX: Duration = Duration::from_millis(40);
 const TIME_MAX: Duration = Duration::from_millis(80);
 
@@ -34,10 +34,10 @@ const TIME_MAX: Duration = Duration::from_millis(80);
 /// those behind.
 pub(super) fn neighbourhoods(working_set: &[Run], blocks: &[Block]) -> Vec<Run> {
     let (mut known, mut found) = (HashSet::new(), Vec::new());
-    for behind in [0, NEAR_BYTES] {
+    for behind in [0, NEIGHBOUR_BYTES] {
         for &(page, length) in working_set {
             let Some(block) = blocks.get(page.block.index()) else { continue };
-            let size = NEAR_BYTES.max(block.page_bytes);
+            let size = NEIGHBOUR_BYTES.max(block.page_bytes);
             let (first, end) = (page.offset / size * size, page.offset.saturating_add(length));
             let end = end.saturating_add(behind).min(block.ram.length);
             for offset in (first..end).step_by(size as usize) {
@@ -52,9 +52,9 @@ pub(super) fn neighbourhoods(working_set: &[Run], blocks: &[Block]) -> Vec<Run> 
 
 impl Postcopy<'_> {
     /// Sends the head of the working set, as much as is prepared and sent in time.
-    pub(super) fn send_ahead(&self, writer: &mut RecordWriter, records: &mut RamWriter) -> Result<()> {
+    pub(super) fn send_prefetched(&self, writer: &mut RecordWriter, records: &mut RamWriter) -> Result<()> {
         let begun = Instant::now();
-        for (page, length) in self.prepare_ahead(begun + PREPARE_TIME_MAX)? {
+        for (page, length) in self.prepare_prefetch(begun + PREPARE_TIME_MAX)? {
             if begun.elapsed() < TIME_MAX {
                 self.send_free(writer, records, page, length)?;
             }
@@ -64,7 +64,7 @@ impl Postcopy<'_> {
     }
 
     /// Prepares the head of the working set, and returns what is prepared by then.
-    fn prepare_ahead(&self, deadline: Instant) -> Result<Vec<Run>> {
+    fn prepare_prefetch(&self, deadline: Instant) -> Result<Vec<Run>> {
         let wanted = self.head();
         let next = AtomicUsize::new(0);
         let prepare = || -> Result<Vec<usize>> {
@@ -128,15 +128,15 @@ mod tests {
             page_bytes,
         };
         let run = |block, offset, length| (PageRef { block: BlockIndex(block), offset }, length);
-        let blocks = [block(4 * NEAR_BYTES + 4096, 4096), block(4 << 20, 2 << 20)];
+        let blocks = [block(4 * NEIGHBOUR_BYTES + 4096, 4096), block(4 << 20, 2 << 20)];
         let set = [
-            run(0, 3 * NEAR_BYTES + 4096, 4096),
+            run(0, 3 * NEIGHBOUR_BYTES + 4096, 4096),
             run(1, 4096, 4096),
-            run(0, 3 * NEAR_BYTES, 4096),
+            run(0, 3 * NEIGHBOUR_BYTES, 4096),
             run(0, 8192, u64::MAX),
             run(7, 0, 4096),
         ];
-        let (near, huge) = (NEAR_BYTES, 2 << 20);
+        let (near, huge) = (NEIGHBOUR_BYTES, 2 << 20);
         let expected = [
             run(0, 3 * near, near),
             run(1, 0, huge),

@@ -1,21 +1,21 @@
-//! Whose turn it is to write on a channel that faults and the background share: a fault goes next, however many wait.
+//! A lock for a channel that faults and the background share: a fault goes first, however many threads wait.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What is written to, and who waits for it.
+/// A value with two classes of writers.
 #[derive(Debug)]
-pub(super) struct Shared<T> {
+pub(super) struct PriorityLock<T> {
     value: Mutex<T>,
     urgent: Mutex<usize>,
     changed: Condvar,
 }
 
-impl<T> Shared<T> {
+impl<T> PriorityLock<T> {
     pub(super) fn new(value: T) -> Self {
         Self { value: Mutex::new(value), urgent: Mutex::new(0), changed: Condvar::new() }
     }
 
-    /// For a fault: waits for who writes just now, and for nobody else but other faults.
+    /// For a fault: waits for the current writer, and for other faults.
     pub(super) fn urgent<R>(&self, write: impl FnOnce(&mut T) -> R) -> R {
         *self.urgent_count() += 1;
         let _waits = Waits { urgent: &self.urgent, changed: &self.changed };
@@ -37,7 +37,7 @@ impl<T> Shared<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, T> {
-        // Who panicked while writing has failed the session, which ends with its channel.
+        // A thread that panicked while writing has failed the session, which ends with its channel.
         self.value.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -46,7 +46,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// One that is urgent, until it is dropped.
+/// A pending urgent writer, until it is dropped.
 struct Waits<'a> {
     urgent: &'a Mutex<usize>,
     changed: &'a Condvar,
@@ -67,8 +67,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_urgent_goes_before_the_background() {
-        let (shared, both) = (Shared::new(Vec::new()), Barrier::new(2));
+    fn urgent_writers_go_before_the_background() {
+        let (shared, both) = (PriorityLock::new(Vec::new()), Barrier::new(2));
         thread::scope(|scope| {
             scope.spawn(|| {
                 shared.urgent(|order| {

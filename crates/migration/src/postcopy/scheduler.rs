@@ -1,12 +1,12 @@
-//! What the background sends next: neighbours of faults, then what earlier restores needed, then the rest.
+//! Order of the background pages: neighbours of faults, then the working set of earlier restores, then the rest.
 //!
 //! ```text
-//!   faults ──► near (few, newest first) ───────────────────────────────┐
+//!   faults ──► neighbours (few, newest first) ─────────────────────────┐
 //!   plan: working set · all memory ──► preparers (several) ──► ready ──┴─► the sender
 //! ```
-//! Preparing is what may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
-//! a little ahead of the sender; neighbours are prepared by who served the fault. What is handed out here is prepared and in use, until
-//! the sender ends that.
+//! Preparing may take long: an image's chunk is read and hashed, an object store's fetched. So several threads do it,
+//! a little ahead of the sender; neighbours are prepared by the thread that served the fault. Items from here are
+//! prepared and in use, until the sender releases them.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,13 +19,13 @@ use super::sent_map::SentMap;
 
 /// Runs that are prepared and not sent yet: what a sender of a gigabyte a second takes in 20 ms.
 const READY_MAX: usize = 10;
-/// Neighbourhoods that wait; behind so many newer ones the oldest is forgotten, and goes with the rest.
-const NEAR_MAX: usize = 64;
+/// Maximum number of queued neighbourhoods; the oldest is dropped, and sent with the rest.
+const NEIGHBOURS_MAX: usize = 64;
 
 /// Bytes of one block.
 pub(super) type Run = (PageRef, u64);
 
-/// What the sender is given: prepared, and in use until the sender ends that.
+/// An item for the sender: prepared, and in use until the sender releases it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Item {
     pub(super) run: Run,
@@ -35,29 +35,29 @@ pub(super) struct Item {
 
 /// See the module's picture.
 #[derive(Debug)]
-pub(super) struct Feed {
+pub(super) struct SendScheduler {
     state: Mutex<State>,
     /// For the sender: there is something to be sent.
     filled: Condvar,
-    /// For preparers: there is room for more. Apart, so that a piece that is sent does not wake everybody.
+    /// For preparers: there is room for more. Separate, so that sending a piece does not wake all threads.
     taken: Condvar,
 }
 
 #[derive(Debug)]
 struct State {
     plan: Plan,
-    near: VecDeque<Run>,
+    neighbours: VecDeque<Run>,
     ready: VecDeque<Item>,
     preparing: usize,
     closed: bool,
 }
 
-impl Feed {
+impl SendScheduler {
     /// With the runs that an earlier restore needed, in their order, the first `needed` of them at once.
     pub(super) fn new(blocks: &[Block], working_set: &[Run], needed: usize) -> Self {
         let plan = Plan::new(blocks, working_set, needed);
-        let (near, ready) = (VecDeque::new(), VecDeque::new());
-        let state = State { plan, near, ready, preparing: 0, closed: false };
+        let (neighbours, ready) = (VecDeque::new(), VecDeque::new());
+        let state = State { plan, neighbours, ready, preparing: 0, closed: false };
         Self { state: Mutex::new(state), filled: Condvar::new(), taken: Condvar::new() }
     }
 
@@ -91,29 +91,30 @@ impl Feed {
         self.filled.notify_one();
     }
 
-    /// A page was asked for: this, which lies there and is prepared, is next. Returns what is forgotten for it.
+    /// Queues the prepared neighbourhood of a requested page first. Returns the one dropped for it.
     #[must_use]
-    pub(super) fn near(&self, run: Run) -> Option<Run> {
+    pub(super) fn queue_neighbours(&self, run: Run) -> Option<Run> {
         let mut state = self.state();
-        let forgotten = if state.near.len() == NEAR_MAX { state.near.pop_back() } else { None };
-        state.near.push_front(run);
+        let forgotten =
+            if state.neighbours.len() == NEIGHBOURS_MAX { state.neighbours.pop_back() } else { None };
+        state.neighbours.push_front(run);
         self.filled.notify_one();
         forgotten
     }
 
     /// The newest neighbourhood, if one waits.
-    pub(super) fn next_near(&self) -> Option<Run> {
-        self.state().near.pop_front()
+    pub(super) fn next_neighbours(&self) -> Option<Run> {
+        self.state().neighbours.pop_front()
     }
 
-    /// What the sender takes next; `None` when everything was handed out.
+    /// The sender's next item; `None` when all were returned.
     pub(super) fn next(&self) -> Option<Item> {
         let mut state = self.state();
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(run) = state.near.pop_front() {
+            if let Some(run) = state.neighbours.pop_front() {
                 return Some(Item { run, is_needed: false });
             }
             if let Some(item) = state.ready.pop_front() {
@@ -127,7 +128,7 @@ impl Feed {
         }
     }
 
-    /// Waits until `done`, which is asked again after each [`Self::notify`]; false if the feed is closed before.
+    /// Waits until `done`, which is evaluated after each [`Self::notify`]; false if the scheduler is closed before.
     pub(super) fn wait_until(&self, done: impl Fn() -> bool) -> bool {
         let mut state = self.state();
         while !done() {
@@ -161,7 +162,7 @@ impl Feed {
 #[derive(Debug)]
 struct Plan {
     runs: Vec<Run>,
-    /// So many of them are needed at once.
+    /// Number of them that are needed soon.
     needed: usize,
     run: usize,
     done: u64,
@@ -211,12 +212,13 @@ mod tests {
     #[test]
     fn the_working_set_comes_first_and_then_everything() {
         let blocks = [block(3 * RUN_BYTES + 4096), block(8192)];
-        let feed = Feed::new(&blocks, &[(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)], 1);
+        let scheduler =
+            SendScheduler::new(&blocks, &[(page(0, RUN_BYTES - 4096), 8192), (page(1, 4096), 4096)], 1);
         let map = SentMap::new(&blocks);
         let mut items = Vec::new();
-        while let Some(item) = feed.next_to_prepare(&map) {
-            feed.prepared(item);
-            items.extend(feed.next());
+        while let Some(item) = scheduler.next_to_prepare(&map) {
+            scheduler.prepared(item);
+            items.extend(scheduler.next());
         }
         let expected = [
             (page(0, RUN_BYTES - 4096), 4096),
@@ -230,21 +232,23 @@ mod tests {
         ];
         let item = |(index, run)| Item { run, is_needed: index < 2 };
         assert_eq!(items, expected.into_iter().enumerate().map(item).collect::<Vec<_>>());
-        assert_eq!(feed.next(), None);
+        assert_eq!(scheduler.next(), None);
     }
 
     #[test]
     fn neighbours_come_before_what_is_ready_and_the_newest_of_them_first() {
         let blocks = [block(2 * RUN_BYTES)];
-        let (feed, map) = (Feed::new(&blocks, &[], 0), SentMap::new(&blocks));
-        let first = feed.next_to_prepare(&map).unwrap();
-        feed.prepared(first);
-        let near = |index: u64| (page(0, RUN_BYTES + index * 4096), 4096);
-        assert!((0..NEAR_MAX as u64).all(|index| feed.near(near(index)).is_none()));
-        assert_eq!(feed.near(near(NEAR_MAX as u64)), Some(near(0)));
-        for index in (1..=NEAR_MAX as u64).rev() {
-            assert_eq!(feed.next(), Some(Item { run: near(index), is_needed: false }));
+        let (scheduler, map) = (SendScheduler::new(&blocks, &[], 0), SentMap::new(&blocks));
+        let first = scheduler.next_to_prepare(&map).unwrap();
+        scheduler.prepared(first);
+        let neighbours = |index: u64| (page(0, RUN_BYTES + index * 4096), 4096);
+        assert!(
+            (0..NEIGHBOURS_MAX as u64).all(|index| scheduler.queue_neighbours(neighbours(index)).is_none())
+        );
+        assert_eq!(scheduler.queue_neighbours(neighbours(NEIGHBOURS_MAX as u64)), Some(neighbours(0)));
+        for index in (1..=NEIGHBOURS_MAX as u64).rev() {
+            assert_eq!(scheduler.next(), Some(Item { run: neighbours(index), is_needed: false }));
         }
-        assert_eq!(feed.next(), Some(first));
+        assert_eq!(scheduler.next(), Some(first));
     }
 }

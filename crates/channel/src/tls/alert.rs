@@ -1,16 +1,16 @@
-//! What went wrong with TLS, in words that name the file and the way out.
+//! Explains TLS failures; messages name the file and the remedy.
 
 use super::credentials::{CA_CERT, CA_CRL, CLIENT_CERT, SERVER_CERT, TlsClient, TlsServer};
 use crate::Error;
 use rustls::{AlertDescription, CertificateError, Error as TlsError, PeerIncompatible};
 use std::path::Path;
 
-/// How many of a peer's first bytes tell what it speaks.
+/// Number of leading bytes from which the peer's protocol is recognized.
 pub(super) const MAGIC_BYTES: usize = 4;
-/// How TLS begins: a handshake record of any version 3.x.
+/// First bytes of TLS: a handshake record of any version 3.x.
 const HELLO: [u8; 2] = [0x16, 3];
 
-/// What somebody speaks who begins like this, if it is something that belongs on another port.
+/// Guesses the protocol from the first bytes, if it is a known one that belongs on another port.
 pub fn describe_plain(first: &[u8]) -> Option<&'static str> {
     match first {
         b"QEVM" => Some("a migration without TLS"),
@@ -80,7 +80,7 @@ pub(super) fn ended_at_server(peer: &str, tls: &TlsServer, first: &[u8]) -> Erro
     Error::tls(peer, text)
 }
 
-/// What it may mean that a server ends the connection before it has sent anything.
+/// Hint for a connection that the server closes before it has sent anything.
 pub(super) fn doubt_at_client(tls: &TlsClient) -> String {
     let text = "it ended the connection right behind the handshake:";
     match tls.has_certificate() {
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_on_the_wrong_port_is_told_by_its_first_bytes() {
+    fn a_protocol_on_the_wrong_port_is_named_by_its_first_bytes() {
         assert_eq!(describe_plain(b"QEVM"), Some("a migration without TLS"));
         assert_eq!(describe_plain(&[0x11, 0x22, 0x33, 0x44]), Some("a migration's lane without TLS"));
         assert_eq!(describe_plain(&[0x16, 3, 1, 2]), Some("TLS"));

@@ -1,0 +1,174 @@
+//! Refuses words of the old dialect in comments and strings; docs/vocabulary.md has the terms to use.
+
+use std::path::Path;
+
+use super::lexer::{Kind, tokens};
+
+/// Directories that still have the old words; to be removed from here one by one.
+const PENDING: [&str; 10] = [
+    "bench",
+    "crates/cli",
+    "crates/control",
+    "crates/image",
+    "crates/net",
+    "crates/vhost-user",
+    "crates/vsock",
+    "fuzz",
+    "lab",
+    "xtask",
+];
+/// This file, which has to spell the words.
+const SELF: &str = "xtask/src/lint/words.rs";
+
+/// Phrases, lower case, with the wording to use. A phrase matches whole words, in comments and strings.
+const PHRASES: &[(&str, &str)] = &[
+    ("whoever", "name the subject: the caller, the peer, the thread"),
+    ("whomever", "name the subject: the caller, the peer, the thread"),
+    ("nobody", "no thread, no peer, none; or the passive: `is not read`"),
+    ("somebody", "name the subject: another process, a waiter"),
+    ("anew", "again, or the verb with re-: resend, rewrite"),
+    ("so many bytes", "the number: `length` bytes"),
+    ("so many pages", "the number: `count` pages"),
+    ("so many packets", "the number: `count` packets"),
+    ("so many", "the number or the limit by its name"),
+    ("in vain", "without result, or the timeout that passed"),
+    ("oftener", "more often"),
+    ("shall", "must, will, or the plain present"),
+    ("beforehand", "before, ahead of"),
+    ("is told", "receives, is notified, is informed of"),
+    ("was told", "received, was notified, was asked to"),
+    ("be told", "receive, be notified, be reported"),
+    ("are told", "are reported, receive"),
+    ("is heard", "is received"),
+    ("not hear", "not learn of, not receive"),
+    ("hears", "receives, learns of"),
+    ("heard", "received"),
+    ("is none", "is not one; or name what is missing"),
+    ("are none", "there are no ...; or name what is missing"),
+    ("of no use", "unusable, ignored"),
+    ("comes to nothing", "fails"),
+    ("came to nothing", "failed"),
+    ("stands behind", "follows, backs"),
+    ("gives back", "returns, releases, completes"),
+    ("given back", "returned, released, completed"),
+    ("waits awake", "busy-polls"),
+    ("wait awake", "busy-poll"),
+    ("what it is not", "out of scope:"),
+    ("what this is not", "out of scope:"),
+    ("that is no", "that is not a"),
+    ("which is no", "which is not a"),
+    ("hand-over", "switchover (migration), live upgrade (devices)"),
+    ("the standard says", "the specification requires"),
+];
+/// Phrases that contain one of the above and are good English.
+const ALLOWED: &[&str] =
+    &["that is not", "which is not", "that is now", "which is now", "there is none", "there are none"];
+/// First words that a documentation comment must not have.
+const HEADS: [(&str, &str); 5] = [
+    ("Whether", "`Returns true if` (function), `True if` (value)"),
+    ("What", "a noun: `State of`, `Result of`, `Error of`"),
+    ("How", "a noun: `Number of`, `Time limit of`, `Options of`"),
+    ("Who", "a noun: `The peer that`"),
+    ("Why", "`Reason for`"),
+];
+
+/// True if the file's crate has been reworded.
+pub(super) fn applies_to(file: &Path) -> bool {
+    file != Path::new(SELF) && !PENDING.iter().any(|directory| file.starts_with(directory))
+}
+
+/// Faults in the comments and strings of a file, one line each.
+pub(super) fn faults_of(file: &Path, source: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    // Line of the token, and of the last documentation line.
+    let (mut line, mut documented) = (1, None);
+    for (kind, token) in tokens(source) {
+        if matches!(kind, Kind::Comment | Kind::Text) {
+            for (offset, text) in token.lines().enumerate() {
+                let found = phrase(text).into_iter();
+                faults.extend(found.map(|(phrase, instead)| {
+                    format!("{}:{}: \"{phrase}\": write {instead}", file.display(), line + offset)
+                }));
+            }
+        }
+        if let Some(text) = documentation(kind, token) {
+            let continues = documented.is_some_and(|documented| documented + 1 == line);
+            if let Some((head, instead)) = head(text).filter(|_| !continues) {
+                let place = file.display();
+                faults.push(format!("{place}:{line}: documentation begins with {head}: write {instead}"));
+            }
+            documented = Some(line);
+        }
+        line += token.matches('\n').count();
+    }
+    faults
+}
+
+/// The text of a documentation comment.
+fn documentation(kind: Kind, token: &str) -> Option<&str> {
+    let text = token.strip_prefix("///").or_else(|| token.strip_prefix("//!"));
+    text.filter(|_| kind == Kind::Comment)
+}
+
+/// The first phrase in `text` that is to be replaced. Identifiers and quoted code are words of their own.
+fn phrase(text: &str) -> Option<(&'static str, &'static str)> {
+    let words = text.split(|c: char| !c.is_alphanumeric() && !"-_'`".contains(c));
+    let words: Vec<_> = words.filter(|word| !word.is_empty()).map(str::to_lowercase).collect();
+    let text = format!(" {} ", words.join(" "));
+    let text = ALLOWED.iter().fold(text, |text, allowed| text.replace(&format!(" {allowed} "), " "));
+    PHRASES.iter().find(|(phrase, _)| text.contains(&format!(" {phrase} "))).copied()
+}
+
+/// The first word of a documentation comment, if it is one to be replaced.
+fn head(text: &str) -> Option<(&'static str, &'static str)> {
+    let first = text.split_whitespace().next()?;
+    let first = first.trim_end_matches(['.', ',', ':', '?']);
+    HEADS.into_iter().find(|(head, _)| *head == first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn faults(source: &str) -> Vec<String> {
+        faults_of(Path::new("a.rs"), source)
+    }
+
+    #[test]
+    fn phrases_are_found_in_comments_and_strings_with_their_lines() {
+        let source = "let nobody = 1; // Nobody reads it.\n/* it is\nbegun anew */\nf(\"the peer was\n told\", \"was told\");\n";
+        let wanted = [
+            "a.rs:1: \"nobody\": write no thread, no peer, none; or the passive: `is not read`",
+            "a.rs:3: \"anew\": write again, or the verb with re-: resend, rewrite",
+            "a.rs:5: \"was told\": write received, was notified, was asked to",
+        ];
+        assert_eq!(faults(source), wanted);
+    }
+
+    #[test]
+    fn only_whole_words_match() {
+        assert_eq!(
+            faults("// It shallow-copies, unheard, and there is none; that is not anewed.\n"),
+            [""; 0]
+        );
+        assert_eq!(faults("// Skipped by `is_none`, as all are `None`.\n"), [""; 0]);
+        assert_eq!(faults("// The caller shall not.\n").len(), 1);
+    }
+
+    #[test]
+    fn documentation_begins_with_a_noun_or_a_verb() {
+        let source = "//! A module.\n\n/// Whether it runs.\nfn f() {}\n\n/// Returns it.\n/// What follows a first line \
+                      is free.\nfn g() {}\n// Why: a plain comment.\n";
+        let wanted = [
+            "a.rs:3: documentation begins with Whether: write `Returns true if` (function), `True if` (value)",
+        ];
+        assert_eq!(faults(source), wanted);
+    }
+
+    #[test]
+    fn crates_that_are_pending_are_skipped() {
+        assert!(applies_to(Path::new("crates/channel/src/lib.rs")));
+        assert!(!applies_to(Path::new("crates/vsock/src/lib.rs")));
+        assert!(!applies_to(Path::new(SELF)));
+    }
+}
