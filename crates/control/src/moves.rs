@@ -204,11 +204,17 @@ pub(crate) fn leave(ledger: &mut Ledger) -> Result<(), Error> {
     ledger.write(record)
 }
 
-/// Removes what was left of sources whose QEMUs have exited, and of this one, whose guest has been run on since.
+/// Removes what was left of sources whose QEMUs have exited, and of this one, whose guest has been run on since; and moves of which both
+/// QEMUs were on this host and have exited, so that nothing is left to be decided anywhere.
 pub(crate) fn sweep(directory: &Directory, source: &End) {
     let (records, _) = ledger::list(directory);
     let is_over = |record: &&Record| {
-        record.stage == Stage::Left && (record.source.has_exited() || record.source.is(source))
+        let is_gone =
+            |end: &dyn Fn(&Record) -> bool| records.iter().any(|other| other.id == record.id && end(other));
+        match record.stage {
+            Stage::Left => record.source.has_exited() || record.source.is(source),
+            _ => is_gone(&|one| one.source.has_exited()) && is_gone(&|one| one.destination.has_exited()),
+        }
     };
     for record in records.iter().filter(is_over) {
         let removed = Ledger::open(directory, &record.name()).and_then(|mut ledger| ledger.remove());

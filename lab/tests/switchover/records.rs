@@ -1,5 +1,6 @@
 //! A move that is cut off or killed at the point of decision is recorded at both ends, and `towline moves` and `towline resume` finish it.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::process::Command;
 
@@ -335,6 +336,32 @@ fn a_source_whose_guest_runs_elsewhere_is_not_run_by_a_later_copy() {
         source.qmp().wait_status("running", WITHIN).unwrap();
         assert!(host.moves().is_empty());
     }
+}
+
+/// What cannot be recorded is not done: the guest stays where it is.
+#[test]
+fn a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source() {
+    if !has_hosts("a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source") {
+        return;
+    }
+    if std::fs::metadata("/proc/self").unwrap().uid() != 0 {
+        skip(
+            "a_move_that_cannot_be_recorded_leaves_the_guest_at_its_source",
+            "only root may mount a file system that is full",
+        );
+        return;
+    }
+    let builder = small(Version::V10_0);
+    let (source, destination) = (counting(&builder), waiting(&builder));
+    // Journals that cannot be written are none.
+    let script = "mount -t tmpfs -o size=64k,mode=755 tmpfs /run && mkdir -p /run/towline && mkdir -m 700 /run/towline/journal \
+        && ! dd if=/dev/zero of=/run/filler bs=4k 2>/dev/null; exec \"$@\"";
+    let binary = towline_binary().unwrap().display().to_string();
+    let (from, to) = (qmp(&source), qmp(&destination));
+    let by = ["--mount", "sh", "-c", script, "sh", &binary, "move", &from, &to];
+    let finished = end(Towline::start(Path::new("/usr/bin/unshare"), by).unwrap());
+    assert_ended(&finished, 1, &["record /run/towline/journal/move-", "No space left", "safe at its source"]);
+    assert_runs_only_in(&source, &destination);
 }
 
 /// Nothing is left of a move that went well.

@@ -71,14 +71,16 @@ pub fn resume(digits: &str, chosen: Option<Chosen>) -> Result<Resumed, Error> {
 }
 
 fn find(directory: &Directory, digits: &str) -> Result<Id, Error> {
+    if digits.is_empty() {
+        return Err(Error::Unknown { id: digits.to_owned() });
+    }
     let (records, bad) = ledger::list(directory);
     let mut found: Vec<Id> =
         records.into_iter().map(|record| record.id).filter(|id| id.begins_with(digits)).collect();
     found.sort();
     found.dedup();
     match <[Id; 1]>::try_from(found) {
-        Ok([id]) if !digits.is_empty() => Ok(id),
-        Ok(_) => Err(Error::Unknown { id: digits.to_owned() }),
+        Ok([id]) => Ok(id),
         // One that cannot be read may be what is meant.
         Err(found) if found.is_empty() => {
             let named = bad.into_iter().find(|error| match error {

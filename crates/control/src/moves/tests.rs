@@ -259,6 +259,27 @@ fn an_undecided_move_does_not_go_with_its_qemu() {
 }
 
 #[test]
+fn a_move_goes_when_both_of_its_qemus_were_here_and_have_exited() {
+    let (place, children) = (Place::new(), [sleeper(), sleeper()]);
+    let ends = children.each_ref().map(|child| {
+        let pid = i32::try_from(child.id()).unwrap();
+        End::Qemu { socket: "b".into(), pid: Some(pid), start_time: start_time(pid).ok() }
+    });
+    // By two towlines, each of which knows one end.
+    for (source, destination) in [(ends[0].clone(), peer()), (peer(), ends[1].clone())] {
+        let mut ledger = place.ledger(record(source, destination));
+        ledger.write(ledger.record().clone()).unwrap();
+    }
+    let [source, destination] = children;
+    end(source);
+    sweep(&place.directory(), &peer());
+    assert_eq!(place.names().len(), 2, "the destination's QEMU runs");
+    end(destination);
+    sweep_all(&place, &peer());
+    assert_eq!(place.names(), [""; 0]);
+}
+
+#[test]
 fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
     let place = Place::new();
     let path = place.directory().path().join(".move-x.json.1-0");

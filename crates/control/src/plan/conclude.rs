@@ -397,7 +397,7 @@ impl Conclude<'_> {
     }
 
     fn failure(mut self, guest: GuestState) -> Failure {
-        let error = self.ends.error.take().unwrap_or(Error::Cancelled);
+        let error = self.ends.switch.not_recorded().or(self.ends.error.take()).unwrap_or(Error::Cancelled);
         let holds = matches!(guest, GuestState::LookAt(_));
         let (error, notes) =
             self.ends.target.undo(error, self.ends.run, Undo { is_cut_over: self.is_cut_over, holds });

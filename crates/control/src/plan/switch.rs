@@ -27,6 +27,8 @@ pub(super) struct Switch {
     recorder: Recorder,
     /// The connection to the source.
     link: OnceLock<Arc<dyn Channel>>,
+    /// Why a point of no return was not passed.
+    not_recorded: Mutex<Option<Error>>,
     /// What was directed when the engine reported its failure.
     failed: OnceLock<Directive>,
 }
@@ -50,7 +52,8 @@ impl Switch {
         };
         let machine = Mutex::new(Switchover::new(Request { source, destination, run, after }));
         let (recorder, link) = (Recorder::default(), OnceLock::new());
-        Arc::new(Self { machine, id: OnceLock::new(), recorder, link, failed: OnceLock::new() })
+        let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
+        Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
     }
 
     /// What is decided of a move between these ends is recorded.
@@ -77,13 +80,18 @@ impl Switch {
     fn pass(&self, input: Input) -> Directive {
         let directive = self.handle(input);
         let Directive::Record(decision) = directive else { return directive };
-        let recorded = self.record(decision);
-        if let Err(error) = &recorded {
-            tracing::warn!(%error, "the guest is not handed over: that cannot be recorded");
+        if let Err(error) = self.record(decision) {
+            *self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            return self.handle(Input::NotRecorded);
         }
         // A source that is gone by now runs its guest again.
         let is_there = decision != Decision::Commit || self.is_source_there();
-        self.handle(if recorded.is_ok() && is_there { Input::Recorded } else { Input::NotRecorded })
+        self.handle(if is_there { Input::Recorded } else { Input::NotRecorded })
+    }
+
+    /// Why the guest was not handed over, if that could not be recorded: the engine only knows that it was not to be.
+    pub(super) fn not_recorded(&self) -> Option<Error> {
+        self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn is_source_there(&self) -> bool {

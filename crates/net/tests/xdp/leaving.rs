@@ -39,7 +39,7 @@ fn held(name: &str) -> Option<(Bench, usize)> {
 
 /// How many chains came back since it was last looked at.
 fn taken(queue: &mut Queue) -> usize {
-    std::iter::from_fn(|| queue.take().unwrap()).count()
+    std::iter::from_fn(|| queue.pop_used().unwrap()).count()
 }
 
 fn let_through(bench: &Bench) {
@@ -77,7 +77,7 @@ fn a_queue_that_cannot_be_stopped_ends_the_connection() {
     let base = u16::try_from(SLOTS as usize - held).unwrap();
     frontend.start(&bench.queues[0], base).unwrap();
     bench.frontend = frontend;
-    bench.queues[0].raise();
+    bench.queues[0].force_kick();
     bench.all_back(0);
 }
 
@@ -92,7 +92,7 @@ fn what_a_socket_had_that_was_given_up_comes_back_when_its_queue_is_free() {
     bench.transmit(0, SLOTS, &frame);
     bench.queues[0].publish();
     bench.queues[0].wait(WITHIN).unwrap();
-    assert_eq!(bench.queues[0].take().unwrap().map(|used| used.token), Some(SLOTS));
+    assert_eq!(bench.queues[0].pop_used().unwrap().map(|used| used.token), Some(SLOTS));
     assert_eq!(taken(&mut bench.queues[0]), 0, "the kernel has {held} frames yet");
     assert_eq!(bench.statistics(0).pending, held as u64);
     let_through(&bench);

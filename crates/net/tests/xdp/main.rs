@@ -71,7 +71,7 @@ fn memory_changes_and_rings_stop_under_way() {
         } else {
             let base = bench.frontend.stop(1).unwrap();
             bench.frontend.start(&bench.queues[0], base).unwrap();
-            bench.queues[0].raise();
+            bench.queues[0].force_kick();
         }
         for wanted in arrives {
             assert!(bench.receive() == wanted);
