@@ -168,7 +168,7 @@ mod testing {
         found(rule, [source, destination], false)
     }
 
-    /// What it finds before a move by postcopy.
+    /// Its findings in a pair that is to switch to postcopy.
     pub(crate) fn of_postcopy(rule: &Rule, source: Subject, destination: Subject) -> Vec<Finding> {
         found(rule, [source, destination], true)
     }
