@@ -4,7 +4,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use towline_control::moves::{self, Chosen, End, Listed, Resumed, Role};
+use towline_control::moves::{self, Chosen, End, Listed, Record, Resumed, Role};
 
 use crate::Exit;
 use crate::args::{MovesArgs, ResumeArgs, Side};
@@ -37,8 +37,8 @@ fn shown(listed: &Listed) -> Value {
         "id": record.id,
         "role": record.role,
         "stage": record.stage,
-        "source": end(&record.source),
-        "destination": end(&record.destination),
+        "source": end(record, &record.source),
+        "destination": end(record, &record.destination),
         "undecided": listed.undecided(),
         "said": record.said,
         "since": record.begun_ms,
@@ -50,10 +50,10 @@ fn shown(listed: &Listed) -> Value {
     })
 }
 
-fn end(end: &End) -> Value {
+fn end(record: &Record, end: &End) -> Value {
     match end {
         End::Qemu { socket, pid, .. } => {
-            json!({ "endpoint": end.to_string(), "socket": socket, "pid": pid, "exited": end.has_exited() })
+            json!({ "endpoint": end.to_string(), "socket": socket, "pid": pid, "exited": record.has_exited(end) })
         }
         End::Peer { .. } | End::Stored => json!({ "endpoint": end.to_string() }),
     }

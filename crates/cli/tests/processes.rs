@@ -241,8 +241,12 @@ fn logs_of_a_copy_have_its_id() {
     let directory = tempfile::tempdir().unwrap();
     let missing = directory.path().join("none.img");
     let mut command = Command::new(TOWLINE);
-    let output =
-        command.args(["copy", "--json", "--log", "debug"]).arg(&missing).arg("null:").output().unwrap();
+    let output = command
+        .args(["copy", "--json", "--log", "debug"])
+        .arg(&missing)
+        .arg(directory.path().join("copy.img"))
+        .output()
+        .unwrap();
     let begun = String::from_utf8(output.stdout).unwrap();
     let begun = begun.lines().next().unwrap();
     let id = begun.split('"').find(|word| word.len() == 16 && word.chars().all(|c| c.is_ascii_hexdigit()));

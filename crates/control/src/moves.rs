@@ -146,8 +146,8 @@ pub fn list() -> Result<(Vec<Listed>, Vec<Error>), Error> {
         let sockets = |wanted: &dyn Fn(&End) -> bool| {
             ends.iter().filter(|end| wanted(end)).map(ToString::to_string).collect::<Vec<_>>()
         };
-        let exited = sockets(&End::has_exited);
-        let changed = sockets(&|end| !end.has_exited() && is_changed(&directory, end));
+        let exited = sockets(&|end| record.has_exited(end));
+        let changed = sockets(&|end| !record.has_exited(end) && is_changed(&directory, end));
         Listed { owner, exited, changed, record }
     });
     Ok((listed.collect(), bad))
@@ -173,16 +173,22 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
     of_qemu.map(|record| record.id).collect()
 }
 
-/// Refuses to run the guest of a source on that is paused since it was copied, if that was recorded to be wrong: it may run elsewhere, or
-/// was paused before.
+/// Refuses a source whose guest has a part in another move that is undecided: to send it elsewhere would leave the first destination with an
+/// older state that a later `resume` might run. One that is paused since it was copied is refused too if that was recorded to be wrong: it
+/// may run elsewhere, or was paused before.
 ///
 /// # Errors
-/// [`Error::Left`].
-pub(crate) fn refuse_to_run(qemu: &Qemu) -> Result<(), Error> {
+/// [`Error::Left`], and those of records that cannot be read, which may be of this QEMU.
+pub(crate) fn refuse_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Error> {
     let Ok(directory) = Directory::open() else { return Ok(()) };
     let end = End::qemu(qemu.socket(), qemu.process());
-    let (records, _) = ledger::list(&directory);
-    match records.iter().find(|record| record.source.is(&end)) {
+    let (records, bad) = ledger::list(&directory);
+    if let Some(error) = bad.into_iter().next().filter(|_| is_paused_since) {
+        return Err(error);
+    }
+    let speaks =
+        |record: &&Record| record.source.may_be(&end) && (is_paused_since || record.stage != Stage::Left);
+    match records.iter().find(speaks) {
         Some(record) => Err(Error::Left { text: text::left(record) }),
         None => Ok(()),
     }
@@ -212,8 +218,11 @@ pub(crate) fn sweep(directory: &Directory, source: &End) {
         let is_gone =
             |end: &dyn Fn(&Record) -> bool| records.iter().any(|other| other.id == record.id && end(other));
         match record.stage {
-            Stage::Left => record.source.has_exited() || record.source.is(source),
-            _ => is_gone(&|one| one.source.has_exited()) && is_gone(&|one| one.destination.has_exited()),
+            Stage::Left => record.has_exited(&record.source) || record.source.is(source),
+            _ => {
+                is_gone(&|one| one.has_exited(&one.source))
+                    && is_gone(&|one| one.has_exited(&one.destination))
+            }
         }
     };
     for record in records.iter().filter(is_over) {

@@ -27,8 +27,8 @@ const ANY: u32 = 0o077;
 const PASS: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 /// The same, to list it and to change what is in it.
 const READ: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
-/// Maximum number of journals that are looked at.
-const NAMES_MAX: usize = 1000;
+/// Maximum number of files that are looked at: those of a thousand QEMUs and their moves fit many times.
+const NAMES_MAX: usize = 100_000;
 
 /// Why journals cannot be kept.
 #[derive(Debug, thiserror::Error)]

@@ -10,9 +10,13 @@ use std::fs::File;
 use std::io::{self, Write as _};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, fsync, openat, renameat, unlinkat};
+use rustix::fs::{
+    AtFlags, FlockOperation, Mode, OFlags, RenameFlags, flock, fsync, openat, renameat, renameat_with,
+    unlinkat,
+};
 use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 use std::os::unix::fs::MetadataExt as _;
@@ -23,6 +27,9 @@ use crate::journal::{Directory, is_named, read};
 
 /// How often a record that its owner replaced in the same moment is opened again.
 const ATTEMPTS_MAX: u32 = 16;
+/// How often, and at which interval, a lock is tried that another process may have for a moment.
+const LOCK_ATTEMPTS: u32 = 10;
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 /// A file that did not get its name within this time never will.
 const UNNAMED_MAX: Duration = Duration::from_secs(60);
 
@@ -34,7 +41,7 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Ledger {
     directory: Directory,
     record: Record,
-    /// The file that has our lock; `None`: nothing is recorded yet.
+    /// The file that has our lock and the record's name; `None`: nothing is recorded yet.
     file: Option<File>,
 }
 
@@ -50,11 +57,7 @@ impl Ledger {
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
         for _ in 0..ATTEMPTS_MAX {
             let mut file = open(directory, name).map_err(failed)?;
-            let is_ours = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => true,
-                Err(Errno::AGAIN) => false,
-                Err(errno) => return Err(failed(errno.into())),
-            };
+            let is_ours = lock(&file).map_err(failed)?;
             if !is_named(&file, directory, name) {
                 continue;
             }
@@ -81,10 +84,9 @@ impl Ledger {
         let path = self.directory.path().join(&name);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
-        let written = self.replace(&record, &unnamed, &name);
-        match written {
-            Ok(file) => {
-                (self.file, self.record) = (Some(file), record);
+        match self.replace(&record, &unnamed, &name) {
+            Ok(()) => {
+                self.record = record;
                 Ok(())
             }
             Err(source) => {
@@ -95,7 +97,7 @@ impl Ledger {
         }
     }
 
-    fn replace(&self, record: &Record, unnamed: &str, name: &str) -> io::Result<File> {
+    fn replace(&mut self, record: &Record, unnamed: &str, name: &str) -> io::Result<()> {
         let directory = self.directory.fd();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
@@ -104,9 +106,14 @@ impl Ledger {
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;
-        renameat(directory, unnamed, directory, name)?;
-        fsync(directory)?;
-        Ok(file)
+        match self.file {
+            Some(_) => renameat(directory, unnamed, directory, name)?,
+            // Of another move, whose towline was given the same id by its peer.
+            None => renameat_with(directory, unnamed, directory, name, RenameFlags::NOREPLACE)?,
+        }
+        // It has its name, whatever becomes of the next step.
+        self.file = Some(file);
+        Ok(fsync(self.directory.fd())?)
     }
 
     /// Nothing is left to be decided.
@@ -127,6 +134,18 @@ impl Ledger {
         self.file = None;
         Ok(())
     }
+}
+
+/// Locks a record; `false`: another process has it. One that only looks whether it is locked has it for a moment.
+fn lock(file: &File) -> io::Result<bool> {
+    for _ in 0..LOCK_ATTEMPTS {
+        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(true),
+            Err(Errno::AGAIN) => thread::sleep(LOCK_INTERVAL),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(false)
 }
 
 /// Whether a towline works on it.
@@ -192,8 +211,9 @@ fn remove_unnamed(directory: &Directory, name: &str) {
     let Ok(file) = open(directory, name) else { return };
     let age = file.metadata().and_then(|found| found.modified()).ok();
     let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
-    let is_free = flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
-    if is_free && age.is_some_and(|age| age > UNNAMED_MAX) {
+    // A younger one is about to be locked by its owner.
+    let is_old = age.is_some_and(|age| age > UNNAMED_MAX);
+    if is_old && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
         let _ = unlinkat(directory.fd(), name, AtFlags::empty());
     }
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use rustix::io::Errno;
+use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
@@ -119,13 +121,25 @@ impl End {
         }
     }
 
-    /// Whether it is a QEMU that is known to have exited.
-    #[must_use]
-    pub fn has_exited(&self) -> bool {
+    /// Whether it may be this QEMU: the same socket, where not both are identified.
+    pub(super) fn may_be(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Qemu { pid: Some(_), .. }, Self::Qemu { pid: Some(_), .. }) => self.is(other),
+            (Self::Qemu { socket, .. }, Self::Qemu { socket: of_other, .. }) => socket == of_other,
+            _ => false,
+        }
+    }
+
+    /// Whether it is a QEMU that is known to have exited. Its process is one of this namespace.
+    pub(super) fn has_exited(&self) -> bool {
         let Self::Qemu { pid: Some(pid), start_time: Some(started), .. } = self else { return false };
         match start_time(*pid) {
             Ok(now) => now != *started,
-            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+            // A `/proc` that hides processes of others says the same of one that runs.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                Pid::from_raw(*pid).is_some_and(|pid| test_kill_process(pid) == Err(Errno::SRCH))
+            }
+            Err(_) => false,
         }
     }
 }
@@ -265,6 +279,17 @@ impl Record {
     /// The same, with what its towline says at its end.
     pub(crate) fn saying(&self, said: &str) -> Self {
         Self { said: Some(said.to_owned()), ..self.at(self.stage) }
+    }
+
+    /// Whether process ids that it holds are those of this process's namespace.
+    pub(super) fn is_of_this_namespace(&self) -> bool {
+        self.owner.pid_namespace.is_some() && self.owner.pid_namespace == pid_namespace()
+    }
+
+    /// Whether the QEMU of this end is known to have exited.
+    #[must_use]
+    pub fn has_exited(&self, end: &End) -> bool {
+        self.is_of_this_namespace() && end.has_exited()
     }
 
     /// The name of its file, which [`is_name`] knows.

@@ -61,8 +61,8 @@ pub fn resume(digits: &str, chosen: Option<Chosen>) -> Result<Resumed, Error> {
     }
     let choice = chosen.map(|chosen| choice(chosen, &record)).transpose()?;
     Resume {
-        source: Opened::open(&record.source),
-        destination: Opened::open(&record.destination),
+        source: Opened::open(&record.source, &record),
+        destination: Opened::open(&record.destination, &record),
         ledgers,
         record,
         done: Vec::new(),
@@ -213,8 +213,13 @@ impl Resume {
     }
 
     fn run_destination(&mut self) -> Result<(), Error> {
+        let before = self.record.stage.min(Stage::Acknowledge);
         self.write(Stage::Run)?;
-        self.destination.run()?;
+        if let Err(error) = self.destination.run() {
+            // Whoever reads the error may run it elsewhere: the record is no evidence any more.
+            self.write(before)?;
+            return Err(error);
+        }
         self.done.push(format!("{} runs the guest", self.record.destination));
         Ok(())
     }

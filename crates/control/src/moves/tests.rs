@@ -167,13 +167,15 @@ fn symbolic_links_and_pipes_are_no_records() {
     symlink(&elsewhere, &path).unwrap();
     assert!(matches!(list(&place.directory()).1.as_slice(), [Error::Io { .. }]));
     assert!(Ledger::open(&place.directory(), &name).is_err());
-    // A record takes the place of the link, and not of what that leads to.
-    let mut ledger = place.ledger(record(peer(), running()));
+    // The first record of a move takes nobody's place, and does not follow the link.
     let before = fs::read_to_string(&elsewhere).unwrap();
-    ledger.write(ledger.record().at(Stage::Run)).unwrap();
-    assert!(!path.is_symlink());
-    assert_eq!(fs::read_to_string(&elsewhere).unwrap(), before);
+    let mut ledger = Ledger::new(place.directory(), record(peer(), running()));
+    let error = ledger.write(record(peer(), running())).unwrap_err();
+    assert!(matches!(&error, Error::Io { source, .. } if source.kind() == std::io::ErrorKind::AlreadyExists));
     ledger.remove().unwrap();
+    assert!(path.is_symlink());
+    assert_eq!(fs::read_to_string(&elsewhere).unwrap(), before);
+    fs::remove_file(&path).unwrap();
     assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
     assert!(
         matches!(list(&place.directory()).1.as_slice(), [Error::Format { .. }]),
@@ -299,6 +301,48 @@ fn what_is_undecided_names_both_ends_and_the_way_out() {
         let text = text::undecided(&record);
         assert!(text.contains("qmp:/run/vm/b.qmp") && text.contains("tcp:10.0.0.1:4444"), "{text}");
         let listed = Listed { record, owner: None, exited: Vec::new(), changed: Vec::new() };
-        assert_eq!(listed.advice(), [format!("towline resume {}", "ab".repeat(16))]);
+        let expected = match stage {
+            Stage::Left => {
+                "nothing: the record keeps a later copy from running qmp:/run/vm/b.qmp, and goes with that QEMU".into()
+            }
+            _ => format!("towline resume {}", "ab".repeat(16)),
+        };
+        assert_eq!(listed.advice(), [expected]);
     }
+}
+
+#[test]
+fn process_ids_of_another_pid_namespace_say_nothing() {
+    let gone = End::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(i32::MAX), start_time: Some(1) };
+    let here = record(gone.clone(), peer());
+    assert!(here.has_exited(&gone));
+    let mut text: serde_json::Value = serde_json::to_value(&here).unwrap();
+    for namespace in [serde_json::json!("pid:[1]"), serde_json::Value::Null] {
+        text["owner"]["pid-namespace"] = namespace;
+        let there = Record::parse(&text.to_string()).unwrap();
+        assert!(!there.has_exited(&gone), "{text}");
+    }
+}
+
+/// The id of an incoming move is its peer's word.
+#[test]
+fn a_second_move_of_the_same_id_is_refused_and_leaves_the_first() {
+    let place = Place::new();
+    let mut first = place.ledger(record(peer(), running()));
+    first.write(first.record().at(Stage::Acknowledge)).unwrap();
+    let mut second = Ledger::new(place.directory(), record(peer(), running()));
+    assert!(second.write(record(peer(), running()).at(Stage::Run)).is_err());
+    second.remove().unwrap();
+    let (records, _) = list(&place.directory());
+    assert_eq!(records.iter().map(|record| record.stage).collect::<Vec<_>>(), [Stage::Acknowledge]);
+}
+
+#[test]
+fn a_qemu_that_one_side_could_not_identify_is_known_by_its_socket() {
+    let known = running();
+    let End::Qemu { socket, .. } = known.clone() else { unreachable!() };
+    let unknown = End::Qemu { socket, pid: None, start_time: None };
+    assert!(known.may_be(&unknown) && unknown.may_be(&known) && !known.is(&unknown));
+    let other = End::Qemu { socket: "/run/vm/other.qmp".into(), pid: None, start_time: None };
+    assert!(!known.may_be(&other));
 }

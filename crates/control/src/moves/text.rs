@@ -1,5 +1,7 @@
 //! What is said of a record: what is undecided, and what to do.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use super::{End, Listed, Record, Role, Stage};
 use crate::switchover::{Choice, Doubt, End as Side};
 
@@ -55,9 +57,15 @@ pub(super) fn left(record: &Record) -> String {
 pub(super) fn advice(listed: &Listed) -> Vec<String> {
     let id = &listed.record.id;
     let mut advice = Vec::new();
-    match listed.owner {
-        Some(pid) => advice.push(format!("wait: towline (process {pid}) works on it")),
-        None => advice.push(format!("towline resume {id}")),
+    match (listed.owner, listed.record.stage) {
+        (Some(pid), _) => advice.push(format!("wait: towline (process {pid}) works on it")),
+        (None, Stage::Left) => {
+            advice.push(format!(
+                "nothing: the record keeps a later copy from running {}, and goes with that QEMU",
+                listed.record.source
+            ));
+        }
+        (None, _) => advice.push(format!("towline resume {id}")),
     }
     let changed = |end: &String| {
         format!("towline repair {end}   (its settings are left changed; `resume` does this too)")
@@ -71,6 +79,7 @@ pub(super) fn advice(listed: &Listed) -> Vec<String> {
 /// Why a move is not finished by itself, and what to look at.
 pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
     let Record { id, source, destination, .. } = record;
+    let since = time(record.begun_ms);
     match doubt {
         Doubt::DestinationWaits => format!(
             "{source} is done with the guest (postmigrate), and the towline at {destination} was not told to run it. On that host, run it: \
@@ -84,8 +93,22 @@ pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
         ),
         Doubt::SourceElsewhere => format!(
             "{destination} holds the whole guest, paused. Look at its source, which sent it from {source} (`query-status`; `towline resume {id}` if \
-             a towline is there). If its status is `postmigrate`, or that QEMU has exited: `towline resume {id} --run-here`. If it runs or is paused \
-             there: `towline resume {id} --discard`. TWO GUESTS ON ONE DISK DESTROY IT"
+             a towline is there). If its status is `postmigrate`, or that QEMU has exited, and it neither ran on nor was sent elsewhere after {since}: \
+             `towline resume {id} --run-here`. If it runs or is paused there, or did since: `towline resume {id} --discard`. TWO GUESTS ON ONE DISK \
+             DESTROY IT"
+        ),
+        Doubt::SourceLost => format!(
+            "{destination} holds the whole guest as it was at {since}, paused; {source} has exited, and it is not known whether it was done with the \
+             guest before. If it ran on there after that time, or was sent elsewhere, its disks are newer than its memory at {destination}: \
+             end that (`towline resume {id} --forget`, then `quit`). If it did not: `towline resume {id} --run-here=destination`"
+        ),
+        Doubt::DestinationStopped => format!(
+            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` says why): it is not run or ended from here. \
+             Act by its monitor, end the source if it is left, and then `towline resume {id} --forget`"
+        ),
+        Doubt::BothMayRun => format!(
+            "{source} HAS THE GUEST, and {destination}, which was given everything, MAY RUN IT TOO. Look there now (`query-status`): if it runs there, \
+             end one of the two; if not, end that QEMU. Then `towline resume {id} --forget`. TWO GUESTS ON ONE DISK DESTROY IT"
         ),
         Doubt::SourceUnknown => format!(
             "{source} does not answer, or still sends: what it does with the guest is not known. Try again when it answers, or when it has exited"
@@ -104,10 +127,17 @@ pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
             )
         }
         Doubt::SourceHasIt => format!("{source} has the guest"),
-        Doubt::DestinationHasIt => format!("the guest runs at {destination}"),
+        Doubt::DestinationHasIt => {
+            format!("the guest runs at {destination}, or may have run there since it was to")
+        }
         Doubt::NotHere => "that end is on another host, or its QEMU has exited".into(),
         Doubt::OnlyHere => "no other QEMU is known to hold the guest".into(),
     }
+}
+
+/// A time in UTC, to the second, from milliseconds since 1970.
+fn time(ms: u64) -> String {
+    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(ms)).to_string()
 }
 
 /// Why a choice is refused.

@@ -244,7 +244,8 @@ impl Conclude<'_> {
             }
             (PeerMessage::NotRun, Some(above), _) => {
                 let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
-                above.send_settled(&FromDestination::NotRun(reason))
+                // The source's operator may run it there as soon as this arrives.
+                self.ends.switch.retract().and_then(|()| above.send_settled(&FromDestination::NotRun(reason)))
             }
             _ => Ok(()),
         };

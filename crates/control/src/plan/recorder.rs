@@ -8,7 +8,7 @@ use super::context::Run;
 use super::error::Error;
 use crate::journal::Directory;
 use crate::moves::{self, End, Id, Ledger, Record, Stage, Wanted};
-use crate::switchover::{Decision, GuestRun, Outcome, Placed, RunRequest, SourceAfter, Switchover};
+use crate::switchover::{Decision, GuestRun, Held, Outcome, Placed, RunRequest, SourceAfter, Switchover};
 
 /// See the module's text.
 #[derive(Debug, Default)]
@@ -46,7 +46,8 @@ impl Recorder {
         let mut state = self.state();
         let stage = Stage::of(decision);
         if let Some(ledger) = &mut state.ledger {
-            let record = ledger.record().at(stage);
+            let mut record = ledger.record().at(stage);
+            record.wanted = wanted(machine);
             return Ok(ledger.write(record)?);
         }
         let Some(mut ledger) = state.ledger(id, stage, machine) else { return Ok(()) };
@@ -67,11 +68,23 @@ impl Recorder {
     ) -> Option<String> {
         let mut state = self.state();
         let ended = match outcome {
+            Outcome::Look(Held::BothPaused) => {
+                if let Err(error) = state.retract() {
+                    tracing::warn!(%error, "the record of the move still says that its destination runs the guest");
+                }
+                return state.keep(said);
+            }
             Outcome::Look(held) if held.is_open() => return state.keep(said),
             Outcome::Done(placed) if leaves_a_guest(placed, machine) => state.leave(id, machine),
             _ => state.ledger.as_mut().map_or(Ok(()), Ledger::remove),
         };
         ended.err().map(|error| format!("the record of this move, which is over, is not up to date: {error}"))
+    }
+
+    /// The guest does not run at its destination, and somebody is to hear that, who may run it at its source: that it was to run is
+    /// no evidence any more.
+    pub(super) fn retract(&self) -> Result<(), Error> {
+        Ok(self.state().retract()?)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -80,11 +93,20 @@ impl Recorder {
 }
 
 impl State {
+    fn retract(&mut self) -> Result<(), moves::Error> {
+        match &mut self.ledger {
+            Some(ledger) if ledger.record().stage > Stage::Acknowledge => {
+                let record = ledger.record().at(Stage::Acknowledge);
+                ledger.write(record)
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn ledger(&self, id: MoveId, stage: Stage, machine: &Switchover) -> Option<Ledger> {
         let ((source, destination), directory) = (self.ends.clone()?, self.directory.clone()?);
-        let request = machine.request();
-        let wanted = Wanted::of(machine.guest(), request.run, request.after);
-        Some(Ledger::new(directory, Record::new(Id::of(id), source, destination, stage, wanted)))
+        let record = Record::new(Id::of(id), source, destination, stage, wanted(machine));
+        Some(Ledger::new(directory, record))
     }
 
     /// It is undecided: what was said of it is recorded too.
@@ -105,6 +127,12 @@ impl State {
         }
         self.ledger.as_mut().map_or(Ok(()), moves::leave)
     }
+}
+
+/// What is to become of the guest, as far as that is known by now.
+fn wanted(machine: &Switchover) -> Wanted {
+    let request = machine.request();
+    Wanted::of(machine.guest(), request.run, request.after)
 }
 
 /// Whether the source stays paused with a guest that was paused before, or that runs elsewhere now.

@@ -125,11 +125,9 @@ impl QmpSource {
             return Err(Error::NoGuest { socket, status: status.as_str().into() });
         }
         let resumes = status == RunState::POSTMIGRATE;
+        moves::refuse_source(&qemu, resumes)?;
         if resumes && !options.resumes() {
             return Err(Error::NeedsCont { socket });
-        }
-        if resumes {
-            moves::refuse_to_run(&qemu)?;
         }
         let ran = qemu.facts().status.running || resumes;
         let dir = PrivateDir::for_qemu(&qemu)?;

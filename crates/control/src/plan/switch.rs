@@ -71,6 +71,11 @@ impl Switch {
         self.recorder.record(self.id(), decision, &self.state())
     }
 
+    /// That the destination runs the guest is recorded no more: it does not.
+    pub(super) fn retract(&self) -> Result<(), Error> {
+        self.recorder.retract()
+    }
+
     /// The command ends; `said` is what it says of the guest. Returns what else the user should know.
     pub(super) fn ended(&self, outcome: Outcome, said: &str) -> Option<String> {
         self.recorder.end(self.id(), outcome, &self.state(), said)

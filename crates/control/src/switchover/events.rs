@@ -116,6 +116,8 @@ pub(crate) enum SourceView {
 /// What a destination's QEMU is seen to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum DestinationView {
+    /// It is there, and stopped by itself: by an error, a panic or its own shutdown. Only a later look tells this from `Loaded`.
+    Stopped,
     /// It waits for the guest, or loads it.
     Loading,
     /// It holds the whole guest, and does not run it.

@@ -6,8 +6,9 @@
 //!   the destination's QEMU ────────┘             └─ Choice of an operator, refused where what is seen speaks against it
 //! ```
 //! As the machine above: no I/O, no clock. A guest is run only where both ends are known not to run it: the other one is seen, or the
-//! record says that it had ended its part before this end was to run the guest. A guest that may have run at a destination that is lost is
-//! not run at its source without a choice: its disks are newer than its memory there.
+//! record says that it had ended its part before this end was to run the guest. A source that has exited is no evidence that it was done: it may
+//! have failed to send, run on, and exited later. A guest that may have run at a destination that is lost, or that has run since it was sent, is
+//! not run from the older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
 use super::events::{DestinationView, SourceView};
@@ -65,12 +66,18 @@ pub(crate) enum Doubt {
     DestinationMayRun,
     /// The source is on another host, and it is not known whether it is done with the guest.
     SourceElsewhere,
+    /// The source has exited, and it is not known whether it was done with the guest before.
+    SourceLost,
     /// The source does not answer, or still sends.
     SourceUnknown,
     /// The destination does not answer, or still loads.
     DestinationUnknown,
     /// The destination has exited, and may have run it.
     DestinationLost,
+    /// It stopped by itself at the destination, or is not in a state from which it is run.
+    DestinationStopped,
+    /// It is at the source, and may run at the destination too, which is on another host.
+    BothMayRun,
     /// It runs at both ends.
     RunsTwice,
     /// It runs, or would run, at the source.
@@ -120,7 +127,12 @@ impl Case {
             (SourceView::Completed | SourceView::Exited, DestinationView::Running) => {
                 Finish::AtDestination(Placed::Running)
             }
-            (SourceView::Completed | SourceView::Exited, DestinationView::Loaded) => self.placed_or_run(),
+            (SourceView::Completed, DestinationView::Loaded) => self.placed_or_run(),
+            (SourceView::Exited, DestinationView::Loaded) if self.is_source_done() => self.placed_or_run(),
+            (SourceView::Exited, DestinationView::Loaded) => Finish::Ask(Doubt::SourceLost),
+            (SourceView::Completed | SourceView::Exited, DestinationView::Stopped) => {
+                Finish::Ask(Doubt::DestinationStopped)
+            }
             (_, DestinationView::Unknown | DestinationView::Loading) => {
                 Finish::Wait(Doubt::DestinationUnknown)
             }
@@ -137,7 +149,7 @@ impl Case {
         let waits = self.decision == Decision::Acknowledge;
         match source {
             SourceView::HasGuest | SourceView::CompletedAndRun if waits => Finish::AtSource,
-            SourceView::HasGuest | SourceView::CompletedAndRun => Finish::Ask(Doubt::DestinationMayRun),
+            SourceView::HasGuest | SourceView::CompletedAndRun => Finish::Ask(Doubt::BothMayRun),
             SourceView::Completed if waits => Finish::Ask(Doubt::DestinationWaits),
             SourceView::Completed => Finish::Ask(Doubt::DestinationMayRun),
             SourceView::Exited => Finish::Gone,
@@ -146,19 +158,30 @@ impl Case {
     }
 
     fn at_destination(&self, destination: DestinationView) -> Finish {
-        // Recorded here only when the source was known to be done.
-        let is_ours = self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence);
+        let is_ours = self.is_source_done();
         match destination {
             DestinationView::Running => Finish::AtDestination(Placed::Running),
             DestinationView::Loaded if is_ours => self.placed_or_run(),
             DestinationView::Loaded => Finish::Ask(Doubt::SourceElsewhere),
+            DestinationView::Stopped => Finish::Ask(Doubt::DestinationStopped),
             DestinationView::Exited | DestinationView::Failed => Finish::Gone,
             DestinationView::Loading | DestinationView::Unknown => Finish::Wait(Doubt::DestinationUnknown),
         }
     }
 
+    /// Recorded only when the source was known to be done with the guest.
+    fn is_source_done(&self) -> bool {
+        self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence)
+    }
+
     fn placed_or_run(&self) -> Finish {
         if self.runs { Finish::RunDestination } else { Finish::AtDestination(Placed::Paused) }
+    }
+
+    /// The guest was to be run at the destination: what that holds may be newer than what the source does.
+    fn may_have_run(&self) -> bool {
+        self.decision == Decision::Run
+            && !matches!(self.source, Some(SourceView::HasGuest | SourceView::CompletedAndRun))
     }
 
     /// What an operator's choice comes to; or what speaks against it.
@@ -176,6 +199,8 @@ impl Case {
             (None | Some(SourceView::Exited), _) => Err(Doubt::NotHere),
             (Some(SourceView::Unknown | SourceView::Migrating), _) => Err(Doubt::SourceUnknown),
             (_, Some(DestinationView::Running)) => Err(Doubt::DestinationHasIt),
+            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
+            (_, Some(DestinationView::Loaded)) if self.may_have_run() => Err(Doubt::DestinationHasIt),
             (_, Some(DestinationView::Unknown)) => Err(Doubt::DestinationUnknown),
             (Some(SourceView::Completed), _) => Ok(Finish::RunSource),
             (Some(SourceView::HasGuest | SourceView::CompletedAndRun), _) => Ok(Finish::AtSource),
@@ -189,6 +214,7 @@ impl Case {
             (Some(SourceView::HasGuest | SourceView::CompletedAndRun), _) => Err(Doubt::SourceHasIt),
             (Some(SourceView::Unknown | SourceView::Migrating), _) => Err(Doubt::SourceUnknown),
             (_, Some(DestinationView::Running)) => Ok(Finish::AtDestination(Placed::Running)),
+            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
             (_, Some(DestinationView::Loaded)) => Ok(Finish::RunDestination),
         }
     }
@@ -212,6 +238,8 @@ impl Case {
             (_, None) => Err(Doubt::NotHere),
             (_, Some(DestinationView::Exited)) => Ok(Finish::Gone),
             (_, Some(DestinationView::Running)) => Err(Doubt::DestinationHasIt),
+            (_, Some(DestinationView::Stopped)) => Err(Doubt::DestinationStopped),
+            (_, Some(DestinationView::Loaded)) if self.may_have_run() => Err(Doubt::DestinationHasIt),
             (_, Some(DestinationView::Unknown)) => Err(Doubt::DestinationUnknown),
             (Some(SourceView::Exited), Some(DestinationView::Loaded)) => Err(Doubt::OnlyHere),
             (Some(SourceView::Unknown), Some(DestinationView::Loaded)) => Err(Doubt::SourceUnknown),
@@ -240,7 +268,8 @@ mod tests {
         SourceView::Exited,
         SourceView::Unknown,
     ];
-    const DESTINATIONS: [DestinationView; 6] = [
+    const DESTINATIONS: [DestinationView; 7] = [
+        DestinationView::Stopped,
         DestinationView::Loading,
         DestinationView::Loaded,
         DestinationView::Running,
@@ -292,7 +321,12 @@ mod tests {
         for case in cases() {
             if case.chosen(Choice::Discard(End::Source)) == Ok(Finish::Quit(End::Source)) {
                 assert_eq!(case.source, Some(SourceView::Completed), "{case:?}");
-                let holds = [None, Some(DestinationView::Loaded), Some(DestinationView::Running)];
+                let holds = [
+                    None,
+                    Some(DestinationView::Loaded),
+                    Some(DestinationView::Running),
+                    Some(DestinationView::Stopped),
+                ];
                 assert!(holds.contains(&case.destination), "{case:?}");
             }
             if case.chosen(Choice::Discard(End::Destination)) == Ok(Finish::Quit(End::Destination)) {
@@ -309,6 +343,13 @@ mod tests {
         for case in cases() {
             assert_ne!(case.finish(), Finish::RunSource, "{case:?}");
         }
+        let exited = Case {
+            source: Some(SourceView::Exited),
+            destination: Some(DestinationView::Loaded),
+            ..Case::new(Decision::Acknowledge, true)
+        };
+        assert_eq!(exited.finish(), Finish::Ask(Doubt::SourceLost));
+        assert_eq!(exited.chosen(Choice::Run(End::Destination)), Ok(Finish::RunDestination));
         let lost = Case {
             source: Some(SourceView::Completed),
             destination: Some(DestinationView::Exited),

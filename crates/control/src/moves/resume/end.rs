@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
-use super::super::{End, Error};
+use super::super::{End, Error, Record};
 use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationView, SourceView};
 
@@ -30,8 +30,14 @@ pub(super) enum Opened {
 
 impl Opened {
     /// Connects to it, puts back what a towline that was killed left changed, and sees that it is the one that was recorded.
-    pub(super) fn open(end: &End) -> Self {
+    pub(super) fn open(end: &End, record: &Record) -> Self {
         let End::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
+        if !record.is_of_this_namespace() {
+            return Self::Unknown(format!(
+                "the move was recorded in another pid namespace, or one that /proc does not name, so that the process of {end} cannot be identified from \
+                 here: run `towline resume` where the move was made"
+            ));
+        }
         if end.has_exited() {
             return Self::Exited;
         }
@@ -116,14 +122,17 @@ impl Opened {
                 *self = Self::Unknown(error.to_string());
                 return Some(DestinationView::Unknown);
             }
-            Ok(Some((migration, _))) if migration.status == Some(MigrationStatus::FAILED) => {
-                DestinationView::Failed
-            }
-            Ok(Some((_, status))) if status.status == RunState::INMIGRATE => DestinationView::Loading,
+            // A guest that runs may have been sent on since, and that may have failed.
             Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
-            // It was sent on, and is not to be run here.
-            Ok(Some((_, status))) if status.status == RunState::POSTMIGRATE => DestinationView::Unknown,
-            Ok(Some(_)) => DestinationView::Loaded,
+            Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
+                match migration.status == Some(MigrationStatus::FAILED) {
+                    true => DestinationView::Failed,
+                    false => DestinationView::Loading,
+                }
+            }
+            Ok(Some((_, status))) if is_ready(&status) => DestinationView::Loaded,
+            // It is being sent on, or was, or has stopped by itself.
+            Ok(Some(_)) => DestinationView::Stopped,
         };
         Some(view)
     }
@@ -163,6 +172,11 @@ impl Opened {
             _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not at hand".into() }),
         }
     }
+}
+
+/// Whether the guest can be run, and was stopped by nothing but a command.
+fn is_ready(status: &Status) -> bool {
+    [RunState::PAUSED, RunState::PRELAUNCH].contains(&status.status)
 }
 
 /// Whether the guest runs, or sleeps and wakes up by itself.

@@ -112,6 +112,11 @@ impl World {
     }
 
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
+        if message == PeerMessage::NotRun {
+            // What the source's operator is asked to look at is no evidence for this end any more.
+            let towline = self.towline(index);
+            towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
+        }
         let (wire, is_down) = match message {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
             PeerMessage::Settled(_) | PeerMessage::NotRun => (index, false),
