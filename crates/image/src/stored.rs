@@ -25,6 +25,11 @@ pub trait StoredGuest: Guest {
         None
     }
 
+    /// The image, if it is one of files: with its layers, if it is incremental.
+    fn image(&self) -> Option<&Image> {
+        None
+    }
+
     /// Whether nothing of it went away since it was opened.
     ///
     /// # Errors
@@ -64,6 +69,10 @@ impl StoredGuest for Image {
 
     fn file_image(&self) -> Option<&Image> {
         (!self.is_incremental()).then_some(self)
+    }
+
+    fn image(&self) -> Option<&Image> {
+        Some(self)
     }
 
     fn check_intact(&self) -> Result<()> {

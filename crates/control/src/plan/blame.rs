@@ -41,6 +41,15 @@ pub(super) fn is_of_guest(error: &MigrationError) -> bool {
     matches!(error, MigrationError::Guest(_))
 }
 
+/// Whether a thread ended because the user wanted to stop.
+pub(super) fn is_cancelled(error: &MigrationError) -> bool {
+    match error {
+        MigrationError::Cancelled => true,
+        MigrationError::Lane { source, .. } => is_cancelled(source),
+        _ => false,
+    }
+}
+
 /// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.
 pub(super) fn is_ours(error: &Error) -> bool {
     fn is(error: &MigrationError) -> bool {

@@ -46,6 +46,8 @@ pub(super) fn copy(
     });
     match received {
         Ok(Ok(())) => sent,
+        // Whichever thread saw it first.
+        Ok(Err(error)) if run.cancel.is_cancelled() && blame::is_cancelled(&error) => Err(Error::Cancelled),
         // The half that failed by itself says why; the other one only saw it go.
         Ok(Err(error)) => Err(match sent {
             Err(why) if blame::is_ours(&why) || matches!(error, towline_migration::Error::Cancelled) => why,

@@ -1,16 +1,19 @@
 //! A prefix of a store, open for one operation: its objects, and the thread that asks for them.
 
 use std::ops::Deref;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::ObjectMeta;
+use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
 use super::clock::Clock;
 use super::hold::Gate;
-use super::location::Location;
+use super::location::{Location, Scheme};
 use super::objects::{Objects, Put};
+use super::runtime::FILE_THREADS;
 use super::{Error, Result, Runtime, service};
 
 /// How many objects a listing gives at a time.
@@ -78,6 +81,13 @@ impl Store {
             true => Err(Error::Cancelled),
             false => Ok(()),
         }
+    }
+
+    /// Of a store in a directory: as many as it has threads, for requests that would queue up before them and cannot be cancelled there.
+    pub(super) fn file_slots(&self) -> Option<Arc<Semaphore>> {
+        let is_real = matches!(self.runtime, Runtime::Thread(_));
+        let is_directory = self.location().scheme() == Scheme::Directory;
+        (is_real && is_directory).then(|| Arc::new(Semaphore::new(FILE_THREADS)))
     }
 
     /// Has something done by the store's thread.

@@ -20,7 +20,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// As [`LOOK_INTERVAL`], where a change is notified.
 const NOTIFIED_INTERVAL: Duration = Duration::from_millis(50);
 /// Threads for files, which have no asynchronous form: a store in a directory uses them.
-const FILE_THREADS: usize = 4;
+pub(super) const FILE_THREADS: usize = 4;
 
 /// Where requests are made.
 #[derive(Debug)]

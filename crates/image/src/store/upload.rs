@@ -4,10 +4,11 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 use towline_migration::{Guest as _, Snapshot};
 use towline_protocol::BlockIndex;
@@ -36,7 +37,18 @@ pub(super) struct Upload {
     shared: Arc<Shared>,
     tally: Counters,
     known: Mutex<Known>,
+    /// Of a store in a directory: its threads are few, and what is queued for them cannot be cancelled.
+    slots: Option<Arc<Semaphore>>,
+    /// Requests that have not begun are given up.
+    given_up: Arc<AtomicBool>,
     lease: Lease,
+}
+
+/// Before the lease goes, whose removal would wait for all that is queued.
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -104,7 +116,8 @@ impl Upload {
             Ok(())
         })?;
         let (shared, tally, known) = (Arc::default(), Counters::default(), Mutex::new(known));
-        Ok(Self { store, image, key, existing, shared, tally, known, lease })
+        let (slots, given_up) = (store.file_slots(), Arc::default());
+        Ok(Self { store, image, key, existing, shared, tally, known, slots, given_up, lease })
     }
 
     /// The image, for people.
@@ -142,8 +155,13 @@ impl Upload {
         self.tally.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         let put = self.store.putting(&chunk::key(&name), object, Put::Replace);
         let shared = Arc::clone(&self.shared);
+        let (slots, given_up) = (self.slots.clone(), Arc::clone(&self.given_up));
         self.store.spawn(async move {
-            let result = put.await;
+            let _slot = match slots {
+                Some(slots) => slots.acquire_owned().await.ok(),
+                None => None,
+            };
+            let result = if given_up.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
             let mut state = shared.lock();
             state.under_way -= 1;
             if let Err(error) = result {

@@ -99,7 +99,7 @@ pub(in super::super) struct Departure<'a> {
     pub(in super::super) guest: Option<fit::Guest>,
     /// For the manifest of an image that is made of it.
     pub(in super::super) origin: ImageOrigin,
-    /// The file in which it is.
+    /// The image that it is, perhaps an incremental one.
     #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "only an object store asks for it"))]
     pub(in super::super) file: Option<&'a Image>,
 }
@@ -117,7 +117,7 @@ pub(in super::super) enum Origin<'a> {
 /// A guest of this process: an image that is open, or a synthetic one.
 pub(in super::super) struct Local<'a> {
     pub(in super::super) guest: &'a dyn Guest,
-    /// The file that it is in.
+    /// The image that it is, perhaps an incremental one.
     pub(in super::super) file: Option<&'a Image>,
     /// It is stored, here or elsewhere.
     pub(in super::super) is_stored: bool,

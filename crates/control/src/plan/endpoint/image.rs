@@ -54,7 +54,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         run.check_cancelled().map_err(Failure::untouched)?;
         let origin = Origin { source: format!("image {}", self.image.name()), ..Origin::default() };
         let guest = is_compared.then(|| Guest::of_image(&*self.image));
-        Ok(Departure { guest, origin, file: self.image.file_image() })
+        Ok(Departure { guest, origin, file: self.image.image() })
     }
 
     fn transfer(
@@ -63,7 +63,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
         switch: &Arc<Switch>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let local = Local { guest: &*self.image, file: self.image.file_image(), is_stored: true };
+        let local = Local { guest: &*self.image, file: self.image.image(), is_stored: true };
         self.moved = to.take(&local, switch, run)?;
         Ok(())
     }

@@ -237,7 +237,7 @@ impl DestinationEndpoint for QemuDestination {
         let is_plain =
             run.options.means().max_bandwidth.is_none() && run.options.compression == Compression::None;
         let loads = !run.options.stream && self.qemu.loads_images() && is_plain;
-        let file = local.file.filter(|_| loads);
+        let file = local.file.filter(|image| loads && !image.is_incremental());
         self.is_handed_over = file.is_some();
         run.observer.phase(Phase::Connect);
         let moved = match file {
