@@ -78,3 +78,15 @@ fn what_cannot_be_is_refused_with_the_reason() {
     assert!(error.contains("/nowhere") && error.contains("TMPDIR"), "{error}");
     assert!(place.files("vm/uploads").is_empty());
 }
+
+/// From its files, as a whole image: through a stream it would lose what its manifest says of where it came from.
+#[test]
+fn an_incremental_image_keeps_its_origin_in_a_store() {
+    let place = Place::new();
+    let (base, increment, image) = (place.name("base.img"), place.name("increment.img"), place.store("vm/a"));
+    place.done(&["copy", "mem:16M,seed=7", &base]);
+    place.done(&["copy", "--base", &base, "mem:16M,seed=8", &increment]);
+    place.done(&["copy", &increment, &image]);
+    let stored = place.done(&["inspect", "--verify", &image]);
+    assert_eq!(stored["source"], "mem", "{stored}");
+}
