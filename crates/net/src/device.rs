@@ -67,7 +67,8 @@ impl Shared {
             Ok(false) => {
                 let name = xdp.name();
                 return Err(Refusal::for_now(format!(
-                    "{name} may still send frames of the connection before; look at the link and the driver of {name}"
+                    "{name} may still send frames of the connection before; look at the link and the driver of {name}, \
+                     or another program has the queue"
                 )));
             }
             Err(error) => {

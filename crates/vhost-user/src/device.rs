@@ -213,6 +213,8 @@ pub struct Refusal {
     reason: String,
     /// It may pass: others give descriptors or memory back.
     exhausted: bool,
+    /// It passes by itself.
+    passes: bool,
 }
 
 /// Whether the kernel has no descriptor or no memory left.
@@ -226,14 +228,20 @@ impl Refusal {
         self.exhausted
     }
 
-    /// A refusal of [`Device::worker`] that passes: the frontend waits, and is tried again each second.
+    /// Whether it was made by [`Refusal::for_now`].
+    pub(crate) fn passes(&self) -> bool {
+        self.passes
+    }
+
+    /// A refusal of [`Device::worker`] that passes: the connection is closed, and the next one may be served. Where there can be no
+    /// other connection, it is tried again each second.
     pub fn for_now(reason: impl Into<String>) -> Self {
-        Self { reason: reason.into(), exhausted: true }
+        Self { reason: reason.into(), exhausted: false, passes: true }
     }
 
     /// A refusal with this reason.
     pub fn new(reason: impl Into<String>) -> Self {
-        Self { reason: reason.into(), exhausted: false }
+        Self { reason: reason.into(), exhausted: false, passes: false }
     }
 }
 
@@ -247,6 +255,6 @@ impl Error for Refusal {}
 
 impl From<std::io::Error> for Refusal {
     fn from(error: std::io::Error) -> Self {
-        Self { exhausted: is_exhausted(&error), reason: error.to_string() }
+        Self { exhausted: is_exhausted(&error), passes: false, reason: error.to_string() }
     }
 }

@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 /// Before a frontend that was lost is connected to again; there is nothing to wait for but time.
 const RECONNECT_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
-/// After the kernel had no descriptor or no memory for a connection; there is no event for that either.
+/// After the kernel had no descriptor or no memory for a connection, or the device refused it for now; there is no event for that either.
 const EXHAUSTED_INTERVAL: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// Why a connection ended, other than by the frontend's own wish.
@@ -150,24 +150,27 @@ impl Service {
         cancel: &Cancel,
     ) -> Result<(), ServeError> {
         check_queues(device.as_ref())?;
+        let mut refused = false;
         loop {
             let outcome = self.converse(device, record, cancel);
             if outcome.is_err() {
                 cancel.check()?;
             }
             let connected = self.conversation.take().is_some();
+            let passes = outcome.as_ref().is_err_and(ServeError::passes);
+            let logged = std::mem::replace(&mut refused, passes) && passes;
             match outcome {
                 outcome if self.frontends.is_none() => return outcome,
                 Err(error) if !connected && !matches!(error, ServeError::Session { .. }) => {
                     return Err(error);
                 }
-                Err(error) => {
+                Err(error) if !logged => {
                     tracing::error!(%error, device = device.name(), "a frontend's connection ended");
                 }
-                Ok(()) => {}
+                _ => {}
             }
             if matches!(self.frontends, Some(Frontends::Connect(_))) {
-                rest(cancel, &RECONNECT_INTERVAL)?;
+                rest(cancel, if passes { &EXHAUSTED_INTERVAL } else { &RECONNECT_INTERVAL })?;
             }
         }
     }
@@ -187,7 +190,10 @@ impl Service {
                 Some(frontends) => self.frontends.insert(frontends).next(cancel)?,
                 None => return Ok(()),
             };
-            let workers = patient_with_exhaustion(cancel, || Workers::new(&*channel, device, Some(record)))?;
+            // One that is refused for now is closed, as its frontend may wait for an answer with its guest; the last one is kept.
+            let last = self.frontends.is_none();
+            let waits = |error: &ServeError| error.is_exhausted() || last && error.passes();
+            let workers = patiently_while(waits, cancel, || Workers::new(&*channel, device, Some(record)))?;
             self.conversation = Some(Conversation::with(channel, device, workers));
         }
         self.conversation.as_mut().map_or(Ok(()), |conversation| conversation.serve(cancel))
@@ -197,7 +203,7 @@ impl Service {
 impl Frontends {
     /// The next one that connects, or is connected to.
     fn next(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
-        patient_with_exhaustion(cancel, || self.attempt(cancel))
+        patiently_while(ServeError::is_exhausted, cancel, || self.attempt(cancel))
     }
 
     fn attempt(&self, cancel: &Cancel) -> Result<Box<dyn Channel>, ServeError> {
@@ -225,17 +231,23 @@ impl ServeError {
             _ => false,
         }
     }
+
+    /// Whether the device refused this connection and may take the next.
+    fn passes(&self) -> bool {
+        matches!(self, Self::Session { source, .. } if source.passes())
+    }
 }
 
-/// Repeats what fails for want of descriptors, memory or threads; others may give some back. The log has it once.
-fn patient_with_exhaustion<T>(
+/// Repeats what fails with an error that `waits`: for want of descriptors, memory or threads others may give some back. The log has it once.
+fn patiently_while<T>(
+    waits: impl Fn(&ServeError) -> bool,
     cancel: &Cancel,
     mut attempt: impl FnMut() -> Result<T, ServeError>,
 ) -> Result<T, ServeError> {
     let mut logged = false;
     loop {
         match attempt() {
-            Err(error) if error.is_exhausted() => {
+            Err(error) if waits(&error) => {
                 if !std::mem::replace(&mut logged, true) {
                     tracing::error!(
                         %error,

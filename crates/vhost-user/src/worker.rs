@@ -532,7 +532,9 @@ impl Thread {
     }
 
     fn stop(&mut self, queue: usize) -> Answer {
-        if self.slots[queue].ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
+        let slot = &self.slots[queue];
+        // A ring that lost its places does not tell what it had in flight.
+        if slot.lost_at.is_some() || slot.ring.as_ref().is_some_and(|ring| ring.in_flight() > 0) {
             let mut queues = Queues { slots: &mut self.slots, first: self.first };
             if let Err(reason) = self.worker.drain(queue, &mut queues, Instant::now() + DRAIN_WITHIN) {
                 return self.leave(queue, reason);

@@ -309,7 +309,7 @@ impl Sender {
                 let (left, name) = (self.leaving.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
                 return Err(Refusal::new(format!(
                     "{name} may still send {left} of its frames, as its queue is not free {} s after the socket was closed; \
-                     look at the link and the driver of {name}",
+                     look at the link and the driver of {name}, or another program has the queue",
                     CLOSED_WITHIN.as_secs()
                 )));
             }

@@ -159,6 +159,11 @@ impl SessionError {
         }
     }
 
+    /// Whether the device serves a connection later, and not this one.
+    pub(crate) fn passes(&self) -> bool {
+        matches!(self, Self::Worker { reason, .. } if reason.passes())
+    }
+
     /// Whether the connection ends, also for a frontend that takes refusals as answers.
     pub(crate) fn is_the_end(&self) -> bool {
         matches!(self, Self::Gone { .. } | Self::Cancelled { .. } | Self::InUse { .. })

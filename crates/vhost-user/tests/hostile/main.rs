@@ -7,4 +7,5 @@ mod frontends;
 mod guests;
 #[path = "../rings/harness.rs"]
 mod harness;
+mod refused;
 mod resting;

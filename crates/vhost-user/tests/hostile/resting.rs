@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_channel::UnixChannel;
 use towline_frontend::wire::{Code, RegionInfo, feature, halves, protocol, words};
-use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions};
+use towline_frontend::{Buffer, Error, Frontend, Memory, Queue, QueueOptions, wait_any};
 use towline_vhost_user::{Cancel, Device, Next, PollFd, Queues, Refusal, ServeError, Worker, serve};
 
 use crate::backend::{Log, Pair, WITHIN};
@@ -30,6 +30,8 @@ enum Habit {
 struct Counted {
     habit: Habit,
     turns: Arc<AtomicU64>,
+    /// Chains that somebody else has, whatever becomes of their ring.
+    lent: usize,
 }
 
 impl Device for Counted {
@@ -50,7 +52,7 @@ impl Device for Counted {
     }
 
     fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
-        Ok(Box::new(Self { habit: self.habit, turns: Arc::clone(&self.turns) }))
+        Ok(Box::new(Self { habit: self.habit, turns: Arc::clone(&self.turns), lent: 0 }))
     }
 }
 
@@ -62,7 +64,7 @@ impl Worker for Counted {
         }
         if self.habit == Habit::Lends {
             let ring = queues.ring(0);
-            ring.map(|ring| ring.pop(&mut towline_vhost_user::Batch::new(), 256));
+            self.lent += ring.map_or(0, |ring| ring.pop(&mut towline_vhost_user::Batch::new(), 256));
             return Next::Wait;
         }
         let mut batch = towline_vhost_user::Batch::new();
@@ -74,8 +76,8 @@ impl Worker for Counted {
 
     fn poll<'w>(&'w self, _: &mut Vec<PollFd<'w>>) {}
 
-    fn drain(&mut self, _: usize, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
-        let left = queues.held(0).map_or(0, |ring| ring.in_flight());
+    fn drain(&mut self, _: usize, _: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
+        let left = self.lent;
         if left == 0 { Ok(()) } else { Err(Refusal::new(format!("a card reads {left} of its chains"))) }
     }
 
@@ -96,7 +98,7 @@ impl Served {
     fn start(habit: Habit, wished: u64) -> Self {
         let (near, far) = UnixStream::pair().unwrap();
         let turns = Arc::<AtomicU64>::default();
-        let device: Arc<dyn Device> = Arc::new(Counted { habit, turns: Arc::clone(&turns) });
+        let device: Arc<dyn Device> = Arc::new(Counted { habit, turns: Arc::clone(&turns), lent: 0 });
         let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
         let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
         let mut frontend = Frontend::new(near).unwrap();
@@ -227,6 +229,21 @@ fn chains_that_are_still_in_use_do_not_go_back() {
         assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
         assert_eq!(served.queue.pop_used().unwrap().map(|used| used.token), None);
     }
+}
+
+#[test]
+fn a_ring_that_lost_its_places_is_drained_before_its_stop_is_answered() {
+    let _log = Log::new();
+    let mut served = Served::start(Habit::Lends, feature::EVENT_IDX);
+    let before = served.turns.load(Ordering::Relaxed);
+    served.add();
+    served.waits_for_turns(before);
+    let payload = [halves(0, 0), words(&[0x7000_0000; 3]), words(&[0])].concat();
+    served.frontend.request(Code::SET_VRING_ADDR, &payload, &[]).unwrap();
+    assert!(wait_any(&[served.queue.err()], WITHIN).unwrap(), "the ring is not broken");
+    assert!(served.frontend.stop(0).is_err(), "the frontend takes the memory for free");
+    let error = served.backend.join().unwrap().unwrap_err().to_string();
+    assert!(error.contains("ring 0 cannot be stopped: a card reads 1 of its chains"), "{error}");
 }
 
 /// How many mappings of a memfd with this name the process has.
