@@ -41,6 +41,7 @@ const PLACES: &[(&str, IsSo)] = &[
     ("both QEMUs have ended", |seen| {
         seen.source == Some(Held::Gone) && seen.destinations.iter().all(|held| *held == Held::Gone)
     }),
+    ("stored, and nowhere else", |seen| seen.source == Some(Held::Gone) && seen.image_is_right == Some(true)),
     ("its source has ended", |seen| seen.source == Some(Held::Gone)),
     ("at its source, if that still lives", |seen| seen.source != Some(Held::Part)),
     ("at its destination; its source could not be ended", |seen| seen.source != Some(Held::Live)),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use rustix::io::Errno;
-use rustix::process::{Pid, test_kill_process};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use towline_protocol::session::MoveId;
 
@@ -137,7 +137,9 @@ impl End {
             Ok(now) => now != *started,
             // A `/proc` that hides processes of others says the same of one that runs.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                Pid::from_raw(*pid).is_some_and(|pid| test_kill_process(pid) == Err(Errno::SRCH))
+                Pid::from_raw(*pid).is_some_and(|pid| {
+                    pidfd_open(pid, PidfdFlags::empty()).is_err_and(|errno| errno == Errno::SRCH)
+                })
             }
             Err(_) => false,
         }
