@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 
 /// How the names begin.
 const PREFIX: &str = "towline-sockets-";
@@ -72,6 +73,10 @@ pub(crate) fn sweep(place: &Path) -> Vec<PathBuf> {
 
 fn remove(path: &Path) -> bool {
     let removed = match lock(path, &mut File::options()) {
+        // In a directory that others write to too, its name says nothing about whose it is.
+        Ok(Some(lock)) if lock.metadata().is_ok_and(|found| found.uid() != geteuid().as_raw()) => {
+            return false;
+        }
         Ok(Some(_lock)) => fs::remove_dir_all(path),
         Ok(None) => return false,
         Err(error) => Err(error),

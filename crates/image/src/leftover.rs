@@ -27,18 +27,22 @@ pub struct Partial {
     pub writer: Option<String>,
 }
 
-/// The partial files in a directory, of whatever images.
+/// The partial files in a directory, of whatever images. What has such a name and is no ordinary file, or cannot be opened by this user,
+/// is logged and left out.
 ///
 /// # Errors
-/// The directory, or one of the files, cannot be looked at.
+/// The directory cannot be read.
 pub fn list(directory: &Path) -> Result<Vec<Partial>> {
     let failed = |source| Error::Read { path: directory.into(), source };
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let stem = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
-        if let Some(stem) = stem.filter(|stem| !stem.is_empty()) {
-            found.extend(Place::find(&directory.join(stem))?.find_partial()?.map(partial));
+        // `.` and `..` are no names that a file could be given.
+        let Some(stem) = stem.filter(|stem| !matches!(*stem, "" | "." | "..")) else { continue };
+        match Place::find(&directory.join(stem)).and_then(|place| place.find_partial()) {
+            Ok(left) => found.extend(left.map(partial)),
+            Err(error) => tracing::warn!(%error, "not listed"),
         }
     }
     found.sort_by(|one, other| one.path.cmp(&other.path));
@@ -102,6 +106,45 @@ mod tests {
         assert_eq!(fs::read(&other).unwrap(), b"whole");
         assert_eq!(remove(&image).unwrap(), []);
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 5);
+    }
+
+    #[test]
+    fn odd_names_do_not_keep_the_others_from_being_listed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        for name in [".guest.img.partial", "...partial", "....partial"] {
+            fs::write(path(name), b"left").unwrap();
+        }
+        std::os::unix::fs::symlink(path(".guest.img.partial"), path(".link.partial")).unwrap();
+        std::os::unix::fs::symlink("nowhere", path(".dangling.partial")).unwrap();
+        fs::create_dir(path(".directory.partial")).unwrap();
+        fs::hard_link(path("...partial"), path(".linked.partial")).unwrap();
+        std::os::unix::net::UnixListener::bind(path(".socket.partial")).unwrap();
+        let listed = list(directory.path()).unwrap();
+        assert_eq!(listed.iter().map(|left| &left.path).collect::<Vec<_>>(), [&path(".guest.img.partial")]);
+    }
+
+    #[test]
+    fn who_lists_partials_does_not_keep_a_writer_from_its_own() {
+        const ROUNDS: usize = 1000;
+        let directory = tempfile::tempdir().unwrap();
+        let (image, barrier) = (directory.path().join("guest.img"), std::sync::Barrier::new(2));
+        let opened: Vec<_> = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..ROUNDS {
+                    barrier.wait();
+                    list(directory.path()).unwrap();
+                }
+            });
+            let open = |_| {
+                fs::write(directory.path().join(".guest.img.partial"), b"left").unwrap();
+                barrier.wait();
+                AtomicFile::open(&image, Existing::Refuse).map(drop)
+            };
+            (0..ROUNDS).map(open).collect()
+        });
+        let failed: Vec<_> = opened.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
+        assert!(failed.is_empty(), "{} of {ROUNDS}: {}", failed.len(), failed[0]);
     }
 
     #[test]

@@ -185,6 +185,15 @@ impl Crew {
     }
 }
 
+impl Drop for Crew {
+    fn drop(&mut self) {
+        // All of them end at the same time, and not each after the one before.
+        for hand in &mut self.hands {
+            hand.dismiss();
+        }
+    }
+}
+
 impl Rings for Crew {
     fn set_cancel(&mut self, cancel: &Cancel) {
         self.cancel = Some(cancel.clone());
@@ -275,6 +284,12 @@ impl Hand {
         self.hear(index, cancel)
     }
 
+    /// Has the thread end, without waiting for it.
+    fn dismiss(&mut self) {
+        self.orders = None;
+        self.wake.raise();
+    }
+
     fn say(&mut self, order: Order, index: usize) -> Result<(), SessionError> {
         let orders = self.orders.as_ref();
         let sent = orders.is_some_and(|orders| mailbox::send(orders, &*self.wake, order));
@@ -298,8 +313,7 @@ impl Hand {
 
 impl Drop for Hand {
     fn drop(&mut self) {
-        self.orders = None;
-        self.wake.raise();
+        self.dismiss();
         let Some(thread) = self.thread.take() else { return };
         let until = Instant::now() + END_WITHIN;
         // Answers to commands that were given up come first.

@@ -4,6 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
 
 use rustix::fs::{self, AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
@@ -15,6 +17,10 @@ use crate::journal::{self, Node, Op};
 
 /// How often a file may vanish between opening and locking it, because other writers finish just then.
 const TAKE_OVER_TRIES_MAX: usize = 16;
+/// How many of these tries find it locked before another writer is taken to hold it: one that lists partials locks each for a moment.
+const LOCKED_TRIES_MAX: usize = 5;
+/// Before each of them; nothing tells when a lock is released.
+const LOCKED_PAUSE: Duration = Duration::from_millis(5);
 
 /// A final name, its directory and its partial's name.
 #[derive(Debug)]
@@ -101,7 +107,7 @@ impl Place {
         let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
         // Without NONBLOCK a FIFO of that name could keep us here for ever.
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        for _ in 0..TAKE_OVER_TRIES_MAX {
+        for attempt in 0..TAKE_OVER_TRIES_MAX {
             let op = || Op::Open { name: text(&self.partial), node };
             let open = || fs::openat(&self.directory, &self.partial, flags, Mode::RUSR | Mode::WUSR);
             let file = match journal::step(op, open) {
@@ -117,6 +123,10 @@ impl Place {
             check_regular(&partial, &stat)?;
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
+                Err(Errno::WOULDBLOCK) if attempt < LOCKED_TRIES_MAX => {
+                    sleep(LOCKED_PAUSE);
+                    continue;
+                }
                 Err(Errno::WOULDBLOCK) => return Err(busy()),
                 Err(errno) => return Err(Error::NoLocks { path: partial, source: errno.into() }),
             }

@@ -1,16 +1,17 @@
-//! A device that takes no connection for some time.
+//! Devices that take no connection for some time, or take some time to end one.
 
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use towline_channel::UnixChannel;
 use towline_frontend::Frontend;
 use towline_vhost_user::{
-    Address, Cancel, Device, Frontends, Next, Queues, Record, Refusal, ServeError, Service, Worker,
+    Address, Cancel, Device, Frontends, Next, Queues, Record, Refusal, ServeError, Service, Worker, serve,
 };
 
 use crate::backend::{Log, WITHIN};
@@ -135,4 +136,55 @@ fn the_only_connection_is_kept() {
     backend.device.free.store(true, Ordering::Relaxed);
     is_served(near);
     backend.thread.join().unwrap().unwrap();
+}
+
+/// A device each of whose workers ends when all of them do.
+struct Together(Arc<Barrier>);
+
+impl Device for Together {
+    fn name(&self) -> &str {
+        "together"
+    }
+
+    fn queue_count(&self) -> usize {
+        3
+    }
+
+    fn queues_per_worker(&self) -> usize {
+        1
+    }
+
+    fn features(&self) -> u64 {
+        0
+    }
+
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+        Ok(Box::new(Part(Arc::clone(&self.0))))
+    }
+}
+
+struct Part(Arc<Barrier>);
+
+impl Worker for Part {
+    fn run(&mut self, _: &mut Queues<'_>) -> Next {
+        Next::Wait
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        self.0.wait();
+    }
+}
+
+#[test]
+fn workers_end_at_the_same_time() {
+    let log = Log::new();
+    let (near, far) = UnixStream::pair().unwrap();
+    let channel = UnixChannel::new(far.into(), "a frontend").unwrap();
+    let device: Arc<dyn Device> = Arc::new(Together(Arc::new(Barrier::new(3))));
+    let backend = std::thread::spawn(move || serve(&channel, &device, &Cancel::new().unwrap()));
+    is_served(near);
+    backend.join().unwrap().unwrap();
+    assert_eq!(log.count("a worker does not end"), 0, "each waits for the one before");
 }
