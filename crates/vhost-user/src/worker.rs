@@ -10,6 +10,8 @@
 //! uses the old memory, the old log or the old state of the log's switch. A ring with a fault is named, its error
 //! eventfd is raised, and it rests until the frontend stops it; the others go on.
 
+mod queues;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -33,6 +35,8 @@ use crate::ring::{Batch, Ring, RingFault, RingSetup};
 use crate::session::{Rings, SessionError, Stopped};
 use crate::sys;
 
+pub use queues::Queues;
+
 /// How long a queue that is stopped may take for what is under way.
 const DRAIN_WITHIN: Duration = Duration::from_secs(1);
 /// How long a thread may take to end; one that waits in the kernel for somebody else's pages may never do so.
@@ -41,40 +45,6 @@ const END_WITHIN: Duration = Duration::from_secs(5);
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 /// Chains that are completed unseen in one turn of a queue that is disabled.
 const DISCARDED_A_TURN: usize = 256;
-
-/// The queues of one worker.
-#[derive(Debug)]
-pub struct Queues<'a> {
-    slots: &'a mut [Slot],
-    first: usize,
-}
-
-impl Queues<'_> {
-    /// The number of the first of them among all of the device's.
-    pub fn first(&self) -> usize {
-        self.first
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Never, with workers of this crate.
-    pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
-    }
-
-    /// One of them, counted from 0; `None` if it does not run now: stopped, disabled, broken or not there.
-    pub fn ring(&mut self, index: usize) -> Option<&mut Ring> {
-        self.slots.get_mut(index).filter(|slot| slot.runs())?.ring.as_mut()
-    }
-
-    /// One of them as long as it is there, also if it is disabled or broken: to complete what was taken from it before.
-    pub fn held(&mut self, index: usize) -> Option<&mut Ring> {
-        self.slots.get_mut(index)?.ring.as_mut()
-    }
-}
 
 /// The place of a ring.
 #[derive(Debug, Default)]
