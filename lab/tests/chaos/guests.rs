@@ -51,7 +51,7 @@ pub(crate) fn counting(case: &Case) -> Qemu {
 }
 
 impl Guests {
-    fn all(&self) -> impl Iterator<Item = &Qemu> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Qemu> {
         self.destinations.iter().chain(&self.source)
     }
 

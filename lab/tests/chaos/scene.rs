@@ -1,5 +1,6 @@
 //! A run: who takes part, the fault, and the end.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -23,6 +24,8 @@ use crate::monitor::MonitorProxy;
 /// Longer than any deadline of towline's own.
 const END_WITHIN: Duration = Duration::from_secs(300);
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// How long a listener may wait for a source.
+const LISTEN_WITHIN: Duration = Duration::from_secs(20);
 /// How long the guest may be stopped.
 const DOWNTIME_MS: u64 = 1000;
 
@@ -66,7 +69,14 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
             let stage = Stage { guests, link: link.as_ref(), monitors, towlines: &pids };
             stage.strike(case.fault)
         });
+        let mut is_ended = false;
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
+            // A listener waits for its source for ever; its user ends it.
+            let may_listen = case.kind.has_link() && begun.elapsed() > LISTEN_WITHIN;
+            if !is_ended && may_listen && waits_in_vain(towlines) {
+                signal(towlines[0].pid(), Signal::TERM);
+                is_ended = true;
+            }
             std::thread::sleep(LOOK_INTERVAL);
             // Two looks: what was seen in the middle of a change is no finding.
             if twice.is_none() && case.kind != Kind::Clones && guests.live() > 1 && guests.live() > 1 {
@@ -80,10 +90,10 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
     let ends = scene.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
     let ends = ends.collect::<anyhow::Result<_>>().map_err(|error| format!("it does not end: {error:#}"))?;
     let seen = scene.seen(case, ends)?;
-    scene.repair(case, &seen)?;
+    let finished = scene.repair(case, &seen).and_then(|()| scene.resume(case, &seen));
     match twice.filter(|_| !operator_ran && !judge::is_in_the_window(case, &seen)) {
         Some(text) => Err(format!("{text}: {seen:?}")),
-        None => judge::judge(case, &seen, operator_ran),
+        None => finished.and_then(|()| judge::judge(case, &seen, operator_ran)),
     }
 }
 
@@ -267,6 +277,41 @@ impl Scene {
         Ok(Seen { ends, source, destinations, work, tmp, image_is_right })
     }
 
+    /// Moves that are undecided are finished by what a later towline sees, or stay so; either way they make no second guest. Their records
+    /// are removed then.
+    fn resume(&self, case: &Case, seen: &Seen) -> Result<(), String> {
+        let before = self.guests.live();
+        for id in self.undecided() {
+            let finished = self.towline(&format!("resume {id}")).wait(WITHIN).unwrap();
+            let live = self.guests.live();
+            if live > before.max(1) {
+                return Err(format!(
+                    "`resume` runs a second guest: {}{}, {case:?}, {seen:?}",
+                    finished.stdout, finished.stderr
+                ));
+            }
+            // It may be finished, so that nothing is left to forget.
+            let _ = self.towline(&format!("resume {id} --forget")).wait(WITHIN).unwrap();
+        }
+        match self.undecided().is_empty() {
+            true => Ok(()),
+            false => Err("the record of a move stays".into()),
+        }
+    }
+
+    /// The moves that QEMUs of this run have a part in.
+    fn undecided(&self) -> BTreeSet<String> {
+        let listed = self.towline("moves --json").wait(WITHIN).unwrap();
+        let proxies = self.monitors.iter().map(|(_, proxy)| proxy.endpoint());
+        let endpoints: Vec<_> = self.guests.all().map(qmp).chain(proxies).collect();
+        let is_ours = |end: &Value| {
+            end["endpoint"].as_str().is_some_and(|name| endpoints.iter().any(|known| known == name))
+        };
+        let moves = events(&listed.stdout).into_iter().filter(|event| event["event"] == "move");
+        let ours = moves.filter(|event| is_ours(&event["source"]) || is_ours(&event["destination"]));
+        ours.map(|event| event["id"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// Settings that a towline has changed are put back when it ends with 0 or 1, and else by `repair`.
     fn repair(&self, case: &Case, seen: &Seen) -> Result<(), String> {
         let Some(before) = self.settings.as_ref().filter(|_| seen.source != Some(Held::Gone)) else {
@@ -275,9 +320,20 @@ impl Scene {
         let source = self.guests.source.as_ref().unwrap();
         let is_cut = matches!(case.fault, Fault::CutMonitor(_));
         if is_cut || seen.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
-            let finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
+            let begun = Instant::now();
+            let mut finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
+            // QEMU may take its time to be done with a migration that failed; `repair` says so, and is run again.
+            while !finished.status.success()
+                && finished.stdout.contains("has not ended within")
+                && begun.elapsed() < WITHIN
+            {
+                finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
+            }
             if !finished.status.success() {
-                return Err(format!("repair: {}", finished.stderr));
+                return Err(format!(
+                    "repair: {}: {}{}, {seen:?}",
+                    finished.status, finished.stdout, finished.stderr
+                ));
             }
         }
         let (before, after) = (shown(before), shown(&settings(source)));
@@ -294,6 +350,16 @@ impl Scene {
 fn shown(settings: &Settings) -> Vec<String> {
     let capabilities = settings.capabilities.iter().map(|(name, state)| format!("{name} {state}"));
     capabilities.chain(settings.parameters.iter().map(|(name, value)| format!("{name} {value}"))).collect()
+}
+
+/// Whether the first towline listens for a source that never came, as when its link was cut before.
+fn waits_in_vain(towlines: &mut [Towline]) -> bool {
+    let (listener, others) = towlines.split_first_mut().unwrap();
+    let is_alone = others.iter_mut().all(|towline| !towline.runs().unwrap());
+    let events = events(&listener.stdout());
+    let has_begun = events.iter().any(|event| event["phase"] == "transfer");
+    let listens = events.iter().any(|event| event["phase"] == "connect");
+    is_alone && listens && !has_begun
 }
 
 /// Where a stock QEMU listens.

@@ -89,9 +89,11 @@ impl Switchover {
         self.held_there(if self.source_gone() { Held::DestinationOnly } else { Held::BothPaused })
     }
 
-    /// It is not in order at its destination; the towline at its source is told so.
+    /// It is not in order at its destination. The towline at its source gets a message only if it is certain that the guest does not run:
+    /// without one it reports that the destination may run it.
     pub(super) fn held_there(&mut self, held: Held) -> Directive {
-        if self.request.source == SourceKind::Towline {
+        let is_certain = held == Held::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
+        if self.request.source == SourceKind::Towline && is_certain {
             self.stage = Stage::Failing(held);
             return Directive::Send(PeerMessage::NotRun);
         }

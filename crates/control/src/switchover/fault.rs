@@ -22,6 +22,8 @@ pub(super) enum Fault {
     ActsBeforeRecord,
     /// A move is finished by its record at one end, and by no evidence of the other.
     ResumesWithoutEvidence,
+    /// The towline at the source gets the message that the guest does not run though that was not seen.
+    ReportsNotRunUnseen,
 }
 
 /// Which one is there.

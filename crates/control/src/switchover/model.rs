@@ -157,6 +157,7 @@ fn faults_that_are_put_back_are_found() {
         Fault::LosesWhatWasSent,
         Fault::ActsBeforeRecord,
         Fault::ResumesWithoutEvidence,
+        Fault::ReportsNotRunUnseen,
     ];
     for fault in faults {
         let one = pairs()

@@ -68,6 +68,9 @@ fn truthful(world: &World, index: usize, towline: &Towline, outcome: Outcome) ->
         Outcome::Look(Held::DestinationHolds | Held::Undecided) => {
             matches!(world.destination, Destination::Loaded) || gone
         }
+        Outcome::Look(Held::PeerDidNotRun) => {
+            !matches!(world.destination, Destination::Running) || world.operator_ran
+        }
         Outcome::Look(Held::BothPaused) => !matches!(world.destination, Destination::Running),
         Outcome::Look(_) => true,
     };
