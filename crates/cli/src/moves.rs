@@ -1,7 +1,5 @@
 //! `towline moves` and `towline resume`: moves that were interrupted when the guest was handed over.
 
-use std::time::{Duration, UNIX_EPOCH};
-
 use anyhow::Result;
 use serde_json::{Value, json};
 use towline_control::moves::{self, Chosen, End, Listed, Record, Resumed, Role};
@@ -59,11 +57,6 @@ fn end(record: &Record, end: &End) -> Value {
     }
 }
 
-/// Milliseconds since 1970 as a time of day.
-fn since(milliseconds: u64) -> String {
-    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(milliseconds)).to_string()
-}
-
 fn tell(reporter: &Reporter, listed: &Listed) {
     let record = &listed.record;
     let role = match record.role {
@@ -73,7 +66,7 @@ fn tell(reporter: &Reporter, listed: &Listed) {
     };
     reporter.line(&format!("{}  ({role} here)", record.id));
     reporter.line(&format!("  guest        {} to {}", record.source, record.destination));
-    reporter.line(&format!("  since        {}", since(record.begun_ms)));
+    reporter.line(&format!("  since        {}", record.begun()));
     reporter.line(&format!("  undecided    {}", listed.undecided()));
     for end in &listed.exited {
         reporter.line(&format!("  exited       {end}"));

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::{Duration, UNIX_EPOCH};
 
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -271,6 +272,11 @@ impl Record {
         let (begun_ms, owner) = (now_ms(), Owner::this());
         let (version, said, changed_ms) = (VERSION, None, begun_ms);
         Self { version, id, role, stage, said, wanted, source, destination, begun_ms, changed_ms, owner }
+    }
+
+    /// Time at which the move began, in UTC, to the second (RFC 3339).
+    pub fn begun(&self) -> String {
+        humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(self.begun_ms)).to_string()
     }
 
     /// The same at a later stage, by this process.

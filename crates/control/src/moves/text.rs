@@ -1,7 +1,5 @@
 //! What is said of a record: what is undecided, and what to do.
 
-use std::time::{Duration, UNIX_EPOCH};
-
 use super::{End, Listed, Record, Role, Stage};
 use crate::switchover::{Choice, Doubt, End as Side};
 
@@ -79,7 +77,7 @@ pub(super) fn advice(listed: &Listed) -> Vec<String> {
 /// Why a move is not finished by itself, and what to look at.
 pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
     let Record { id, source, destination, .. } = record;
-    let since = time(record.begun_ms);
+    let since = record.begun();
     match doubt {
         Doubt::DestinationWaits => format!(
             "{source} is done with the guest (postmigrate), and the towline at {destination} was not told to run it. On that host, run it: \
@@ -133,11 +131,6 @@ pub(super) fn doubt(doubt: Doubt, record: &Record) -> String {
         Doubt::NotHere => "that end is on another host, or its QEMU has exited".into(),
         Doubt::OnlyHere => "no other QEMU is known to hold the guest".into(),
     }
-}
-
-/// A time in UTC, to the second, from milliseconds since 1970.
-fn time(ms: u64) -> String {
-    humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_millis(ms)).to_string()
 }
 
 /// Why a choice is refused.
