@@ -10,7 +10,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::command::{cargo, root, run as run_command};
-use crate::{errors, layering};
+use crate::{errors, layering, publish};
 
 type Check = (&'static str, fn() -> Result<()>);
 
@@ -18,24 +18,27 @@ type Check = (&'static str, fn() -> Result<()>);
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
 /// Those that compile next to nothing.
-const QUICK: [Check; 5] = [
+const QUICK: [Check; 6] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
     ("sources", sources),
     ("the table of errors", errors::check),
+    ("dependencies of a device", publish::check_device_dependencies),
     ("the agent", || {
         run_command(cargo(["fmt"]).args(AGENT).arg("--check"))?;
         let mut clippy = cargo(["clippy", "--quiet"]);
         run_command(clippy.args(AGENT).args(["--target-dir", "target/lab/agent", "--", "-D", "warnings"]))
     }),
 ];
-const COMPILED: [Check; 2] = [
+const COMPILED: [Check; 4] = [
     ("clippy", || {
         // The fuzz targets' tests are those of the crates that they include, and are linted there.
         let mut clippy = cargo(["clippy", "--quiet", "--workspace", "--exclude", "towline-fuzz"]);
         run_command(clippy.args(["--all-targets", "--", "-D", "warnings"]))
     }),
     ("documentation", || run_command(&mut documentation())),
+    ("packages", publish::check_packages),
+    ("public API", publish::api::check),
 ];
 
 /// Runs every check, also after one has failed, and names those that did.

@@ -10,6 +10,7 @@ mod demo;
 mod errors;
 mod layering;
 mod lint;
+mod publish;
 mod setup;
 mod soak;
 mod test;
@@ -49,8 +50,10 @@ enum Task {
     Fuzz,
     /// Save a running Linux guest to a file and restore it, with the release build and stock QEMU.
     Demo,
-    /// Write docs/errors.md anew, of the sources.
+    /// Generate docs/errors.md from the sources.
     Errors,
+    /// Write the public API of each published library beside its manifest.
+    Api,
     /// A Debian package below target/deb, installed into an empty root and run there.
     Deb {
         /// Of the debug build, which is quicker.
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
         Task::Fuzz => test::fuzz(),
         Task::Demo => demo::run(),
         Task::Errors => errors::write(),
+        Task::Api => publish::api::write(),
         Task::Deb { debug } => deb::run(debug),
         Task::Soak { name } => soak::run(name.as_deref()),
     };

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::command::{at_leisure, cargo, run as run_command, shown, target_directory};
-use crate::{lint, setup};
+use crate::{lint, publish, setup};
 use counts::Counts;
 
 /// What all tests together may take, their build included.
@@ -84,7 +84,7 @@ fn compile_beside() -> Result<()> {
     let documented = run_command(&mut at_leisure(&lint::documentation()));
     // If it fails, it fails again where it is used, and is said there.
     let _ = run_command(&mut at_leisure(&fuzz::build(&fuzz::targets()?)));
-    documented
+    documented.and(publish::check_packages()).and(publish::api::check())
 }
 
 /// As all of this is built: once, so that nothing is kept for a next time.
