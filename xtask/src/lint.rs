@@ -1,4 +1,4 @@
-//! `cargo xtask lint`: all that can be said of the sources without running them.
+//! `cargo xtask lint`: checks of the sources that do not run them.
 
 mod lexer;
 mod sources;
@@ -17,7 +17,7 @@ type Check = (&'static str, fn() -> Result<()>);
 /// The guest's agent, a workspace of its own.
 const AGENT: [&str; 2] = ["--manifest-path", "lab/agent/Cargo.toml"];
 
-/// Those that compile next to nothing.
+/// Checks that compile next to nothing.
 const QUICK: [Check; 6] = [
     ("formatting", || run_command(&mut cargo(["fmt", "--all", "--check"]))),
     ("layering", layering::run),
@@ -41,25 +41,25 @@ const COMPILED: [Check; 4] = [
     ("public API", publish::api::check),
 ];
 
-/// Runs every check, also after one has failed, and names those that did.
+/// Runs every check, also after a failure, and names those that failed.
 pub(crate) fn run() -> Result<()> {
     run_those(QUICK.into_iter().chain(COMPILED))
 }
 
-/// Runs those that compile next to nothing. Whoever builds all the same has the others of [`with_clippy`] and [`documentation`].
+/// Runs the checks that compile next to nothing. A caller that builds everything adds [`with_clippy`] and [`documentation`].
 pub(crate) fn quick() -> Result<()> {
     run_those(QUICK.into_iter())
 }
 
-/// Makes the documentation; its warnings are errors.
+/// Builds the documentation; its warnings are errors.
 pub(crate) fn documentation() -> Command {
     let mut doc = cargo(["doc", "--quiet", "--workspace", "--no-deps"]);
     doc.env("RUSTDOCFLAGS", "-D warnings");
     doc
 }
 
-/// Has clippy look at whatever `build` compiles of the workspace; its warnings are errors. One pass then does what two did: clippy's
-/// driver is the compiler with more lints. Whoever uses what was built is run this way too, or cargo builds it again.
+/// Has clippy check all that `build` compiles of the workspace; its warnings are errors. One pass replaces two: clippy's
+/// driver is the compiler with more lints. Commands that use the build run with the same settings, or cargo builds it again.
 pub(crate) fn with_clippy(build: &mut Command) -> Result<&mut Command> {
     let cargo = std::env::var_os("CARGO").context("CARGO is not set; run this by `cargo xtask`")?;
     let driver = Path::new(&cargo).with_file_name("clippy-driver");

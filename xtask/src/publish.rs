@@ -1,5 +1,5 @@
-//! What publishing the crates takes: packages that are complete, light dependencies for device authors, and a snapshot of
-//! each public API.
+//! Requirements of publishing the crates: complete packages, light dependencies for device authors, and a snapshot of each
+//! public API.
 
 pub(crate) mod api;
 
@@ -9,7 +9,7 @@ use crate::command::{cargo, metadata, output, shown};
 
 /// The crates that a device is made with, which compile neither a TLS library nor a WebSocket nor C.
 const DEVICE_CRATES: [&str; 3] = ["towline-vhost-user", "towline-net", "towline-vsock"];
-/// What a device author does not expect to compile.
+/// Packages that a device author does not expect to compile.
 const HEAVY: [&str; 7] = ["aws-lc-rs", "aws-lc-sys", "cc", "cmake", "ring", "rustls", "tungstenite"];
 
 /// A package that is published.
