@@ -1,10 +1,10 @@
-//! What it costs to read an image: `cargo run --release -p towline-image --example reads [MIB]`.
+//! Cost of reading an image: `cargo run --release -p towline-image --example reads [MIB]`.
 //!
-//! - Compared with its manifest as it is delivered, against the hashes of the file's bytes that earlier versions compared.
-//! - From a mapping, against `pread` into a buffer: hashed, and sent over a socket.
+//! - Comparison with the manifest as delivered, against hashing the file's bytes, as earlier versions did.
+//! - Mapping against `pread` into a buffer: hashed, and sent over a socket.
 //!
-//! Turns alternate, in one process, on an image in the page cache. For each pair: the median of the ratios of neighbouring turns, and
-//! their spread.
+//! Both sides alternate, in one process, on an image in the page cache. Printed for each pair: the median of
+//! the ratios of neighbouring rounds, and their spread.
 
 use std::error::Error;
 use std::io::{Read, Write};
@@ -27,7 +27,7 @@ type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 const TURNS: usize = 11;
 const BLOCK: BlockIndex = BlockIndex(0);
 
-/// Whether a page has content, by its number.
+/// Returns true if the page of this number has content.
 type Shape = fn(u64) -> bool;
 
 const SHAPES: [(&str, Shape); 4] = [
@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Prints how the first compares to the second.
+/// Prints the ratio of `first` to `second`.
 fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<()>) -> Result<()> {
     let timed = |run: &dyn Fn() -> Result<()>| -> Result<Duration> {
         let begun = Instant::now();
@@ -101,7 +101,7 @@ fn store(path: &Path, length: u64, shape: Shape) -> Result<()> {
     writer.device_state(DeviceState::parse(&encode(&[("none", 1, b"state")]))?)?;
     writer.commit()?;
     writer.publish()?;
-    // Into the page cache.
+    // Read it into the page cache.
     std::fs::read(path)?;
     Ok(())
 }
@@ -110,7 +110,7 @@ fn verified(path: &Path) -> Result<()> {
     Ok(Image::open(path)?.verify(1, &|_| {})?)
 }
 
-/// Each chunk with content.
+/// Calls `each` for each chunk with content.
 fn chunks(image: &Image, mut each: impl FnMut(PageRef, u64) -> Result<()>) -> Result<()> {
     let length = image.blocks()[0].length;
     for offset in (0..length).step_by(CHUNK_BYTES as usize) {
@@ -131,7 +131,7 @@ fn check(image: &Image, page: PageRef, found: ChunkHash) -> Result<()> {
     }
 }
 
-/// What was compared before: the bytes of the file.
+/// The comparison of earlier versions: of the file's bytes.
 fn by_file(path: &Path) -> Result<()> {
     let image = Image::open(path)?;
     chunks(&image, |page, length| {
@@ -159,7 +159,7 @@ enum Way {
     Mapped,
 }
 
-/// Sends all that has content over a Unix socket.
+/// Sends all content over a Unix socket.
 fn sent(path: &Path, way: Way) -> Result<()> {
     let image = Image::open(path)?;
     let (mut out, mut into) = UnixStream::pair()?;

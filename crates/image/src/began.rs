@@ -1,11 +1,11 @@
-//! How the stream of a guest that arrives began: kept for as long as it takes to write it down.
+//! Header of an incoming migration stream, kept until the image is written.
 
 use std::sync::OnceLock;
 
 use towline_protocol::configuration::Configuration;
 use towline_protocol::destination::{RamSection, SectionKind};
 
-/// See the module's text. What came first counts.
+/// Configuration and first `ram` section of a stream. Later values are ignored.
 #[derive(Debug, Default)]
 pub(crate) struct Began {
     configuration: OnceLock<Configuration>,
@@ -17,7 +17,7 @@ impl Began {
         self.configuration.get_or_init(|| configuration.clone());
     }
 
-    /// A `ram` section begins.
+    /// Records the start of a `ram` section.
     pub(crate) fn add_section(&self, section: RamSection) {
         if section.kind == SectionKind::Start {
             self.section.get_or_init(|| section);
@@ -28,7 +28,7 @@ impl Began {
         self.configuration.get()
     }
 
-    /// The first `ram` section, which begins them all.
+    /// The first `ram` section.
     pub(crate) fn section(&self) -> Option<&RamSection> {
         self.section.get()
     }

@@ -1,7 +1,7 @@
-//! The manifest beside an image: which one is the image's, and how both are exchanged as one.
+//! The manifest beside an image: finding the one that belongs to it, and replacing both together.
 //!
-//! Two names cannot be given to two files at once. So the new manifest first has a name of its own, and an image's manifest is
-//! whichever of the two files fits it:
+//! Two files cannot be renamed atomically. So a new manifest is first staged under a name of its own, and an
+//! image's manifest is whichever of the two files matches it:
 //!
 //! ```text
 //!                        NAME    NAME.manifest.json   NAME.manifest.json.new    an image of NAME is
@@ -12,8 +12,8 @@
 //!   done                 new     new                  -                         the new one
 //! ```
 //!
-//! Each line is on the disk before the next is begun. Whatever a crash leaves is one of the lines, and the next writer of the name
-//! ends what was begun. Readers change nothing.
+//! Each line is on the disk before the next step begins. A crash leaves one of these states, and the next
+//! writer of the name completes it. Readers change nothing.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -29,24 +29,24 @@ use crate::journal::{self, Fault};
 use crate::manifest::{self, FORMAT, Found, Manifest, sidecar_path};
 use crate::{Error, Result};
 
-/// What ends the name of a manifest whose image is about to appear.
+/// Suffix of a manifest whose image has not been renamed yet.
 const PENDING: &str = ".new";
-/// Endings of names of files that belong to an image.
+/// Suffixes of files that belong to an image.
 const RESERVED: [&str; 3] = [".manifest.json", ".manifest.json.new", ".working-set.json"];
-/// A manifest says within so many bytes what it is.
+/// A manifest is recognised within this many bytes.
 const HEAD_BYTES: u64 = 256;
 
-/// Where the manifest of an image is while the image is exchanged.
+/// Path of the manifest while its image is being replaced.
 pub(crate) fn pending_path(image: &Path) -> PathBuf {
     let mut path = sidecar_path(image).into_os_string();
     path.push(PENDING);
     path.into()
 }
 
-/// The manifest of an image in which this was found, and where it is; `None` if there is none.
+/// Finds the manifest of an image with these properties, and under which name it is; `None` if there is none.
 ///
 /// # Errors
-/// There is one, which cannot be used or is not this image's.
+/// A manifest exists but is invalid or belongs to another image.
 pub(crate) fn find(image: &Path, found: &Found<'_>) -> manifest::Result<Option<(Manifest, Settled)>> {
     let fitting = |path: PathBuf, settled| {
         let Some((manifest, text)) = Manifest::load_from(&path, found.blocks)? else { return Ok(None) };
@@ -64,7 +64,7 @@ pub(crate) fn find(image: &Path, found: &Found<'_>) -> manifest::Result<Option<(
     }
 }
 
-/// Which files have the names of an image and its manifests now: it changes with every exchange.
+/// Identities of an image and its manifests: they change with every replacement.
 pub(crate) fn names(image: &Path) -> [Option<(u64, u64)>; 3] {
     use std::os::unix::fs::MetadataExt as _;
 
@@ -74,7 +74,7 @@ pub(crate) fn names(image: &Path) -> [Option<(u64, u64)>; 3] {
     })
 }
 
-/// Refuses names that are those of other images' parts.
+/// Refuses names that are reserved for parts of other images.
 ///
 /// # Errors
 /// [`atomic_file::Error::Reserved`].
@@ -88,7 +88,7 @@ pub(crate) fn check_name(image: &Path) -> Result<()> {
     }
 }
 
-/// Refuses to write over files that are no manifests.
+/// Refuses to overwrite files that are not manifests.
 ///
 /// # Errors
 /// [`atomic_file::Error::Foreign`], [`atomic_file::Error::NotRegular`].
@@ -96,14 +96,14 @@ pub(crate) fn check_parts(image: &Path) -> Result<()> {
     for path in [sidecar_path(image), pending_path(image)] {
         check_part(&path, "a manifest", |head| {
             let is_there = |text: &str| head.windows(text.len()).any(|part| part == text.as_bytes());
-            // Somebody may have sorted its fields.
+            // The fields may have been reordered.
             (is_there("\"format\"") && is_there(FORMAT)) || manifest::is_one(&path)
         })?;
     }
     Ok(())
 }
 
-/// Refuses to write over a file that is not what belongs there, by its first bytes.
+/// Refuses to overwrite a file of another kind, judged by its first bytes.
 pub(crate) fn check_part(
     path: &Path,
     expected: &'static str,
@@ -113,7 +113,7 @@ pub(crate) fn check_part(
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
     let Ok(file) = options.read(true).custom_flags(flags).open(path) else { return Ok(()) };
     if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        // Whoever opens it for writing says what it is.
+        // Opening it for writing reports what it is.
         return Ok(());
     }
     let mut head = Vec::new();
@@ -124,34 +124,34 @@ pub(crate) fn check_part(
     }
 }
 
-/// The manifest that has its name before an image is replaced.
+/// The manifest under the final name before an image is replaced.
 ///
 /// # Errors
-/// The directory cannot be looked at.
+/// The directory cannot be read.
 pub(crate) fn before(image: &Path, place: &Place) -> Result<Option<FileId>> {
     Ok(place.stat(&name_of(&sidecar_path(image)))?.as_ref().map(FileId::of))
 }
 
-/// A manifest on the disk whose image is about to appear.
+/// A manifest on the disk whose image is about to be renamed.
 #[derive(Debug)]
 pub(crate) struct Pending {
     image: PathBuf,
     settled: OsString,
     pending: OsString,
-    /// The manifest that has the name until then.
+    /// The manifest under the final name when writing began.
     before: Option<FileId>,
 }
 
-/// What became of a manifest.
+/// Name under which a manifest is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Settled {
-    /// It has its name.
+    /// `NAME.manifest.json`.
     Named,
-    /// It is at [`pending_path`], where readers find it too.
+    /// [`staged_path`], where readers look too.
     Pending,
 }
 
-/// Which file has a name.
+/// Identity of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileId {
     device: u64,
@@ -165,10 +165,11 @@ impl FileId {
 }
 
 impl Pending {
-    /// Writes the manifest's text. The image's own file is locked by the caller, who saw `before` when its writing began.
+    /// Writes the manifest's text. The caller has the image file locked, and read `previous` when writing
+    /// began.
     ///
     /// # Errors
-    /// The directory takes no file, or one that is no manifest is in the way.
+    /// The file cannot be created, or a file that is not a manifest has its name.
     pub(crate) fn write(image: &Path, before: Option<FileId>, text: &[u8]) -> Result<Self> {
         check_parts(image)?;
         let (settled, pending) = (name_of(&sidecar_path(image)), name_of(&pending_path(image)));
@@ -176,18 +177,19 @@ impl Pending {
         Ok(Self { image: image.into(), settled, pending, before })
     }
 
-    /// Removes it: the image does not appear.
+    /// Removes the manifest: the image will not appear.
     pub(crate) fn discard(self, place: &Place) {
         let _ = place.unlink(&self.pending);
     }
 
-    /// Gives it its name, now that its image has its own. Whatever cannot be done leaves it where readers find it too.
+    /// Renames the manifest after its image was renamed. On failure it keeps its name, where readers look
+    /// too.
     pub(crate) fn settle(self, place: &Place, named: &Named) -> Settled {
         match self.try_settle(place, named) {
             Ok(settled) => settled,
             Err(error) => {
                 tracing::warn!(
-                    "{}: its manifest stays {}: {error}",
+                    "{}: its manifest keeps the name {}: {error}",
                     self.image.display(),
                     self.pending.display()
                 );
@@ -217,14 +219,14 @@ impl Pending {
                 Err(Errno::INVAL | Errno::NOSYS) => rename(RenameFlags::empty()).map_err(failed)?,
                 Err(errno) => return Err(failed(errno)),
             },
-            // Somebody else's, who is about to give the image's name to another image too.
+            // Another program's, which is about to replace the image too.
             _ => return Ok(Settled::Pending),
         }
         place.sync()?;
         Ok(Settled::Named)
     }
 
-    /// Removes what the manifest was exchanged with, if that is the one of before.
+    /// Removes the manifest that was exchanged if it is the previous one.
     fn remove_before(&self, place: &Place, before: FileId) -> Result<Settled> {
         let failed = |errno: Errno| Error::Write { path: pending_path(&self.image), source: errno.into() };
         if place.stat(&self.pending)?.as_ref().map(FileId::of) != Some(before) {
@@ -232,15 +234,16 @@ impl Pending {
             back.map_err(failed)?;
             return Ok(Settled::Pending);
         }
-        // Lost and kept each by itself, the removal alone would leave the image with the old manifest only.
+        // Without this sync a crash could keep the removal and lose the exchange, leaving the image with the
+        // old manifest only.
         place.sync()?;
         place.unlink(&self.pending).map_err(failed)?;
         Ok(Settled::Named)
     }
 }
 
-/// Ends what a crash left: gives the manifest of the image that is there its name. `is_pending` is whether the image's manifest is
-/// the one at [`pending_path`].
+/// Completes a replacement that a crash interrupted: renames the manifest of the present image. `is_staged`
+/// returns true if that image's manifest is the one at [`staged_path`].
 pub(crate) fn settle_left(image: &Path, place: &Place, is_pending: impl FnOnce() -> bool) -> Result<()> {
     let (settled, pending) = (name_of(&sidecar_path(image)), name_of(&pending_path(image)));
     if place.stat(&pending)?.is_none() || !is_pending() {

@@ -1,23 +1,25 @@
-//! Memory as readers of an image get it: what the file holds where the page bitmap has a bit, and zeros elsewhere, whatever the file
-//! holds there. Stock QEMU leaves the old content of a page that became zero; damage may be anything.
+//! Memory as an image's readers see it: the file's content where the page bitmap has a bit, zeros elsewhere,
+//! whatever the file contains there. Stock QEMU leaves the old content of a page that became zero, and damage
+//! may leave anything.
 
 use std::ops::Range;
 
 use crate::checksum::{ChunkHash, hash_chunk, is_zero};
 
-/// What is hashed at once where content and zeros alternate: all of BLAKE3's width, and small enough for a cache.
+/// Bytes hashed at once where content and zeros alternate: BLAKE3's full width, and small enough for a cache.
 const PIECE_BYTES: usize = 64 << 10;
 
 static ZEROS: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
 
-/// Pages that are alike, as bytes of what they are a part of. Runs lie one behind the other, the first begins at 0.
+/// A run of pages that all have content or are all zero, as a byte range. Runs are contiguous; the first
+/// begins at 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) range: Range<usize>,
     pub(crate) has_content: bool,
 }
 
-/// A copy of the bytes as they are delivered.
+/// A copy of the bytes as delivered.
 #[cfg(any(feature = "store", test))]
 pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
     let mut delivered = vec![0; bytes.len()];
@@ -25,7 +27,7 @@ pub(crate) fn copy(bytes: &[u8], runs: &[Run]) -> Vec<u8> {
     delivered
 }
 
-/// The hash of a chunk as it is delivered. Pages that are not are not read.
+/// Hash of a chunk as delivered. Pages without a bit are not read.
 pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
     match runs {
         [Run { has_content: true, .. }] => return hash_chunk(bytes),
@@ -50,7 +52,7 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
             at = end;
             continue;
         }
-        // Whole pieces of one run, as many as there are.
+        // Hash as many whole buffers of one run as there are.
         let whole = match run.range.end == bytes.len() {
             true => bytes.len(),
             false => at + (run.range.end - at) / PIECE_BYTES * PIECE_BYTES,
@@ -68,7 +70,7 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
     ChunkHash::Data(*hasher.finalize().as_bytes())
 }
 
-/// Puts a part of the bytes together as it is delivered.
+/// Copies a range of the bytes as delivered.
 fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
     for run in runs.iter().take_while(|run| run.range.start < range.end) {
         let part = run.range.start.max(range.start)..run.range.end.min(range.end);
@@ -99,9 +101,9 @@ mod tests {
     }
 
     proptest! {
-        /// Lengths of runs of all sizes, and chunks of any length.
+        /// Runs of all lengths, and chunks of any length.
         #[test]
-        fn it_is_the_hash_of_what_is_delivered(
+        fn the_hash_is_that_of_the_delivered_bytes(
             lengths in prop::collection::vec((any::<bool>(), 1..80_usize), 1..30),
             fill in prop_oneof![Just(0_u8), any::<u8>()],
         ) {

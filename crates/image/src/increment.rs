@@ -1,12 +1,14 @@
-//! Storing a guest on a base: what need not be kept because the base has it.
+//! Storing an incremental image: chunks that equal those of the base image are not kept.
 //!
-//! Pages come in any order and from several threads, and a chunk's hash is known for good only when all have come. So all are
-//! written, and at the end the chunks whose hashes are the base's are given back to the filesystem (holes). What that costs
-//! is the room of a whole image while it is stored, and one system call for each run of such chunks; nothing is read.
+//! Pages arrive in any order and from several threads, and a chunk's hash is final only when all of them
+//! have. So all pages are written, and at the end the chunks whose hashes equal the base's are deallocated
+//! (holes). The cost is the disk space of a whole image while it is stored, and one system call for each run
+//! of such chunks; nothing is read back.
 //!
-//! What is given back is gone. So the base is looked at again before that: if it is another image by now, or not there, the image
-//! becomes a whole one. It is looked at once more when the image is about to appear, and locked meanwhile, so that no towline
-//! replaces it; what another program does in between drops the image, and its source keeps the guest.
+//! Deallocation cannot be undone. The base is therefore checked again first: if it was replaced or removed,
+//! the image becomes a whole one. It is checked once more just before the image is renamed. Its files are
+//! locked until then, so that no towline replaces them; if another program does, the image is discarded and
+//! the source keeps its guest.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -21,27 +23,27 @@ use crate::journal::{self, Fault};
 use crate::manifest::{Base, Manifest, sidecar_path};
 use crate::{Error, Result};
 
-/// How much of a guest an incremental image holds itself.
+/// Number of chunks that an incremental image stores itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Increment {
     /// Chunks that differ from the base's.
     pub stored: usize,
-    /// Chunks that are the base's, and not zero.
+    /// Chunks that equal the base's and are not zero.
     pub in_base: usize,
 }
 
-/// What an image that is being stored is based on. Its files stay open, and locked, until the image is complete.
+/// The base of an image that is being stored. Its files stay open and locked until the image is complete.
 #[derive(Debug)]
 pub(crate) struct Ground {
     chain: Chain,
     reference: Base,
-    /// The image that is stored, and its base.
-    paths: [PathBuf; 2],
-    /// The files of the chain and their manifests, as they were when the chain was opened.
+    image_path: PathBuf,
+    base_path: PathBuf,
+    /// Files of the chain and their manifests when the chain was opened.
     seen: Vec<Seen>,
 }
 
-/// A file by its name, and what it was; `None` where there was none.
+/// Path and identity of a file; `None` if it does not exist.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     path: PathBuf,
@@ -71,7 +73,7 @@ impl Seen {
 }
 
 impl Ground {
-    /// The image at `base`, for a new one at `image`.
+    /// Opens the image at `base` as the base of a new one at `image`.
     pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
         let chain = Chain::open(base)?;
         if chain.layers().len() == LAYERS_MAX {
@@ -90,7 +92,7 @@ impl Ground {
         let reference = Base { path: reference(image, base)?, content };
         let (paths, seen) = ([image.to_owned(), base.to_owned()], Vec::new());
         let mut ground = Self { chain, reference, paths, seen };
-        // Before another look at what was opened: whatever changes from here on is seen.
+        // Taken before the base is opened a second time: every later change is detected.
         ground.seen = ground.look();
         match ground.has_content() {
             true => Ok(ground),
@@ -98,17 +100,17 @@ impl Ground {
         }
     }
 
-    /// Whether the image will be readable: its base is still what it was, where it was.
+    /// Returns true if the image will be readable: its base has not changed and is still in its place.
     pub(crate) fn is_still_there(&self) -> bool {
         journal::is_on(Fault::BaseNotSeenAgain) || self.look() == self.seen || self.has_content()
     }
 
-    /// The base, as it was named.
+    /// Path of the base as given.
     pub(crate) fn path(&self) -> &Path {
         &self.paths[1]
     }
 
-    /// All that the image will be read through, by its names.
+    /// Identities of all files through which the image will be read.
     fn look(&self) -> Vec<Seen> {
         let layers = self.chain.layers().iter().map(|layer| layer.path.clone());
         let layers = layers.chain([place_of(&self.paths[0], &self.reference)]);
@@ -118,24 +120,24 @@ impl Ground {
             .collect()
     }
 
-    /// Opens the base as the image will, and compares what it holds.
+    /// Opens the base as a reader of the image will, and compares its content.
     fn has_content(&self) -> bool {
         let chain = Chain::open(&place_of(&self.paths[0], &self.reference));
         let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
         manifest == Some(self.reference.content)
     }
 
-    /// What the manifest says of it.
+    /// Entry for the image's manifest.
     pub(crate) fn reference(&self) -> &Base {
         &self.reference
     }
 
-    /// Refuses another guest than the base's.
+    /// Refuses a guest whose RAM blocks differ from the base's.
     pub(crate) fn check(&self, image: &Path, blocks: &[RamBlock]) -> Result<()> {
         check_blocks(image, blocks, self.chain.top())
     }
 
-    /// The bytes of a block that the base has, as runs of chunks, and how many of its chunks are kept and not.
+    /// Ranges of a block whose chunks equal the base's, and the number of chunks in them and outside.
     pub(crate) fn unchanged(
         &self,
         block: usize,
@@ -163,7 +165,8 @@ impl Ground {
     }
 }
 
-/// A base in the image's own directory goes by its name, so that both can be moved together.
+/// A base in the image's own directory is recorded by its name alone, so that the directory can be moved as a
+/// whole.
 fn reference(image: &Path, base: &Path) -> Result<String> {
     let io = |source| Error::Read { path: base.into(), source };
     let base = base.canonicalize().map_err(io)?;

@@ -1,4 +1,5 @@
-//! Which chunks were compared with their checksum already: each is hashed once, however many copies read it at once.
+//! Chunks that have been compared with their checksum: each is hashed once, however many copies read it at
+//! the same time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -7,7 +8,7 @@ use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::checksum::chunk_count;
 
-/// Chunks that are compared at the same time at most; a thread that wants one of the same number waits.
+/// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
 const TURNS: usize = 64;
 
 /// A bit for each chunk.
@@ -28,7 +29,7 @@ impl Verified {
         }
     }
 
-    /// Runs `verify` unless it went well before for this chunk. Who comes while it runs waits for it.
+    /// Runs `verify` unless it has succeeded for this chunk. Concurrent callers wait for the first.
     pub(crate) fn once<E>(
         &self,
         block: BlockIndex,

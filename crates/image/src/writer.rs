@@ -1,18 +1,18 @@
 //! Storing a guest: a [`Sink`] that becomes a mapped-ram file and its manifest.
 //!
 //! ```text
-//!   pages ──► the file, at their place        each run with one call, past the page cache where it is long enough
+//!   pages ──► the file                        each run with one call, past the page cache if it is long enough
 //!         └─► BlockHasher                     on the lane's own thread, while the bytes are in its cache
-//!   commit    re-read what came twice · holes where the base has it · bitmaps, block list, device state, seal · sync
-//!   publish   manifest under a name of its own · rename · the manifest's own rename ([`crate::beside`])
+//!   commit    re-read pages that were sent again · punch holes for chunks of the base · bitmaps, block list, device state, seal · sync
+//!   publish   stage the manifest · rename the image · rename the manifest ([`crate::sidecar`])
 //! ```
 //!
-//! No guest memory is held. Until [`Sink::publish`] renames it, the file has a temporary name; if anything fails it is
-//! removed, and the source, which hears of success only afterwards, keeps its guest.
+//! No guest memory is buffered. Until [`Sink::publish`] renames it, the file has a temporary name; after a
+//! failure it is removed, and the source, which only learns of success after that, keeps its guest.
 //!
-//! Direct I/O is not for its own sake: a page of page cache costs more to allocate than to write on many hosts (4–30 µs in
-//! a nested VM), and a stored guest would evict what the host has cached for better reasons. Where a filesystem has no
-//! direct I/O, or a run is short, writes go through the page cache.
+//! Direct I/O is used because a page of page cache costs more to allocate than to write on many hosts (4–30
+//! µs in a nested VM), and because a stored guest would evict more useful pages. Filesystems without direct
+//! I/O and short runs are written through the page cache.
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -39,14 +39,15 @@ use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
 use crate::reader::write_error;
 use crate::{Error, Result};
 
-/// Runs of at least this length go past the page cache: below it, a device's latency costs more than the copy.
+/// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
+/// the copy.
 const DIRECT_BYTES_MIN: usize = 64 << 10;
-/// What direct I/O wants memory, offset and length to be a multiple of, on every device with 4 KiB sectors or smaller.
+/// Alignment of memory, offset and length for direct I/O; valid for every device with sectors of up to 4 KiB.
 const DIRECT_ALIGNMENT: usize = 4096;
-/// Most memory of a guest that is stored. What a stream claims costs 56 KiB for each GiB (bitmap and checksums) before a
-/// page has come: 0.9 GiB at most.
+/// Maximum memory of a stored guest. A stream's announced length costs 56 KiB per GiB (bitmap and checksums)
+/// before any page arrives: 0.9 GiB at most.
 const RAM_BYTES_MAX: u64 = 16 << 40;
-/// Threads that re-read chunks which came twice.
+/// Threads that re-read chunks whose pages were sent again.
 const REREAD_THREADS: usize = 4;
 
 /// A guest that is being stored.
@@ -57,21 +58,21 @@ pub struct ImageWriter {
     /// `None` for a whole image.
     ground: Option<Ground>,
     increment: OnceLock<Increment>,
-    /// `None` once it is committed.
+    /// `None` after the commit.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
     began: Began,
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
     device_state: Mutex<Option<DeviceState>>,
-    /// The manifest that had its name when the writing began.
+    /// The manifest under the final name when writing began.
     manifest_before: Option<FileId>,
-    /// Complete and synced, but for its name.
+    /// The complete and synced image, not renamed yet.
     complete: Mutex<Option<Complete>>,
     notices: Mutex<Vec<String>>,
 }
 
-/// Where everything goes.
+/// Layout of the image file.
 #[derive(Debug)]
 struct Layout {
     frame: Frame,
@@ -79,22 +80,23 @@ struct Layout {
     bitmaps: Vec<Vec<AtomicU64>>,
 }
 
-/// An image without a name.
+/// A complete image without its final name.
 #[derive(Debug)]
 struct Complete {
     file: AtomicFile,
-    /// The text of its manifest.
+    /// Text of the manifest.
     manifest: Vec<u8>,
-    /// Whether it needs its base.
+    /// Kind of the image after the base was checked again.
     kind: Kind,
 }
 
 impl ImageWriter {
-    /// Begins an image that will be `path`, under a temporary name beside it.
+    /// Creates an image that will be `path`, under a temporary name beside it.
     ///
     /// # Errors
-    /// The file cannot be made; another process is writing this image; it exists already and is not to be replaced, or is what
-    /// somebody stores an increment on; its name, or its manifest's, belongs to something else.
+    /// The file cannot be created; another process is writing this image; it exists and must not be replaced,
+    /// or is the base of an increment that is being stored; its name, or its manifest's, is reserved or
+    /// belongs to a file of another kind.
     pub fn create(path: &Path, existing: Existing, origin: Origin) -> Result<Self> {
         beside::check_name(path)?;
         let file = AtomicFile::open(path, existing)?;
@@ -120,20 +122,22 @@ impl ImageWriter {
         })
     }
 
-    /// Has it hold only what differs from the image at `base`, which must be a stored state of the same guest.
+    /// Makes the image incremental: it will contain only chunks that differ from the image at `base`, which
+    /// must be a stored state of the same guest.
     ///
     /// # Errors
-    /// The base cannot be read, has no manifest, is itself what is to be replaced, or has too many bases of its own.
+    /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases of its
+    /// own.
     pub fn based_on(self, base: &Path) -> Result<Self> {
         Ok(Self { ground: Some(Ground::open(&self.path, base)?), ..self })
     }
 
-    /// How much an incremental image holds itself, once it is committed; `None` for a whole one.
+    /// Number of chunks that an incremental image stores itself, after the commit; `None` for a whole image.
     pub fn increment(&self) -> Option<Increment> {
         self.increment.get().copied()
     }
 
-    /// What became otherwise than was asked for, for people to read.
+    /// Deviations from what was requested, as text for the user.
     pub fn notices(&self) -> Vec<String> {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -147,17 +151,17 @@ impl ImageWriter {
     }
 
     fn layout(&self) -> Result<&Layout> {
-        self.layout.get().ok_or_else(|| self.order("pages came before the block list"))
+        self.layout.get().ok_or_else(|| self.order("pages arrived before the block list"))
     }
 
     fn with_file<T>(&self, work: impl FnOnce(&AtomicFile) -> io::Result<T>) -> Result<T> {
         let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
-        let file = file.as_ref().ok_or_else(|| self.order("pages came behind the stream's end"))?;
+        let file = file.as_ref().ok_or_else(|| self.order("pages arrived after the end of the stream"))?;
         work(file).map_err(write_error(&self.path))
     }
 
     fn configuration(&self) -> Result<&Configuration> {
-        self.began.configuration().ok_or_else(|| self.order("no configuration came"))
+        self.began.configuration().ok_or_else(|| self.order("the stream has no configuration"))
     }
 
     fn lay_out(&self, blocks: &[RamBlock]) -> Result<Layout> {
@@ -169,20 +173,20 @@ impl ImageWriter {
             }
             None => Kind::Whole,
         };
-        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
+        let section = self.began.section().ok_or_else(|| self.order("the stream has no `ram` section"))?;
         let frame = Frame::new(configuration, section.id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
             return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
-        // A filesystem that cannot hold it says so before memory is taken for it.
+        // Fails on a filesystem with too little space before memory is allocated for it.
         self.with_file(|file| Ok(file.set_length(frame.end())?))?;
         let words = |block: &RamBlock| (0..block.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         let bitmaps = frame.blocks().iter().map(words).collect();
         Ok(Layout { frame, bitmaps })
     }
 
-    /// Writes consecutive pages of a block, whose contents lie in `contents`.
+    /// Writes consecutive pages of a block.
     fn write_run(&self, block: &RamBlock, offset: u64, contents: &[&[u8]]) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {
@@ -192,7 +196,8 @@ impl ImageWriter {
                 && let Some(written) = file.write_all_direct_at(bytes, at)
             {
                 match written {
-                    // A filesystem or device that opens for direct I/O and then wants more alignment than ours.
+                    // A filesystem or device that allows direct I/O but requires a larger alignment than
+                    // ours.
                     Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                         self.direct.store(false, Ordering::Relaxed);
                     }
@@ -203,7 +208,8 @@ impl ImageWriter {
         })
     }
 
-    /// Pages that had content and are zero now: their place becomes a hole, so that the file reads as the guest does.
+    /// Punches a hole for pages that had content and are zero now, so that the file reads as the guest's
+    /// memory.
     fn clear(&self, block: &RamBlock, offset: u64, length: u64) -> Result<()> {
         let at = block.mapped.expect("laid out").pages_offset + offset;
         self.with_file(|file| {
@@ -214,7 +220,7 @@ impl ImageWriter {
         })
     }
 
-    /// The chunks' hashes, after reading again what came twice.
+    /// Hashes of all chunks, after re-reading those whose pages were sent again.
     fn hashes(&self, layout: &Layout) -> Result<Vec<Vec<ChunkHash>>> {
         let hashers = std::mem::take(&mut *self.hashers.write().unwrap_or_else(PoisonError::into_inner));
         let finish = |(hasher, block): (BlockHasher, &RamBlock)| {
@@ -226,7 +232,7 @@ impl ImageWriter {
         hashers.into_iter().zip(layout.frame.blocks()).map(finish).collect()
     }
 
-    /// Chunks that the base has become holes. A filesystem without holes keeps them: nobody reads them.
+    /// Deallocates the chunks that equal the base's. On a filesystem without holes they stay, unread.
     fn drop_unchanged(&self, ground: &Ground, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
         for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
@@ -271,7 +277,7 @@ impl ImageWriter {
         }))
     }
 
-    /// The base, if the image is to hold only what differs from it and it is still there.
+    /// The base if the image is incremental and the base has not changed.
     fn base(&self) -> Option<&Ground> {
         let ground = self.ground.as_ref()?;
         if ground.is_still_there() {
@@ -279,7 +285,7 @@ impl ImageWriter {
         }
         let (path, base) = (self.path.display(), ground.path().display());
         self.notice(format!(
-            "{base} was replaced, changed or moved while {path} was stored, so {path} became a whole image: it needs no base"
+            "{base} was replaced, changed or moved while {path} was stored, so {path} is a whole image that needs no base"
         ));
         None
     }
@@ -287,7 +293,7 @@ impl ImageWriter {
     fn store(&self) -> Result<()> {
         let layout = self.layout()?;
         let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let device_state = device_state.ok_or_else(|| self.order("no device state came"))?;
+        let device_state = device_state.ok_or_else(|| self.order("the stream has no device state"))?;
         let hashes = self.hashes(layout)?;
         let ground = self.base();
         let (frame, kind) = match (ground, &self.ground) {
@@ -312,7 +318,7 @@ impl ImageWriter {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
         let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
-        let file = file.ok_or_else(|| self.order("the image is complete already"))?;
+        let file = file.ok_or_else(|| self.order("the image was committed twice"))?;
         file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
         *self.complete.lock().unwrap_or_else(PoisonError::into_inner) =
             Some(Complete { file, manifest, kind });
@@ -322,7 +328,7 @@ impl ImageWriter {
     fn name(&self) -> Result<()> {
         let complete = self.complete.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Complete { file, manifest, kind } =
-            complete.ok_or_else(|| self.order("the image is not complete"))?;
+            complete.ok_or_else(|| self.order("the image was not committed"))?;
         #[cfg(test)]
         if crate::journal::is_on(crate::journal::Fault::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
@@ -330,7 +336,7 @@ impl ImageWriter {
         }
         let place = file.place().try_clone()?;
         let pending = Pending::write(&self.path, self.manifest_before, &manifest)?;
-        // As late as can be: what the base has is in no other file any more.
+        // As late as possible: the base's chunks are in no other file any more.
         if let Some(ground) = self.ground.as_ref().filter(|_| kind == Kind::Incremental)
             && !ground.is_still_there()
         {
@@ -345,7 +351,7 @@ impl ImageWriter {
             }
         };
         if let Err(error) = named.sync_directory() {
-            // Either image may be the one that is there after a crash: both manifests stay.
+            // After a crash either image may be the present one: both manifests stay.
             #[cfg(test)]
             if crate::journal::is_on(crate::journal::Fault::PendingRemoved) {
                 pending.discard(&place);
@@ -360,7 +366,7 @@ impl ImageWriter {
     }
 }
 
-/// A page bitmap as it stands in the file.
+/// A page bitmap as it is in the file.
 struct Bitmap {
     bytes: Vec<u8>,
     plain_pages: u64,
@@ -465,10 +471,10 @@ impl ImageWriter {
     }
 }
 
-/// Takes bytes off the front of a list of slices.
+/// Iterator over a list of slices by bytes.
 pub(crate) struct Slices<'a> {
     left: &'a [&'a [u8]],
-    /// Bytes taken of the first.
+    /// Bytes consumed of the first slice.
     taken: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The tree over one chunk's pages: places in it, and the values that a chunk under way has.
+//! BLAKE3's tree over a chunk's pages: subtrees, and the chaining values of an open chunk.
 
 use blake3::Hasher;
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
@@ -27,13 +27,14 @@ impl Place {
         Self { first: self.first & !(1 << self.level), level: self.level + 1 }
     }
 
-    /// Whether BLAKE3's tree over a chunk of `pages` has a chaining value here: inside it, and not its root.
+    /// Returns true if BLAKE3's tree over a chunk of `pages` has a chaining value here: within the chunk, and
+    /// not its root.
     fn is_within(self, pages: u16) -> bool {
         self.end() <= pages && 1 << self.level < pages
     }
 }
 
-/// Cuts the pages `first..end` of a chunk of `pages` into the fewest places.
+/// Splits the pages `first..end` of a chunk of `pages` into the fewest subtrees.
 pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Place> {
     let mut next = first;
     std::iter::from_fn(move || {
@@ -41,7 +42,7 @@ pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = P
             return None;
         }
         let mut place = Place { first: next, level: 0 };
-        // A chunk of one page has one place, which is its root.
+        // A chunk of one page has one subtree, which is its root.
         while place.parent().first == next && place.parent().end() <= end && place.parent().is_within(pages) {
             place = place.parent();
         }
@@ -50,7 +51,7 @@ pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = P
     })
 }
 
-/// What is known of a place's bytes.
+/// Hash of a subtree's bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Value {
     Zero,
@@ -70,12 +71,12 @@ impl Value {
     }
 }
 
-/// Hashes `bytes`, which lie `offset` bytes into their chunk and are a place of it.
+/// Hashes `bytes`, a subtree at byte `offset` of its chunk.
 pub(super) fn chaining_value(offset: u64, bytes: &[u8]) -> ChainingValue {
     Hasher::new().set_input_offset(offset).update(bytes).finalize_non_root()
 }
 
-/// A place and its value.
+/// A subtree and its value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Node {
     place: Place,
@@ -83,12 +84,12 @@ pub(super) struct Node {
 }
 
 impl Node {
-    /// Zeros at `place`.
+    /// A subtree of zeros.
     pub(super) fn zero(place: Place) -> Self {
         Self { place, value: Value::Zero }
     }
 
-    /// Hashes the bytes of `place`, the chunk's page `first` being the first of `run`.
+    /// Hashes a subtree's bytes; `run` begins at page `first` of the chunk.
     pub(super) fn hash(place: Place, first: u16, run: &[u8], pages: u16) -> Self {
         let from = usize::from(place.first - first) * PAGE_SIZE as usize;
         let to = usize::from(place.end() - first) * PAGE_SIZE as usize;
@@ -119,11 +120,12 @@ impl Node {
     }
 }
 
-/// A page of a place whose value is already part of a larger one.
+/// Error for a page whose value has been merged into a larger subtree's.
 #[derive(Debug)]
 pub(super) struct Merged;
 
-/// A chunk under way: the values so far, in order and disjoint, no two of them siblings. A page without one is zero.
+/// A partially received chunk: its values so far, in order and disjoint, no two of them siblings. A page
+/// without a value is zero.
 #[derive(Debug)]
 pub(super) struct OpenChunk {
     nodes: Vec<Node>,
@@ -131,26 +133,26 @@ pub(super) struct OpenChunk {
 }
 
 impl OpenChunk {
-    /// Of a chunk of `pages`, none of which came yet.
+    /// An empty chunk of `pages`.
     pub(super) fn new(pages: u16) -> Self {
         Self { nodes: Vec::new(), pages }
     }
 
-    /// Forgets every value.
+    /// Removes all values.
     pub(super) fn clear(&mut self) {
         self.nodes.clear();
     }
 
-    /// Memory behind this value.
+    /// Allocated memory.
     pub(super) fn bytes(&self) -> usize {
         self.nodes.capacity() * size_of::<Node>()
     }
 
-    /// Takes the value of a place, in the stead of what was there.
+    /// Inserts the value of a subtree, replacing earlier values of its pages.
     ///
-    /// Zeros can always be replaced, their value comes from a table; then the other pages of their run count as
-    /// missing, which is zero too, and get no value until they come. (Were they kept, each page of data would at once be
-    /// merged with its zero neighbours, and the next page would find itself merged.)
+    /// Zeros can always be replaced, since their value is in a table; the other pages of their run then count
+    /// as missing, which is zero too, and get no value until they arrive. (Otherwise each page of data would
+    /// be merged at once with its zero neighbours, and the next page could no longer replace one of them.)
     pub(super) fn insert(&mut self, mut node: Node) -> Result<(), Merged> {
         let from = self.nodes.partition_point(|other| other.place.end() <= node.place.first);
         let to = self.nodes.partition_point(|other| other.place.first < node.place.end());
@@ -180,7 +182,7 @@ impl OpenChunk {
         Ok(())
     }
 
-    /// The chunk's hash, once each page has a value.
+    /// Hash of the chunk once each page has a value.
     pub(super) fn root(&self) -> Option<ChunkHash> {
         let pages: u16 = self.nodes.iter().map(|node| 1 << node.place.level).sum();
         if pages < self.pages {
@@ -200,7 +202,7 @@ impl OpenChunk {
         Some(ChunkHash::Data(*root.as_bytes()))
     }
 
-    /// The chunk's hash, the missing pages being zeros.
+    /// Hash of the chunk, with zeros for missing pages.
     pub(super) fn close(mut self) -> ChunkHash {
         let mut gaps = Vec::new();
         let mut next = 0;
@@ -215,7 +217,7 @@ impl OpenChunk {
         self.root().expect("no gap is left")
     }
 
-    /// True if there are zeros only.
+    /// Returns true if all values are zeros.
     pub(super) fn is_zero(&self) -> bool {
         self.nodes.iter().all(Node::is_zero)
     }

@@ -1,4 +1,4 @@
-//! The chaining values of zeros: BLAKE3 hashes a place along with the bytes, so each place has its own.
+//! Chaining values of zeros: BLAKE3 hashes the position too, so each subtree has its own.
 
 use std::sync::LazyLock;
 
@@ -21,7 +21,7 @@ static LEVELS: LazyLock<Vec<Vec<ChainingValue>>> = LazyLock::new(|| {
     levels
 });
 
-/// The chaining value of zeros at `place` of a chunk.
+/// The chaining value of zeros in a subtree of a chunk.
 pub(super) fn zeros(place: Place) -> &'static ChainingValue {
     &LEVELS[usize::from(place.level)][usize::from(place.first >> place.level)]
 }

@@ -1,11 +1,12 @@
-//! What a crash may leave of what was done to files: a model of a disk that keeps no more than it has to.
+//! Model of a disk after a crash, which keeps no more than it must.
 //!
-//! - What was done to a file before its last `fsync` is there. Of what was done since, each step may be there or not, by itself, and of
-//!   a write its first half only.
-//! - What was done to names before the directory's last `fsync` is there. Of what was done since, each step may be there or not, by
-//!   itself; a rename or an exchange is one step.
+//! - Changes of a file before its last `fsync` are kept. Each later change may be kept or lost,
+//!   independently, and of a write only the first half may be kept.
+//! - Changes of names before the directory's last `fsync` are kept. Each later change may be kept or lost,
+//!   independently; a rename or exchange is atomic.
 //!
-//! That is less than any filesystem keeps: most write names in order, and a file's data before the name that it is given.
+//! That is weaker than any filesystem: most keep the order of renames, and write a file's data before its new
+//! name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -14,23 +15,23 @@ use std::path::Path;
 
 use crate::journal::{Node, Op};
 
-/// Most steps on names of which every subset is made.
+/// Maximum number of unsynced changes of names; all subsets are tried.
 const NAME_STEPS_MAX: usize = 10;
-/// Most steps on the contents of files of which every subset is made.
+/// Maximum number of unsynced changes of files of which all subsets are tried.
 const CONTENT_STEPS_MAX: usize = 4;
 
-/// A disk before anything was done: all of it is kept.
+/// Files of the disk before the first step, all of them synced.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Disk {
     files: BTreeMap<String, Vec<u8>>,
 }
 
-/// One state after a crash: which of the steps are kept.
+/// A state after a crash: the changes that were kept.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct State {
-    /// Which file has which name: one that was there before, or one that was opened.
+    /// File of each name: an earlier one, or one that was opened.
     names: BTreeMap<String, Id>,
-    /// For each of these files the steps that are kept of it; the last of a pair is half done.
+    /// Steps of each of these files that were kept; the second of a pair is true for a half-written one.
     contents: BTreeMap<Id, Vec<(usize, bool)>>,
 }
 
@@ -41,7 +42,7 @@ enum Id {
 }
 
 impl Disk {
-    /// As the directory is now.
+    /// Reads the files of a directory.
     pub(super) fn of(directory: &Path) -> Self {
         let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap());
         let file = |entry: std::fs::DirEntry| {
@@ -50,7 +51,8 @@ impl Disk {
         Self { files: entries.map(file).collect() }
     }
 
-    /// Every state that a crash after the first `done` of these steps may leave, and more random ones of those that are too many.
+    /// Every state that a crash after the first `done` steps may leave, or a random selection if there are
+    /// too many.
     pub(super) fn states(&self, ops: &[Op], done: usize, random: &mut fastrand::Rng) -> BTreeSet<State> {
         let ops = &ops[..done];
         let synced = ops.iter().rposition(|op| *op == Op::SyncDirectory).map_or(0, |at| at + 1);
@@ -68,7 +70,7 @@ impl Disk {
         states
     }
 
-    /// Makes a state in an empty directory.
+    /// Recreates a state in `directory`, which is emptied first.
     pub(super) fn make(&self, state: &State, ops: &[Op], directory: &Path) {
         for entry in std::fs::read_dir(directory).unwrap() {
             std::fs::remove_file(entry.unwrap().path()).unwrap();
@@ -77,7 +79,7 @@ impl Disk {
         for (name, id) in &state.names {
             let path = directory.join(name);
             if let Some(first) = made.get(id) {
-                // A rename that is half there leaves both names to one file; ours are atomic, so this is no state.
+                // A half-done rename would leave two names of one file; renames are atomic.
                 panic!("{first} and {name} are one file");
             }
             made.insert(id, name);
@@ -94,7 +96,7 @@ impl Disk {
     fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, Id> {
         let mut names: BTreeMap<_, _> =
             self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
-        // Which file a name led to when a step was done, whatever is kept of it.
+        // Files of the names when each step was executed, whether or not the step is kept.
         let meant = self.meant(ops);
         for step in steps {
             match &ops[step] {
@@ -122,7 +124,7 @@ impl Disk {
         names
     }
 
-    /// The files that each step on names was done to.
+    /// Files affected by each step on names.
     fn meant(&self, ops: &[Op]) -> BTreeMap<usize, Vec<Id>> {
         let mut names: BTreeMap<_, _> =
             self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
@@ -151,7 +153,7 @@ impl Disk {
         meant
     }
 
-    /// What may be kept of the files that have names.
+    /// Contents that the named files may have.
     fn contents(
         &self,
         ops: &[Op],
@@ -160,7 +162,7 @@ impl Disk {
     ) -> Vec<BTreeMap<Id, Vec<(usize, bool)>>> {
         let opened = self.opened(ops);
         let mut all = vec![BTreeMap::new()];
-        // What is in a partial is never read.
+        // Partial files are never read.
         for (_, id) in names.iter().filter(|(name, _)| !name.ends_with(".partial")) {
             let nodes: Vec<Node> = opened.iter().filter(|(_, of)| *of == id).map(|(node, _)| *node).collect();
             let steps: Vec<usize> = (0..ops.len())
@@ -184,7 +186,7 @@ impl Disk {
         all
     }
 
-    /// Which file each opening led to.
+    /// File opened by each node.
     fn opened(&self, ops: &[Op]) -> BTreeMap<Node, Id> {
         let meant = self.meant(ops);
         let opened = |(at, op): (usize, &Op)| match op {
@@ -195,7 +197,8 @@ impl Disk {
     }
 }
 
-/// Subsets of the steps: all of a few; of many none, all, all but one, only one, and some at random, some of them half done.
+/// Subsets of the steps: all of a few; of many none, all, all but one, single ones, and random ones, some
+/// with a half-written last step.
 fn subsets(steps: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<(usize, bool)>> {
     let of = |is_kept: &dyn Fn(usize) -> bool| -> Vec<(usize, bool)> {
         (0..steps.len()).filter(|&at| is_kept(at)).map(|at| (steps[at], false)).collect()
@@ -249,7 +252,7 @@ fn apply(file: &File, op: &Op, half: bool) {
     }
 }
 
-/// Without the pages that are zero, for speed.
+/// Writes the bytes without pages of zeros, for speed.
 fn write_sparse(file: &File, bytes: &[u8]) {
     file.set_len(bytes.len() as u64).unwrap();
     for (page, content) in

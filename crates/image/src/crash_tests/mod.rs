@@ -1,8 +1,8 @@
-//! Crashes, failures and races at every step of every writer: whatever happens, a name leads to the complete old image or to the
-//! complete new one, and opens and verifies.
+//! Crashes, failures and races at every step of every writer: in every case the name refers to the complete
+//! old image or to the complete new one, which opens and verifies.
 //!
-//! `TOWLINE_SOAK_CRASHES` (`cargo xtask soak image-crashes`) says how many rounds to make, with other guests, and with a second
-//! writer after each crash that is crashed as well.
+//! `TOWLINE_SOAK_CRASHES` (`cargo xtask soak image-crashes`) is the number of rounds with other guests and
+//! with a second writer after each crash, which crashes too.
 
 mod disk;
 mod races;
@@ -22,30 +22,30 @@ use crate::manifest::{Digest, Manifest, sidecar_path};
 use crate::testing::{PAGE, TestGuest, delivered, directory};
 use crate::{Existing, Image, WorkingSet};
 
-/// What a failing step may answer.
+/// Errors of failing steps.
 const ERRNOS: [Errno; 3] = [Errno::PERM, Errno::DQUOT, Errno::IO];
 const NAME: &str = "guest.img";
 
-/// What a name leads to.
+/// State of a name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
     Absent,
-    /// An image that opens, and verifies if it has a manifest; by what is delivered of it.
+    /// An image that opens, and verifies if it has a manifest; compared by its delivered content.
     Image {
         delivered: Digest,
         has_manifest: bool,
     },
-    /// Runs of a working set.
+    /// Number of runs of a working set.
     WorkingSet(usize),
     Broken(String),
 }
 
-/// Looks at a directory.
+/// Inspects a directory.
 type Look = fn(&Path) -> Outcome;
-/// Does something in a directory.
+/// Modifies a directory.
 type Act = fn(&Path) -> Result<(), String>;
 
-/// A writer, and what is there before it begins.
+/// A writer, and the state before it.
 #[derive(Clone, Copy)]
 struct Scenario {
     name: &'static str,
@@ -97,7 +97,7 @@ fn old() -> TestGuest {
     TestGuest::new(11, 1)
 }
 
-/// Another memory, and the same devices: what its manifest says of the guest fits the old image too.
+/// Different memory with the same devices: its manifest also describes the old image's guest.
 fn new() -> TestGuest {
     TestGuest::new(22, 1)
 }
@@ -122,20 +122,20 @@ fn overwrite(directory: &Path) -> Result<(), String> {
     store(&new(), &directory.join(NAME), Existing::Replace, None)
 }
 
-/// An image as QEMU itself makes them.
+/// An image as QEMU writes it.
 fn qemus_image(directory: &Path) -> Result<(), String> {
     old_image(directory)?;
     std::fs::remove_file(sidecar_path(&directory.join(NAME))).map_err(|error| error.to_string())
 }
 
-/// An image of the first version: no hash of its manifest in it, and no hashes of bitmaps in the manifest.
+/// An image of the first version: no seal, and no hashes of bitmaps in the manifest.
 fn first_versions_image(directory: &Path) -> Result<(), String> {
     old_image(directory)?;
     unseal(&directory.join(NAME));
     Ok(())
 }
 
-/// Makes an image what the first version wrote.
+/// Reduces an image to the format of the first version.
 pub(crate) fn unseal(path: &Path) {
     use std::os::unix::fs::FileExt as _;
 
@@ -205,13 +205,13 @@ const SCENARIOS: [Scenario; 8] = [
     },
 ];
 
-/// How a scenario is played.
+/// Options of a run.
 #[derive(Clone, Copy, Default)]
 struct Play {
     fault: Option<Fault>,
-    /// A step that fails.
+    /// A step that fails, and its error.
     fails: Option<(usize, Errno)>,
-    /// Another writer comes after each n-th crash.
+    /// Run another writer after every n-th crash.
     after_each: Option<usize>,
 }
 
@@ -229,15 +229,15 @@ fn copy_files(from: &Path, to: &Path) {
     }
 }
 
-/// Plays a scenario on what is in `from` and looks at every state that a crash may leave; returns what was counted, or what was
-/// found.
+/// Runs a scenario on the files of `from` and inspects every state that a crash may leave; returns the
+/// numbers of states, or the first violation.
 fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng) -> Result<Counts, String> {
     let looks = |directory: &Path| record(plan(play.fault), || (scenario.look)(directory)).0;
     let (work, crashed) = (directory(), directory());
     copy_files(from, work.path());
     let before = looks(work.path());
     let disk = Disk::of(work.path());
-    // What it comes to without a failure.
+    // Result without a failure.
     (scenario.write)(work.path()).map_err(|error| format!("{}: {error}", scenario.name))?;
     let after = looks(work.path());
     copy_files(from, work.path());
@@ -246,18 +246,18 @@ fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng
     let told = |what: &str, found: &Outcome| {
         let (name, fails, fault) = (scenario.name, play.fails, play.fault);
         format!(
-            "{name} (step that fails: {fails:?}, fault: {fault:?}): {what}: {found:?}, wanted {before:?} or {after:?}"
+            "{name} (failing step: {fails:?}, bug: {fault:?}): {what}: {found:?}, expected {before:?} or {after:?}"
         )
     };
     let now = looks(work.path());
     if now != after && (written.is_ok() || now != before) {
-        return Err(told(&format!("it ended with {written:?}"), &now));
+        return Err(told(&format!("the writer returned {written:?}"), &now));
     }
     let mut counts = Counts { runs: 1, steps: ops.len(), ..Counts::default() };
     let mut seen = BTreeSet::new();
     for done in (0..=ops.len()).rev() {
         for state in disk.states(&ops, done, random) {
-            // The end comes first: what is there after a success is judged by more than what is there on the way.
+            // From the end, since a state after success is checked more strictly.
             if !seen.insert(state.clone()) {
                 continue;
             }
@@ -286,7 +286,7 @@ fn play(scenario: &Scenario, from: &Path, play: Play, random: &mut fastrand::Rng
     Ok(counts)
 }
 
-/// The same, for a name that may be taken.
+/// The same scenario for a name that may exist.
 fn scenario_after(scenario: &Scenario) -> Scenario {
     let write = match scenario.name {
         "a new image" => overwrite,
@@ -309,7 +309,7 @@ fn begun(scenario: &Scenario) -> TempDir {
     directory
 }
 
-/// Rounds of a long run; none in an ordinary one.
+/// Number of rounds of a soak run; 0 in an ordinary one.
 fn rounds() -> u64 {
     std::env::var("TOWLINE_SOAK_CRASHES").ok().and_then(|text| text.parse().ok()).unwrap_or(0)
 }
@@ -326,7 +326,7 @@ fn a_crash_at_any_step_leaves_the_old_image_or_the_new_one() {
 }
 
 #[test]
-fn a_step_that_fails_leaves_the_old_image_or_the_new_one_whatever_crashes_then() {
+fn a_failing_step_and_a_crash_leave_the_old_image_or_the_new_one() {
     let mut random = fastrand::Rng::with_seed(2);
     for scenario in &SCENARIOS {
         let from = begun(scenario);
@@ -342,7 +342,7 @@ fn a_step_that_fails_leaves_the_old_image_or_the_new_one_whatever_crashes_then()
     }
 }
 
-/// The steps of a scenario, failed ones and those without a trace among them.
+/// Number of steps of a scenario without failures.
 fn steps(scenario: &Scenario, from: &Path) -> usize {
     let work = directory();
     copy_files(from, work.path());
@@ -352,7 +352,7 @@ fn steps(scenario: &Scenario, from: &Path) -> usize {
 }
 
 #[test]
-fn each_fault_of_earlier_versions_is_found_when_it_is_put_back() {
+fn each_bug_of_earlier_versions_is_detected() {
     let mut random = fastrand::Rng::with_seed(3);
     let mut crashes = |scenario: &Scenario, fault| {
         let play_it = Play { fault: Some(fault), ..Play::default() };
@@ -360,7 +360,7 @@ fn each_fault_of_earlier_versions_is_found_when_it_is_put_back() {
     };
     let over = &SCENARIOS[1];
     let found = |fault: Fault, result: Result<(), String>| match result {
-        Ok(()) => panic!("{fault:?} is not found"),
+        Ok(()) => panic!("{fault:?} is not detected"),
         Err(text) => println!("{fault:?}: {}", &text[..text.len().min(300)]),
     };
     for fault in [Fault::ManifestFirst, Fault::FileNotSynced, Fault::DirectoryNotSynced, Fault::SealIgnored] {
@@ -377,8 +377,8 @@ fn each_fault_of_earlier_versions_is_found_when_it_is_put_back() {
     found(Fault::PendingRemoved, fails.map_or(Ok(()), Err));
 }
 
-/// The long run: other guests each round, every step failing with every error, and a second writer after each crash, which is
-/// crashed as well.
+/// Soak test: other guests in each round, every step failing with some error, and a second writer after each
+/// crash, which crashes too.
 #[test]
 fn crashes_of_writers_after_crashes() {
     let mut total = Counts::default();
@@ -402,7 +402,7 @@ fn crashes_of_writers_after_crashes() {
     }
 }
 
-/// Plays a scenario again from each state that a crash of it may leave.
+/// Runs a scenario again from each state that a crash of it may leave.
 fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -> Result<Counts, String> {
     let (work, crashed) = (directory(), directory());
     copy_files(from, work.path());
@@ -420,7 +420,7 @@ fn after_crashes(scenario: &Scenario, from: &Path, random: &mut fastrand::Rng) -
 }
 
 #[test]
-fn a_manifest_that_waits_for_its_name_is_found_and_gets_it_from_the_next_writer() {
+fn a_staged_manifest_is_found_and_renamed_by_the_next_writer() {
     let directory = crate::testing::directory();
     let path = directory.path().join(NAME);
     old().store(&path, Existing::Refuse, None).unwrap();
@@ -431,7 +431,7 @@ fn a_manifest_that_waits_for_its_name_is_found_and_gets_it_from_the_next_writer(
     let image = Image::open(&path).unwrap();
     image.verify(1, &|_| {}).unwrap();
     assert_eq!(image.manifest_path().as_deref(), Some(&*pending));
-    // A writer that gives up has put it in order all the same.
+    // Even a writer that is dropped completes the rename.
     drop(new().write(&path, Existing::Replace, None).unwrap());
     let image = Image::open(&path).unwrap();
     image.verify(1, &|_| {}).unwrap();

@@ -1,4 +1,4 @@
-//! A prefix of a store, open for one operation: its objects, and the thread that asks for them.
+//! A prefix of a store, opened for one operation: its objects and the runtime that executes requests.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use super::objects::{Objects, Put};
 use super::runtime::FILE_THREADS;
 use super::{Error, Result, Runtime, service};
 
-/// How many objects a listing gives at a time.
+/// Objects processed per step of a listing.
 const PAGE_OBJECTS: usize = 1000;
 
-/// Names of objects that a listing gives at once to whoever takes them.
+/// Callback for each object of a listing.
 type Found<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
 
-/// A prefix, open.
+/// An open prefix.
 #[derive(Debug)]
 pub(super) struct Store {
     objects: Objects,
@@ -40,7 +40,7 @@ impl Deref for Store {
 }
 
 impl Store {
-    /// Opens the prefix; nothing is asked of the store yet. `cancel` ends every wait for it.
+    /// Opens the prefix without sending a request. `cancel` ends every wait.
     pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
         let gate = Gate::default();
@@ -48,28 +48,28 @@ impl Store {
         Ok(Self { objects, runtime, gate, cancel })
     }
 
-    /// Of a simulated participant.
+    /// For a simulated participant.
     #[cfg(test)]
     pub(super) fn simulated(objects: Objects, gate: Gate, actor: super::simulation::Actor) -> Self {
         Self { objects, runtime: Runtime::Simulated(actor), gate, cancel: None }
     }
 
-    /// The objects alone, which requests in the background keep.
+    /// The objects, for requests in the background.
     pub(super) fn objects(&self) -> &Objects {
         &self.objects
     }
 
-    /// Where requests are made.
+    /// Executor of requests.
     pub(super) fn runtime(&self) -> &Runtime {
         &self.runtime
     }
 
-    /// What every request that changes something passes.
+    /// Guard of all modifying requests.
     pub(super) fn gate(&self) -> &Gate {
         &self.gate
     }
 
-    /// Ends here if somebody said so.
+    /// Fails if the operation was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
         #[cfg(test)]
         if let Runtime::Simulated(actor) = &self.runtime
@@ -83,19 +83,20 @@ impl Store {
         }
     }
 
-    /// Of a store in a directory: as many as it has threads, for requests that would queue up before them and cannot be cancelled there.
+    /// For a store in a directory: a slot per thread, for requests that would be queued for them and could
+    /// not be cancelled there.
     pub(super) fn file_slots(&self) -> Option<Arc<Semaphore>> {
         let is_real = matches!(self.runtime, Runtime::Thread(_));
         let is_directory = self.location().scheme() == Scheme::Directory;
         (is_real && is_directory).then(|| Arc::new(Semaphore::new(FILE_THREADS)))
     }
 
-    /// Has something done by the store's thread.
+    /// Runs `work` in the background.
     pub(super) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.runtime.spawn(work);
     }
 
-    /// Has something done by the store's thread and waits for it, unless it is cancelled.
+    /// Runs `work` and waits for its result or for cancellation.
     pub(super) fn wait<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
@@ -103,7 +104,7 @@ impl Store {
         self.runtime.wait(self.cancel.as_ref(), work)?
     }
 
-    /// As [`Self::wait`], whether or not it is cancelled: what is announced or taken back at the very end.
+    /// As [`Self::wait`], ignoring cancellation: for requests at the very end of an operation.
     pub(super) fn wait_anyway<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
@@ -111,12 +112,12 @@ impl Store {
         self.runtime.wait(None, work)?
     }
 
-    /// An object's bytes, at most `limit`; `None` if it is not there.
+    /// An object's bytes, at most `limit`; `None` if it does not exist.
     pub(super) fn get(&self, key: &str, limit: u64) -> Result<Option<Bytes>> {
         self.wait(self.getting(key, limit))
     }
 
-    /// As [`Self::get`], to be waited for elsewhere.
+    /// As [`Self::get`], as a future.
     pub(super) fn getting(
         &self,
         key: &str,
@@ -126,7 +127,7 @@ impl Store {
         async move { Ok(found.await?.map(|(bytes, _)| bytes)) }
     }
 
-    /// As [`Self::getting`], with what is known of the object.
+    /// As [`Self::getting`], with the object's metadata.
     pub(super) fn getting_version(
         &self,
         key: &str,
@@ -136,7 +137,7 @@ impl Store {
         async move { objects.get(&key, limit).await }
     }
 
-    /// Puts an object, to be waited for elsewhere.
+    /// Puts an object, as a future.
     pub(super) fn putting(
         &self,
         key: &str,
@@ -147,12 +148,12 @@ impl Store {
         async move { objects.put(&key, bytes, mode).await.map(drop) }
     }
 
-    /// What is known of an object; `None` if it is not there.
+    /// Metadata of an object; `None` if it does not exist.
     pub(super) fn find(&self, key: &str) -> Result<Option<ObjectMeta>> {
         self.wait(self.finding(key))
     }
 
-    /// As [`Self::find`], to be waited for elsewhere.
+    /// As [`Self::find`], as a future.
     pub(super) fn finding(
         &self,
         key: &str,
@@ -161,13 +162,13 @@ impl Store {
         async move { objects.head(&key).await }
     }
 
-    /// Removes an object; one that is not there is no failure. Not ended by who wants to end.
+    /// Removes an object if it exists. Ignores cancellation.
     pub(super) fn delete(&self, key: &str) -> Result<()> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
         self.wait_anyway(async move { objects.remove(&key).await })
     }
 
-    /// Gives each object below `directory` (`""`: right in the prefix, and none below it) to `found`, with its whole path.
+    /// Calls `found` for each object below `directory`, or, for `""`, for each object directly in the prefix.
     pub(super) fn list(&self, directory: &str, found: Found<'_>) -> Result<()> {
         let failed = |shown: String| move |error| Error::store("cannot be listed", shown)(error);
         if directory.is_empty() {

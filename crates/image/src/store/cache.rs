@@ -1,11 +1,11 @@
-//! Which chunks are here, which are on their way, and which may go.
+//! State of the chunks: absent, in flight, or in memory.
 //!
 //! ```text
 //!   absent ─► fetching ─► fetched (compressed) ─► filling ─► resident ─► absent
-//!                 └─► failed                      a thread that wants it      oldest first, unless somebody uses it
+//!                 └─► failed                      by a waiting thread      oldest first, unless in use
 //! ```
-//! A thread *uses* what it asked for last, until it asks for something else; nobody's use ends when it is given back. What this is
-//! not: it fetches and decompresses nothing.
+//! A thread *uses* the chunks that it acquired last, until it acquires others; chunks acquired without a
+//! thread are used until they are released. This module neither fetches nor decompresses.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use bytes::Bytes;
 use super::spool::Number;
 use super::{Error, Result, Runtime};
 
-/// The state of every chunk that is not absent.
+/// State of all chunks that are not absent.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
     state: Mutex<State>,
@@ -26,13 +26,13 @@ pub(super) struct Cache {
 #[derive(Debug, Default)]
 struct State {
     chunks: HashMap<Number, Chunk>,
-    /// Resident ones, oldest first.
+    /// Resident chunks, oldest first.
     resident: VecDeque<Number>,
-    /// What threads use.
+    /// Chunks used by each thread.
     used: HashMap<ThreadId, Vec<Number>>,
-    /// Chunks that are fetching or fetched.
+    /// Number of chunks that are fetching or fetched.
     ahead: usize,
-    /// Those that are fetching.
+    /// Number of chunks that are fetching.
     fetching: usize,
 }
 
@@ -44,16 +44,16 @@ enum Chunk {
     Resident {
         users: usize,
     },
-    /// For whoever asks for it next, who tries anew after that.
+    /// For the next thread that acquires the chunk, after which it is absent.
     Failed(Error),
 }
 
-/// What a thread that wants a chunk has to do.
+/// Result of acquiring a chunk.
 #[derive(Debug)]
 pub(super) enum Turn {
-    /// Nothing: it is here, and is used by the thread from now on.
+    /// The chunk is resident and used by the thread from now on.
     Here,
-    /// Decompress it, and say so ([`Cache::filled`]).
+    /// The caller must decompress it and call [`Cache::filled`].
     Fill(Bytes),
 }
 
@@ -62,8 +62,7 @@ impl Cache {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread uses nothing any more. Gives what may go, oldest first, until at most `limit` are resident; these are absent
-    /// then.
+    /// Ends the thread's uses. Evicts unused chunks, oldest first, until at most `limit` are resident.
     pub(super) fn release(&self, thread: ThreadId, limit: usize, mut forget: impl FnMut(Number)) {
         let mut state = self.lock();
         for number in state.used.remove(&thread).unwrap_or_default() {
@@ -78,7 +77,7 @@ impl Cache {
             match state.chunks.get(&number) {
                 Some(Chunk::Resident { users: 0 }) => {
                     state.chunks.remove(&number);
-                    // Under the lock: nobody fills it meanwhile.
+                    // Under the lock, so that no thread fills it meanwhile.
                     forget(number);
                 }
                 Some(_) => state.resident.push_back(number),
@@ -87,7 +86,7 @@ impl Cache {
         }
     }
 
-    /// Gives back what nobody in particular uses. What is not used any more may go, and is absent then.
+    /// Releases chunks that were acquired without a thread. Unused chunks are evicted.
     pub(super) fn give_back(&self, numbers: impl Iterator<Item = Number>, mut forget: impl FnMut(Number)) {
         let mut state = self.lock();
         for number in numbers {
@@ -101,8 +100,8 @@ impl Cache {
         }
     }
 
-    /// Says that somebody fetches this chunk now, if it is absent and fewer than `limit` are ahead, and fewer than `requests` of
-    /// these fetching.
+    /// Marks an absent chunk as being fetched, unless `limit` chunks are fetching or fetched, or `requests`
+    /// are fetching. Returns true if the caller must fetch it.
     pub(super) fn claim(&self, number: Number, limit: usize, requests: usize) -> bool {
         let mut state = self.lock();
         let is_too_many = state.ahead >= limit || state.fetching >= requests;
@@ -115,7 +114,7 @@ impl Cache {
         true
     }
 
-    /// A fetch came to its end.
+    /// Records the result of a fetch.
     pub(super) fn fetched(&self, number: Number, result: Result<Bytes>) {
         let mut state = self.lock();
         state.fetching -= 1;
@@ -131,8 +130,8 @@ impl Cache {
         self.changed.notify_all();
     }
 
-    /// Waits until a chunk that was claimed is here, or is to be filled by the caller. It is used by that thread from then on, or by
-    /// nobody in particular. `look` is called meanwhile.
+    /// Waits until a claimed chunk is resident or must be filled by the caller, and marks it as used by
+    /// `thread`, if there is one. `look` is called meanwhile.
     pub(super) fn take(
         &self,
         thread: Option<ThreadId>,
@@ -143,7 +142,7 @@ impl Cache {
         let mut state = self.lock();
         loop {
             match state.chunks.get_mut(&number) {
-                // Somebody took it away again, or its failure was told.
+                // Evicted, or its failure was returned to another thread.
                 None => return Ok(None),
                 Some(Chunk::Resident { users }) => {
                     *users += 1;
@@ -173,7 +172,7 @@ impl Cache {
         }
     }
 
-    /// The chunk that [`Turn::Fill`] was said of is here now, and used by the thread; or cannot be had.
+    /// Records that the chunk of [`Turn::Fill`] is resident and used by the thread, or could not be filled.
     pub(super) fn filled(&self, thread: Option<ThreadId>, number: Number, is_here: bool) {
         let mut state = self.lock();
         match is_here {
@@ -190,7 +189,7 @@ impl Cache {
         self.changed.notify_all();
     }
 
-    /// Whether its bytes are here.
+    /// Returns true if the chunk is resident.
     pub(super) fn is_resident(&self, number: Number) -> bool {
         matches!(self.lock().chunks.get(&number), Some(Chunk::Resident { .. }))
     }
@@ -219,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_thread_uses_stays_and_the_oldest_goes_first() {
+    fn chunks_in_use_stay_and_the_oldest_is_evicted_first() {
         let cache = Cache::default();
         (0..3).for_each(|number| bring(&cache, number));
         let other = std::thread::spawn(thread).join().unwrap();
@@ -233,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_in_particular_uses_goes_when_it_is_given_back() {
+    fn a_chunk_acquired_without_a_thread_stays_until_it_is_released() {
         let cache = Cache::default();
         assert!(cache.claim(4, 9, 9));
         cache.fetched(4, Ok(Bytes::from_static(b"x")));
@@ -250,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn only_so_many_are_ahead_and_a_failure_is_told_once() {
+    fn fetches_are_limited_and_a_failure_is_returned_once() {
         let cache = Cache::default();
         assert!(
             cache.claim(1, 1, 9) && !cache.claim(1, 9, 9) && !cache.claim(2, 1, 9) && !cache.claim(2, 9, 1)
@@ -263,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_may_be_told_to_end() {
+    fn a_wait_can_be_cancelled() {
         let cache = Cache::default();
         assert!(cache.claim(1, 1, 1));
         let error = cache.take(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();

@@ -1,6 +1,6 @@
-//! The HTTP client under the stores: hyper over rustls, HTTP/1.1, with the host's certificate authorities.
+//! The stores' HTTP client: hyper over rustls, HTTP/1.1, with the host's certificate authorities.
 //!
-//! What it is not: it follows no redirects, knows no proxies, and tries nothing again, which is `object_store`'s work.
+//! Does not follow redirects, use proxies, or retry, which `object_store` does.
 
 use std::error::Error as StdError;
 use std::sync::Arc;
@@ -18,21 +18,21 @@ use object_store::client::{
 
 use super::hold::Gate;
 
-/// How long a connection may take.
+/// Timeout of a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a server may take to answer a request, its body sent.
+/// Timeout of a response after its request was sent.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a connection is kept for the next request.
+/// Time for which an idle connection is kept.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Makes clients.
+/// Creates clients.
 #[derive(Debug)]
 pub(super) struct Connector {
     gate: Gate,
 }
 
 impl Connector {
-    /// Whose clients' requests pass `gate` if they change something.
+    /// A connector whose clients check modifying requests with `gate`.
     pub(super) fn new(gate: Gate) -> Self {
         Self { gate }
     }
@@ -44,16 +44,16 @@ struct Service {
     client: Client<HttpsConnector<TcpConnector>, HttpRequestBody>,
 }
 
-/// A server that says nothing.
+/// Error of a server that does not respond.
 #[derive(Debug, thiserror::Error)]
-#[error("no answer within {} s", ANSWER_TIMEOUT.as_secs())]
+#[error("no response within {} s", ANSWER_TIMEOUT.as_secs())]
 struct Silent;
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let allows_http = options.get_config_value(&ClientConfigKey::AllowHttp).as_deref() == Some("true");
         let mut roots = rustls::RootCertStore::empty();
-        // Whoever has none can still reach a server that is not encrypted.
+        // Without authorities an unencrypted server can still be used.
         let (added, ignored) =
             roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         tracing::debug!(added, ignored, "certificate authorities");
@@ -81,7 +81,7 @@ impl HttpConnector for Connector {
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         if !request.method().is_safe() {
-            // Of this kind none is tried again.
+            // An error of this kind is not retried.
             self.gate.check().map_err(|lost| HttpError::new(HttpErrorKind::Unknown, lost))?;
         }
         let answer = tokio::time::timeout(ANSWER_TIMEOUT, self.client.request(request)).await;
@@ -96,7 +96,7 @@ impl HttpService for Service {
     }
 }
 
-/// What went wrong, as far as it decides whether it is worth another try.
+/// Kind of an error, which decides if the request is retried.
 fn kind(error: &(dyn StdError + 'static)) -> HttpErrorKind {
     let mut cause = Some(error);
     while let Some(error) = cause {
@@ -124,7 +124,7 @@ mod tests {
     use super::super::hold::Hold;
     use super::*;
 
-    /// The error of a request to a port that nobody listens on.
+    /// The error of a request to a port without a listener.
     async fn error_of(client: &HttpClient, method: hyper::Method) -> String {
         let request = hyper::Request::builder().method(method).uri("http://127.0.0.1:9/vm/chunks/aa");
         let error = client.execute(request.body(HttpRequestBody::empty()).unwrap()).await.unwrap_err();

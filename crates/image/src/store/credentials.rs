@@ -1,15 +1,16 @@
-//! AWS's shared files: a profile's keys and region. `object_store` reads the environment and asks the instance itself.
+//! Keys and region of a profile in AWS's shared files. `object_store` reads the environment and instance
+//! metadata itself.
 //!
-//! What it is not: it knows static keys and regions only, no roles and no single sign-on; for these, export their keys.
+//! Supports only static keys and regions, not roles or single sign-on; for these, export their keys.
 
 use std::path::PathBuf;
 
 use super::{Error, Result};
 
-/// Larger than any such file that people write.
+/// Maximum length of such a file.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// What a profile has.
+/// Settings of a profile.
 #[derive(Default, PartialEq, Eq)]
 pub(super) struct Profile {
     pub(super) key_id: Option<String>,
@@ -18,7 +19,7 @@ pub(super) struct Profile {
     pub(super) region: Option<String>,
 }
 
-/// Keys are not to be seen in a log.
+/// Keys must not appear in logs.
 impl std::fmt::Debug for Profile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Profile").field("has_keys", &self.secret.is_some()).finish_non_exhaustive()
@@ -26,7 +27,7 @@ impl std::fmt::Debug for Profile {
 }
 
 impl Profile {
-    /// The profile that the environment names, from the files that it names.
+    /// Loads the profile that the environment selects, from the files that it names.
     pub(super) fn load() -> Result<Self> {
         let name = ["AWS_PROFILE", "AWS_DEFAULT_PROFILE"].iter().find_map(|name| std::env::var(name).ok());
         let name = name.unwrap_or_else(|| "default".into());
@@ -48,14 +49,14 @@ impl Profile {
             _ => return Ok(()),
         };
         if length > FILE_BYTES_MAX {
-            return Err(bad(format!("{length} bytes, at most {FILE_BYTES_MAX} are read")));
+            return Err(bad(format!("{length} bytes, at most {FILE_BYTES_MAX} are allowed")));
         }
         let text = std::fs::read_to_string(path).map_err(|error| bad(error.kind().to_string()))?;
         self.take(&text, name);
         Ok(())
     }
 
-    /// What is there already stays.
+    /// Existing settings are kept.
     fn take(&mut self, text: &str, name: &str) {
         let mut is_ours = false;
         for line in text.lines().map(str::trim) {

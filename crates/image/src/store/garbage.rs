@@ -1,4 +1,4 @@
-//! Chunks that no index names: what uploads that were broken off, and images that were removed, leave behind.
+//! Collection of chunks that no index references: remains of interrupted uploads and of removed images.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -16,59 +16,61 @@ use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
 use crate::manifest::Digest;
 
-/// Images of one prefix that are looked at.
+/// Maximum number of images of a prefix.
 const IMAGES_MAX: usize = 100_000;
 
-/// An object that nobody needs.
+/// An object that is not needed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Object {
-    /// Its key below the prefix.
+    /// Key below the prefix.
     pub key: String,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// How long ago it was put there, by the store's clock.
+    /// Time since it was put, by the store's clock.
     pub age: Duration,
 }
 
-/// What is in a prefix, and what of it is garbage.
+/// Contents of a prefix, and the garbage in it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Garbage {
-    /// The images.
+    /// Number of images.
     pub images: usize,
-    /// Chunks that they name, and the bytes of these.
+    /// Number of chunks referenced by the images, and their bytes.
     pub used: (u64, u64),
-    /// Chunks that none of them names, but too young to be called garbage: an upload may be about to name them.
+    /// Number of unreferenced chunks that are too young to be garbage, since an upload may still reference
+    /// them, and their bytes.
     pub young: (u64, u64),
-    /// Chunks that only readers need, of images that were replaced or removed meanwhile, and the bytes of these.
+    /// Number of chunks that only readers of replaced or removed images need, and their bytes.
     pub kept: (u64, u64),
-    /// The readers for which they are kept, for people.
+    /// Descriptions of the readers for which they are kept.
     pub kept_for: Vec<String>,
-    /// Uploads that go on.
+    /// Number of active uploads.
     pub uploads: usize,
-    /// Readers of images.
+    /// Number of active readers.
     pub readers: usize,
-    /// What may be removed, in this order.
+    /// Objects that may be removed, in this order.
     pub objects: Vec<Object>,
-    /// Which conditions the store enforces on writes; known only to who may write.
+    /// Conditional writes that the store enforces; only known to a process that may write.
     pub conditional_writes: Option<ConditionalWrites>,
 }
 
 impl Garbage {
-    /// Looks through a prefix: chunks that are older than `age_min` and named by no image are garbage. `Err` of a single image
-    /// names it: while nobody knows what it names, nothing is garbage.
+    /// Lists a prefix: chunks older than `age_min` that no image references are garbage. An index that cannot
+    /// be read is an error, since its chunks are unknown.
     ///
     /// # Errors
-    /// The store cannot be reached or refuses, or an image cannot be read.
+    /// The store is unreachable or refuses access, or an index cannot be read.
     pub fn find(prefix: &Location, age_min: Duration, cancel: Option<Cancel>) -> Result<Self> {
         let store = Arc::new(Store::open(prefix, cancel)?);
         find(&store, age_min, SystemTime::now())
     }
 
-    /// Removes what [`Self::find`] would find, unless somebody uploads or collects; tells `removed` of each object. Returns what was
-    /// removed.
+    /// Removes the objects that [`Self::find`] would find, unless an upload or another collection is active;
+    /// calls `removed` for each. Returns the removed objects.
     ///
     /// # Errors
-    /// As [`Self::find`], [`Error::Uploading`] and [`Error::Collecting`]; [`Error::Lost`] when the rest was left alone.
+    /// As [`Self::find`]; [`Error::Uploading`] and [`Error::Collecting`]; [`Error::Lost`] if the remaining
+    /// objects were kept.
     pub fn remove(
         prefix: &Location,
         age_min: Duration,
@@ -76,13 +78,13 @@ impl Garbage {
         removed: &mut dyn FnMut(&Object),
     ) -> Result<Self> {
         if !prefix.scheme().is_writable() {
-            let text = format!("{prefix}: http:// and https:// are only read");
+            let text = format!("{prefix}: http:// and https:// are read-only");
             return Err(Error::Location { text });
         }
         Self::remove_in(&Arc::new(Store::open(prefix, cancel)?), age_min, removed)
     }
 
-    /// As [`Self::remove`], in a store that is open.
+    /// As [`Self::remove`], in an open store.
     pub(super) fn remove_in(
         store: &Arc<Store>,
         age_min: Duration,
@@ -98,7 +100,7 @@ impl Garbage {
             let done = store.wait_anyway(async move { objects.remove_held(&key, &hold).await });
             if let Err(error) = done {
                 if !error.is_final() && !store.has(Fault::LateRemovalIgnored) {
-                    // It may still arrive.
+                    // The request may still arrive.
                     lease.leave();
                 }
                 return Err(error);
@@ -114,25 +116,26 @@ impl Garbage {
     }
 }
 
-/// What the images of a prefix name.
+/// Chunks and indexes referenced by the images of a prefix.
 #[derive(Default)]
 struct Named {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
 }
 
-/// What readers need beside that.
+/// Further chunks and indexes that readers need.
 #[derive(Default)]
 struct Kept {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
-    /// A reader's index is nowhere, so it may need anything.
+    /// The index of a reader is missing, so it may need any chunk.
     is_unknown: bool,
 }
 
-/// The order of the looks matters. Chunks first: what is put later is not in the list, and no upload goes on. Copies of indexes next: one
-/// that is made later stays. Indexes before readers: a reader whose lease comes after the list of leases has seen its index
-/// after that, so the index was there before, too.
+/// The order of requests matters. Chunks are listed first: chunks put later are not in the list, and no
+/// upload is active. Copies of indexes come next: later ones are kept. Indexes are read before the leases of
+/// readers are listed: a reader whose lease is created after that list confirms its index after that, so the
+/// index was read here too.
 fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbage> {
     let mut chunks = Vec::new();
     store.list(chunk::DIRECTORY, &mut |object| {
@@ -157,7 +160,7 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
             _ => leases(store, kind, now)?,
         };
         let (alive, dead): (Vec<_>, Vec<_>) = found.into_iter().partition(FoundLease::is_alive);
-        // Before any chunk: whoever is taken for dead finds that out first.
+        // Leases are removed before any chunk, so that an owner that is considered dead detects it first.
         dead.into_iter().for_each(|lease| garbage.add_dead(lease));
         match kind {
             Kind::Upload => garbage.uploads = alive.len(),
@@ -184,13 +187,13 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
     Ok(garbage)
 }
 
-/// What live readers need that no image names.
+/// Unreferenced chunks that live readers need.
 fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut Garbage) -> Result<Kept> {
     let mut kept = Kept::default();
     if store.has(Fault::ReadersIgnored) {
         return Ok(kept);
     }
-    // The names of each copy are read once, however many read it.
+    // Each copy is read once, even if it has several readers.
     let mut copies: HashMap<Digest, Option<Index>> = HashMap::new();
     for lease in readers {
         let owner = match lease.owner(store)? {
@@ -220,14 +223,14 @@ fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut
     Ok(kept)
 }
 
-/// The copy of an index that was replaced or removed, if there is one that can be read.
+/// The copy of a replaced or removed index, if it exists and is valid.
 fn copy(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
     let bytes = store.get(&retired(index), INDEX_BYTES_MAX)?;
     let whole = bytes.filter(|bytes| Digest::of(bytes) == index);
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
 }
 
-/// Everything that the prefix's images name.
+/// Everything that the prefix's images reference.
 fn named(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Named> {
     let mut keys = Vec::new();
     store.list("", &mut |object| {
@@ -244,7 +247,7 @@ fn named(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Named> {
     })?;
     let mut named = Named::default();
     for key in keys {
-        // One that was removed meanwhile names nothing.
+        // An image removed meanwhile references nothing.
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let index = Index::parse(&bytes);
         let index = index.map_err(|why| Error::KeepsGarbage { image: store.shown(&key), why })?;

@@ -1,4 +1,4 @@
-//! Whether a lease is held, and what may only be sent while it is.
+//! State of a lease, and the guard of requests that require it.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -7,14 +7,14 @@ use super::clock::Clock;
 use super::fault::Fault;
 use super::{Error, LEASE_GAP_MAX, Result};
 
-/// What the owner of a lease knows about it. Once lost it stays lost.
+/// The owner's view of its lease. A lost lease stays lost.
 #[derive(Debug)]
 pub(super) struct Hold {
-    /// The prefix, for errors.
+    /// Prefix of the lease, for errors.
     store: String,
     clock: Clock,
     state: Mutex<State>,
-    /// How a lease before this one was lost.
+    /// Reason for which an earlier lease was lost.
     gap: OnceLock<String>,
     fault: Option<Fault>,
 }
@@ -22,7 +22,8 @@ pub(super) struct Hold {
 #[derive(Debug)]
 enum State {
     Held {
-        /// When the last successful renewal was sent, by [`Clock::now`]: the store saw it later, never earlier.
+        /// Time at which the last successful renewal was sent, by [`Clock::now`]; never later than the
+        /// store's.
         renewed: Duration,
     },
     Lost {
@@ -31,7 +32,7 @@ enum State {
 }
 
 impl Hold {
-    /// Of a lease whose creation was sent at `begun`.
+    /// State of a lease whose creation was sent at `begun`.
     pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<Fault>) -> Self {
         Self { store, clock, state: Mutex::new(State::Held { renewed: begun }), gap: OnceLock::new(), fault }
     }
@@ -40,10 +41,11 @@ impl Hold {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the lease was held without a gap since its creation, so that no other process has taken it for a dead one's.
+    /// Checks that the lease was renewed without a gap since its creation, so that no process considered its
+    /// owner dead.
     ///
     /// # Errors
-    /// [`Error::Lost`], from then on for ever.
+    /// [`Error::Lost`], in this and all later calls.
     pub(super) fn check(&self) -> Result<()> {
         let mut state = self.lock();
         if let State::Held { renewed } = *state {
@@ -52,7 +54,7 @@ impl Hold {
                 return Ok(());
             }
             let why = format!(
-                "it was not renewed for {} s, which is more than {} s: the store did not answer, or this process or host was suspended",
+                "it was not renewed for {} s, which is more than {} s: the store did not respond, or this process or host was suspended",
                 gap.as_secs(),
                 LEASE_GAP_MAX.as_secs()
             );
@@ -67,15 +69,15 @@ impl Hold {
         }
     }
 
-    /// A renewal that was sent at `begun` has succeeded.
+    /// Records a successful renewal that was sent at `begun`.
     pub(super) fn renewed(&self, begun: Duration) {
-        // A gap that ends now is one too.
+        // A renewal does not end a gap that was too long.
         if self.check().is_ok() || self.fault == Some(Fault::GapHeals) {
             *self.lock() = State::Held { renewed: begun };
         }
     }
 
-    /// The lease is not in the store any more.
+    /// Records that the lease is not in the store any more.
     pub(super) fn lose(&self, why: String) {
         let mut state = self.lock();
         if matches!(*state, State::Held { .. }) {
@@ -83,7 +85,7 @@ impl Hold {
         }
     }
 
-    /// Another lease, whose creation was sent at `begun`, takes the place of the lost one.
+    /// Records that another lease, whose creation was sent at `begun`, replaces the lost one.
     pub(super) fn replace(&self, begun: Duration) {
         let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: begun });
         if let State::Lost { why } = before {
@@ -91,7 +93,7 @@ impl Hold {
         }
     }
 
-    /// How the lease, or one that it took the place of, was lost; `None` if one was held all the time.
+    /// Reason for which this lease, or an earlier one, was lost; `None` if there was a lease all the time.
     pub(super) fn gap(&self) -> Option<String> {
         match self.check() {
             Err(Error::Lost { why, .. }) => Some(why),
@@ -100,19 +102,19 @@ impl Hold {
     }
 }
 
-/// Stops requests that change something while the lease of who sends them is not held. Each attempt passes it, so that one that is
-/// repeated after the host was suspended does not arrive behind the lease's end.
+/// Blocks modifying requests once the sender's lease is lost. Every attempt is checked, so that one that is
+/// retried after the host was suspended does not arrive after the lease's end.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Gate(Arc<OnceLock<Arc<Hold>>>);
 
 impl Gate {
-    /// From now on everything depends on this lease.
+    /// Sets the lease that all modifying requests require.
     pub(super) fn depend_on(&self, hold: &Arc<Hold>) {
         // A store is opened for one operation, which has one lease.
         let _ = self.0.set(Arc::clone(hold));
     }
 
-    /// Whether a request may be sent.
+    /// Checks that a modifying request may be sent.
     ///
     /// # Errors
     /// [`Error::Lost`].

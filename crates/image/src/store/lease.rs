@@ -1,19 +1,21 @@
-//! Leases: what a process that stores, reads or collects holds in the store, so that nobody removes what it counts on.
+//! Leases: objects by which uploads, readers and collectors announce themselves in the store, so that no
+//! needed object is removed.
 //!
 //! ```text
-//!   upload      uploads/ID      put it ─► is a collection alive? then end ─► list chunks ─► … ─► check · put the index ─► remove it
-//!   reader      readers/ID      get the index ─► put it, naming the index ─► is the index still that one? ─► … ─► remove it
-//!   collection  collections/ID  put it ─► is another collection or an upload alive? then end ─► list ─► (check · remove)… ─► remove it
+//!   upload      uploads/ID      create ─► collection alive? refuse ─► list chunks ─► … ─► check the lease · put the index ─► remove
+//!   reader      readers/ID      get the index ─► create, naming the index ─► index unchanged? ─► … ─► remove
+//!   collection  collections/ID  create ─► collection or upload alive? refuse ─► list ─► (check the lease · remove a chunk)… ─► remove
 //! ```
 //!
-//! - Each raises its own lease before it looks for the others', so on a store that is consistent, as they all are, at least one
-//!   of two sees the other.
-//! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that is gone is lost. A gap of [`LEASE_GAP_MAX`]
-//!   loses it for ever, by a clock that counts suspended time ([`Hold`]).
-//! - A lease that is not renewed for [`LEASE_AGE_MAX`], by the store's own times, belongs to a dead process. That is twice
-//!   the gap, so whoever is taken for dead knows it already; the other half is for requests on their way.
-//! - A request that may still arrive though it failed keeps the lease ([`Lease::leave`]): it grows old in the store, and nobody
-//!   begins what that request could disturb.
+//! - Each process creates its own lease before it lists the others'. Stores are strongly consistent, so of
+//!   two processes at least one finds the other.
+//! - A lease is renewed every [`LEASE_INTERVAL`], and only while it exists: one that was removed is lost. A
+//!   gap of [`LEASE_GAP_MAX`], by a clock that counts suspended time, loses it for good ([`LeaseState`]).
+//! - The owner of a lease that was not renewed for [`LEASE_AGE_MAX`], by the store's own times, is considered
+//!   dead. That is twice the gap, so the owner itself has detected the loss; the other half is for its
+//!   requests in flight.
+//! - If a failed request may still arrive, the lease stays in the store ([`Lease::keep_in_store`]) until it
+//!   expires, so that no conflicting operation begins.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -30,20 +32,20 @@ use super::objects::{Objects, Put, version};
 use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
 use crate::manifest::{Digest, Timestamp};
 
-/// Largest lease that is read.
+/// Maximum length of a lease.
 const LEASE_BYTES_MAX: u64 = 4096;
-/// Attempts of one renewal that finds another version of its lease than the last one it knows: each follows an attempt whose answer was
-/// lost.
+/// Attempts of a renewal that finds another version of its lease than expected: each follows one whose
+/// response was lost.
 const VERSIONS_MAX: usize = 4;
 
-/// What a lease is for.
+/// Kind of process that a lease is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// An image is being stored.
+    /// An upload.
     Upload,
-    /// An image is being read.
+    /// A reader.
     Reader,
-    /// Garbage is being removed.
+    /// A garbage collection.
     Collection,
 }
 
@@ -51,7 +53,7 @@ impl Kind {
     /// All kinds.
     pub(super) const ALL: [Self; 3] = [Self::Upload, Self::Reader, Self::Collection];
 
-    /// Where leases of this kind are.
+    /// Directory of these leases.
     pub(super) fn directory(self) -> &'static str {
         match self {
             Self::Upload => "uploads",
@@ -61,25 +63,26 @@ impl Kind {
     }
 }
 
-/// Which conditions the store enforces on writes, as far as a lease has found out.
+/// Conditional writes that a store enforces, as far as a lease has found out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ConditionalWrites {
-    /// An object is created only if there is none, and replaced only if it is the version that was read.
+    /// Create and update: an object is created only if it does not exist, and replaced only if it has the
+    /// expected version.
     All,
-    /// An object is created only if there is none.
+    /// Create only.
     Create,
-    /// None; a look beforehand has to do.
+    /// None; only a check before the write is possible.
     #[default]
     None,
 }
 
-/// The content of a lease: JSON.
+/// Content of a lease, as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Owner {
-    /// The key of the image's index.
+    /// Key of the image's index.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) image: Option<String>,
-    /// The BLAKE3 of the index object that a reader needs.
+    /// BLAKE3 of the index that a reader needs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) index: Option<Digest>,
     host: String,
@@ -89,7 +92,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// This process, at work on an image.
+    /// A lease owned by this process, for an image.
     pub(super) fn new(image: Option<String>, index: Option<Digest>) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         Self { image, index, host, process: std::process::id(), began: Timestamp::now(), renewals: 0 }
@@ -106,30 +109,30 @@ impl Owner {
     }
 }
 
-/// A lease that was found.
+/// A lease found in the store.
 #[derive(Debug, Clone)]
 pub(super) struct FoundLease {
-    /// Its key.
+    /// Key of the lease.
     pub(super) key: String,
-    /// Its bytes.
+    /// Length in bytes.
     pub(super) bytes: u64,
-    /// How long ago it was renewed.
+    /// Time since the last renewal.
     pub(super) age: Duration,
 }
 
 impl FoundLease {
-    /// Whether its owner may be alive.
+    /// Returns true if its owner may be alive.
     pub(super) fn is_alive(&self) -> bool {
         self.age < LEASE_AGE_MAX
     }
 
-    /// What it says; `None` if it went meanwhile, the error text if it cannot be read.
+    /// Content of the lease; `None` if it was removed meanwhile, the error's text if it is invalid.
     pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<Owner, String>>> {
         let bytes = store.get(&self.key, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
     }
 
-    /// Its owner, for people.
+    /// Description of its owner.
     pub(super) fn shown(&self, store: &Store) -> String {
         let owner = match self.owner(store) {
             Ok(Some(Ok(owner))) => owner.shown(),
@@ -139,7 +142,7 @@ impl FoundLease {
     }
 }
 
-/// The leases of one kind.
+/// Lists the leases of a kind.
 pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<FoundLease>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {
@@ -150,19 +153,19 @@ pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<F
     Ok(found)
 }
 
-/// A lease that is renewed until it is dropped, which removes it. What a process that was killed leaves of it grows old.
+/// A lease that is renewed until it is dropped, which removes it. The lease of a killed process expires.
 #[derive(Debug)]
 pub(super) struct Lease {
     store: Arc<Store>,
     hold: Arc<Hold>,
     object: Arc<tokio::sync::Mutex<LeaseObject>>,
     writes: ConditionalWrites,
-    /// Dropped, it ends the renewals.
+    /// Dropped to stop the renewals.
     alive: Option<Arc<()>>,
     is_left: AtomicBool,
 }
 
-/// The lease as it is in the store.
+/// The lease's object in the store.
 #[derive(Debug)]
 struct LeaseObject {
     key: String,
@@ -171,7 +174,7 @@ struct LeaseObject {
 }
 
 impl Lease {
-    /// Says that somebody uploads the image with this key, and that nobody removes garbage.
+    /// Creates the lease of an upload of the image with this key. Fails if a collection is active.
     pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
         if store.has(Fault::UploadLooksFirst) {
             let found = leases(store, Kind::Collection, SystemTime::UNIX_EPOCH)?;
@@ -192,12 +195,12 @@ impl Lease {
         }
     }
 
-    /// Says that somebody reads the image with this key, whose index has this BLAKE3.
+    /// Creates the lease of a reader of the image with this key, whose index has this BLAKE3.
     pub(super) fn reader(store: &Arc<Store>, image: &str, index: Digest) -> Result<Self> {
         Self::raise(store, Kind::Reader, Owner::new(Some(image.into()), Some(index)))
     }
 
-    /// Says that somebody removes garbage, and that nobody else does and nobody uploads.
+    /// Creates the lease of a collection. Fails if another collection or an upload is active.
     pub(super) fn collection(store: &Arc<Store>) -> Result<Self> {
         let lease = Self::raise(store, Kind::Collection, Owner::new(None, None))?;
         let now = lease.now()?;
@@ -240,7 +243,7 @@ impl Lease {
             is_left: AtomicBool::new(false),
         };
         if kind != Kind::Reader {
-            // A reader changes nothing but its own lease.
+            // A reader modifies only its own lease.
             store.gate().depend_on(&lease.hold);
             lease.writes = lease.probe()?;
         }
@@ -248,7 +251,8 @@ impl Lease {
         Ok(lease)
     }
 
-    /// Finds out which conditions the store enforces: a wrong version of the lease must not be replaced.
+    /// Detects the conditional writes of the store by an update that must fail: its expected version is
+    /// wrong.
     fn probe(&self) -> Result<ConditionalWrites> {
         let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
         self.store.wait(async move {
@@ -257,7 +261,7 @@ impl Lease {
             object.owner.renewals += 1;
             let updated = objects.put(&object.key, object.owner.bytes()?, Put::Update(wrong)).await;
             match updated {
-                // It takes any version: there are no conditions.
+                // The store ignores the condition.
                 Ok(version) => {
                     object.version = version;
                     Ok(ConditionalWrites::None)
@@ -279,7 +283,7 @@ impl Lease {
         })
     }
 
-    /// Renews it from now on.
+    /// Starts the renewals.
     fn keep(&self, kind: Kind) {
         let alive = self.alive.as_ref().map(Arc::downgrade).unwrap_or_default();
         let renewal = Renewal {
@@ -293,34 +297,34 @@ impl Lease {
         self.store.spawn(renewal.run());
     }
 
-    /// What the store's clock says: the time of the lease itself.
+    /// The store's current time: that of the lease itself.
     pub(super) fn now(&self) -> Result<SystemTime> {
         let key = self.key();
         match self.store.find(&key)? {
             Some(found) => Ok(found.last_modified.into()),
             None => {
-                self.hold.lose(format!("{} was removed by somebody", self.store.shown(&key)));
+                self.hold.lose(format!("{} was removed by another process", self.store.shown(&key)));
                 self.hold.check().map(|()| SystemTime::UNIX_EPOCH)
             }
         }
     }
 
-    /// Whether it is held.
+    /// State of the lease.
     pub(super) fn hold(&self) -> &Arc<Hold> {
         &self.hold
     }
 
-    /// Which conditions the store enforces; a reader does not ask.
+    /// Conditional writes that the store enforces; not detected for readers.
     pub(super) fn writes(&self) -> ConditionalWrites {
         self.writes
     }
 
-    /// Leaves it in the store when it is dropped, to grow old there: a request that failed may still arrive.
+    /// Keeps the lease in the store after it is dropped, until it expires: a failed request may still arrive.
     pub(super) fn leave(&self) {
         self.is_left.store(true, Ordering::Relaxed);
     }
 
-    /// Its key. Waits for a renewal under way.
+    /// Key of the lease. Waits for a renewal in flight.
     pub(super) fn key(&self) -> String {
         let object = Arc::clone(&self.object);
         let key = self.store.runtime().wait(None, async move { object.lock().await.key.clone() });
@@ -335,18 +339,18 @@ impl Drop for Lease {
             return;
         }
         let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
-        // Behind a renewal under way, which would bring it back.
+        // After a renewal in flight, which would recreate it.
         let removed = self.store.wait_anyway(async move {
             let object = object.lock().await;
             objects.remove(&object.key).await
         });
         if let Err(error) = removed {
-            tracing::warn!(%error, "the lease of this process stays; it counts for an hour");
+            tracing::warn!(%error, "cannot remove the lease of this process; it expires in an hour");
         }
     }
 }
 
-/// The renewals of a lease.
+/// Renews a lease in the background.
 struct Renewal {
     objects: Objects,
     hold: Arc<Hold>,
@@ -378,14 +382,14 @@ impl Renewal {
                     LEASE_INTERVAL
                 }
                 Err(error) => {
-                    tracing::warn!(%error, lease = self.objects.shown(&object.key), "the lease was not renewed");
+                    tracing::warn!(%error, lease = self.objects.shown(&object.key), "cannot renew the lease");
                     LEASE_RETRY_INTERVAL
                 }
             };
         }
     }
 
-    /// Renews the lease if it exists; else it is lost.
+    /// Renews the lease if it exists, else marks it as lost.
     async fn renew(&self, object: &mut LeaseObject) -> Result<()> {
         object.owner.renewals += 1;
         let bytes = object.owner.bytes()?;
@@ -397,7 +401,7 @@ impl Renewal {
                     None => break,
                 }
             }
-            // A store that knows no versions has had its look.
+            // Without conditional updates the check above has to suffice.
             let mode = match self.writes {
                 ConditionalWrites::All => Put::Update(object.version.clone()),
                 ConditionalWrites::Create | ConditionalWrites::None => Put::Replace,
@@ -407,7 +411,7 @@ impl Renewal {
                     object.version = version;
                     return Ok(());
                 }
-                // Gone, or an earlier attempt arrived and its answer did not.
+                // The lease was removed, or an earlier attempt arrived and its response was lost.
                 Err(Error::Changed { .. }) => match self.objects.head(&object.key).await? {
                     Some(found) => object.version = version(&found),
                     None if self.objects.has(Fault::GapHeals) => {
@@ -424,7 +428,7 @@ impl Renewal {
         self.hold.check()
     }
 
-    /// A reader whose lease was lost goes on while its chunks are there, and keeps those that still are by another lease.
+    /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = new_key(self.kind);
         let begun = self.objects.clock().now();
@@ -443,7 +447,7 @@ fn collecting(store: &Store, found: &FoundLease) -> Error {
     Error::Collecting { store: store.location().to_string(), owner: found.shown(store) }
 }
 
-/// How old something of that time is; nothing is younger than now.
+/// Age of an object with this time; never negative.
 pub(super) fn age(time: SystemTime, now: SystemTime) -> Duration {
     now.duration_since(time).unwrap_or_default()
 }

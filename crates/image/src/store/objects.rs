@@ -1,4 +1,4 @@
-//! The objects of a prefix, and the few requests that are made of them.
+//! The objects of a prefix, and requests for them.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::hold::Hold;
 use super::location::{Location, SUFFIX};
 use super::{Error, Result};
 
-/// The objects below a prefix. A clone refers to the same.
+/// The objects of a prefix. Clones refer to the same.
 #[derive(Debug, Clone)]
 pub(super) struct Objects {
     objects: Arc<dyn ObjectStore>,
@@ -25,18 +25,18 @@ pub(super) struct Objects {
     fault: Option<Fault>,
 }
 
-/// What becomes of an object of the same name.
+/// Condition of a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Put {
-    /// It is replaced.
+    /// Replaces an existing object.
     Replace,
-    /// It stays, and the call fails. A store without conditional writes replaces it.
+    /// Fails if the object exists. A store without conditional writes replaces it.
     Create,
-    /// It is replaced if it is this version; else, or if there is none, the call fails.
+    /// Fails unless the object has this version.
     Update(UpdateVersion),
 }
 
-/// The version of an object that was found.
+/// The version of an object with this metadata.
 pub(super) fn version(meta: &ObjectMeta) -> UpdateVersion {
     UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }
 }
@@ -48,18 +48,18 @@ impl Objects {
         Ok(Self { objects, prefix: path, shown: prefix.clone(), clock, fault: None })
     }
 
-    /// With a rule broken.
+    /// Enables a bug.
     #[cfg(test)]
     pub(super) fn with_fault(self, fault: Option<Fault>) -> Self {
         Self { fault, ..self }
     }
 
-    /// The rule that is broken here.
+    /// The enabled bug.
     pub(super) fn fault(&self) -> Option<Fault> {
         self.fault
     }
 
-    /// Whether this rule is broken here; outside of tests none is.
+    /// Returns true if this bug is enabled; never outside of tests.
     pub(super) fn has(&self, fault: Fault) -> bool {
         self.fault == Some(fault)
     }
@@ -74,19 +74,19 @@ impl Objects {
         &self.shown
     }
 
-    /// An object of the prefix, for people.
+    /// Name of an object of the prefix, for messages.
     pub(super) fn shown(&self, key: &str) -> String {
         self.shown.object(key)
     }
 
-    /// An object's key within the prefix.
+    /// Key of an object within the prefix.
     pub(super) fn key(&self, object: &ObjectMeta) -> String {
         let whole = object.location.as_ref();
         let rest = whole.strip_prefix(self.prefix.as_ref()).unwrap_or(whole);
         rest.trim_start_matches('/').to_owned()
     }
 
-    /// An object's bytes, at most `limit`, and its version; `None` if it is not there.
+    /// An object's bytes, at most `limit`, and its metadata; `None` if it does not exist.
     pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
         let object = self.shown(key);
         let found = match self.objects.get(&self.path(key)).await {
@@ -101,7 +101,7 @@ impl Objects {
         let mut parts = found.into_stream();
         while let Some(part) = parts.next().await {
             bytes.extend_from_slice(&part.map_err(Error::store("cannot be read", &object))?);
-            // A server may send more than it said.
+            // A server may send more than it announced.
             if bytes.len() as u64 > limit {
                 return Err(Error::TooLong { object, limit });
             }
@@ -109,19 +109,19 @@ impl Objects {
         Ok(Some((bytes.freeze(), meta)))
     }
 
-    /// What is known of an object; `None` if it is not there.
+    /// Metadata of an object; `None` if it does not exist.
     pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
         match self.objects.head(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(None),
-            found => Ok(Some(found.map_err(Error::store("cannot be looked at", self.shown(key)))?)),
+            found => Ok(Some(found.map_err(Error::store("cannot be read", self.shown(key)))?)),
         }
     }
 
-    /// Puts an object, and gives its version.
+    /// Puts an object and returns its version.
     ///
     /// # Errors
-    /// [`Error::Exists`] and [`Error::Changed`] say that the condition of `mode` was not met, [`Error::Store`] anything else; whether
-    /// the object is there then is known only if [`Error::is_final`].
+    /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, else
+    /// [`Error::Store`]; the object may have been written unless [`Error::is_final`].
     pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: Put) -> Result<UpdateVersion> {
         let failed = Error::store("cannot be written", self.shown(key));
         let refused = match mode {
@@ -129,7 +129,7 @@ impl Objects {
                 return self.request(key, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
             }
             Put::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
-                // Stores without conditional writes: the look beforehand has to do.
+                // The store has no conditional writes: the caller's earlier check has to suffice.
                 Err(
                     object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
                 ) => {
@@ -149,7 +149,7 @@ impl Objects {
                 done => return done.map(Into::into).map_err(failed),
             },
         };
-        // An attempt that arrived, though its answer did not, makes the next one find its own work.
+        // After an attempt that arrived but whose response was lost, the next one finds its own object.
         match self.get(key, bytes.len() as u64).await {
             Ok(Some((found, meta))) if found == bytes => Ok(version(&meta)),
             _ => Err(refused),
@@ -161,7 +161,7 @@ impl Objects {
         self.objects.put_opts(&self.path(key), PutPayload::from_bytes(bytes), options).await
     }
 
-    /// As [`Self::put`], if the lease is held. The look at the lease and the request are one step: nothing is waited for in between.
+    /// As [`Self::put`], if the lease is held. Check and request are one step, without a wait between them.
     pub(super) async fn put_held(
         &self,
         key: &str,
@@ -175,7 +175,7 @@ impl Objects {
         self.put(key, bytes, mode).await
     }
 
-    /// Removes an object; one that is not there is no failure.
+    /// Removes an object if it exists.
     pub(super) async fn remove(&self, key: &str) -> Result<()> {
         match self.objects.delete(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(()),
@@ -183,7 +183,7 @@ impl Objects {
         }
     }
 
-    /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_held`].
+    /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_with_lease`].
     pub(super) async fn remove_held(&self, key: &str, hold: &Hold) -> Result<()> {
         if !self.has(Fault::RemovalUnchecked) {
             hold.check()?;
@@ -191,12 +191,12 @@ impl Objects {
         self.remove(key).await
     }
 
-    /// The objects right in the prefix, and none below it.
+    /// Objects directly in the prefix.
     pub(super) async fn list_top(&self) -> object_store::Result<Vec<ObjectMeta>> {
         Ok(self.objects.list_with_delimiter(Some(&self.prefix)).await?.objects)
     }
 
-    /// All objects below a directory of the prefix.
+    /// Objects below a directory of the prefix.
     pub(super) fn listing(
         &self,
         directory: &str,

@@ -1,14 +1,15 @@
-//! Reading an image in a store, as a [`Guest`] that the engine can send.
+//! Reads an image from a store, as a [`Guest`] for the engine.
 //!
 //! ```text
-//!   prepare ─► ask for its chunks, and for some behind them ─► decompress · compare with the name ─► memory of ours ─► memory()
+//!   prepare ─► fetch its chunks, prefetch the following ─► decompress · compare with the name ─► own memory ─► memory()
 //! ```
 //!
-//! Chunks are asked for at once when they are needed, whatever else is under way; what is fetched ahead follows the order in which
-//! pages are asked for. What a thread prepared stays until the same thread prepares something else, or, with postcopy, until it is given back.
+//! Needed chunks are requested at once, regardless of other requests in flight; prefetching follows the order
+//! in which pages are prepared. Memory prepared by a thread stays until the same thread prepares other pages
+//! or, with postcopy, until it is released.
 //!
-//! Every byte was compared with a hash before it leaves here, with and without `--verify`. Limits: [`CACHE_BYTES`] of memory, some
-//! more with many lanes (2 MiB each), and [`AHEAD_BYTES`] on the way.
+//! Every byte is compared with a hash before it is used, with and without `--verify`. Limits: [`CACHE_BYTES`]
+//! of memory, some more with many lanes (2 MiB each), and [`PREFETCH_BYTES`] in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -33,42 +34,43 @@ use super::{AHEAD_BYTES, Absence, CACHE_BYTES, Error, Place, REQUESTS_MAX, Resul
 use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
-/// What is needed now waits for nothing else.
+/// Needed chunks are requested regardless of others.
 const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
 
-/// An image in a store, open.
+/// An open image in a store.
 #[derive(Debug)]
 pub struct StoredImage {
     image: String,
-    /// Keeps the chunks that the index names; or why there is none.
+    /// Protects the chunks that the index references; or the reason for which there is no lease.
     lease: Result<Lease, String>,
     store: Arc<Store>,
     index: Index,
-    /// As the index has them.
+    /// Copied from the index.
     configuration: Configuration,
     blocks: Vec<RamBlock>,
     device_state: DeviceState,
     index_bytes: u64,
-    /// For each block its first chunk's number.
+    /// Number of the first chunk of each block.
     firsts: Vec<Number>,
-    /// For each block room for its memory, of which only resident chunks take any; `None` for one without pages.
+    /// Reserved memory of each block, of which only resident chunks are allocated; `None` for a block without
+    /// pages.
     memory: Vec<Option<Region>>,
     cache: Arc<Cache>,
-    /// What is prepared stays until it is given back.
+    /// True if prepared memory stays until it is released.
     is_given_back: bool,
 }
 
 impl StoredImage {
-    /// Fetches and checks the index, and the device state. `cancel` ends every wait for the store.
+    /// Fetches and checks the index and the device state. `cancel` ends every wait for the store.
     ///
     /// # Errors
-    /// There is no such image, it is damaged, or the store cannot be reached or refuses.
+    /// The image does not exist or is damaged, or the store is unreachable or refuses access.
     pub fn open(location: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let store = Arc::new(Store::open(&location.parent(), cancel)?);
         Self::open_in(store, location.to_string(), &images::key(location)?)
     }
 
-    /// As [`Self::open`], in a store that is open.
+    /// As [`Self::open`], in an open store.
     pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
         let ReadIndex { bytes, lease } = images::read(&store, &image, key)?;
         let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
@@ -83,7 +85,7 @@ impl StoredImage {
                 Ok(0) => None,
                 Ok(length) => Some(
                     Region::reserved(length)
-                        .map_err(|why| Error::Host { what: "addresses for the guest's memory", why })?,
+                        .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
                 ),
                 Err(_) => return Err(Error::TooLong { object: store.shown(key), limit: usize::MAX as u64 }),
             });
@@ -106,22 +108,22 @@ impl StoredImage {
         })
     }
 
-    /// Says that what is prepared is given back ([`Guest::release`]) and stays until then, whichever thread prepared it.
+    /// Keeps prepared memory until [`Guest::release`], whichever thread prepared it.
     #[must_use]
     pub fn given_back(mut self) -> Self {
         self.is_given_back = true;
         self
     }
 
-    /// Fetches every chunk and compares it with its name; `progress` is told of bytes of memory done.
+    /// Fetches all chunks and compares them with their names; `progress` receives the bytes of each.
     ///
     /// # Errors
-    /// The first that was found missing or damaged.
+    /// The first missing or damaged chunk.
     pub fn verify(&self, progress: &(dyn Fn(u64) + Sync)) -> Result<()> {
         let numbers: Vec<_> = self.data_chunks().collect();
         let next = AtomicUsize::new(0);
         let worker = || {
-            // One is fetched while another is compared.
+            // More threads than processors: some fetch while others compare.
             let at = |place: usize| numbers.get(place).copied();
             while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
                 let (name, length, place) = self.chunk(block, index);
@@ -136,33 +138,34 @@ impl StoredImage {
         thread::scope(|scope| {
             let count = REQUESTS_MAX.min(4 * threads());
             let workers: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
-            let joined = workers.into_iter().map(|worker| worker.join().expect("comparing does not panic"));
+            let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
             first_reason(joined.collect()).map(drop)
         })
     }
 
-    /// If no lease keeps the image's chunks while it is read, because this process may only read: that, and what its user has to see to.
+    /// A notice for the user if no lease protects the image's chunks because this process has no write
+    /// permission.
     pub fn notice(&self) -> Option<String> {
         let why = self.lease.as_ref().err()?;
         Some(format!(
-            "{} is read without a lease ({why}): a collection of garbage does not see this reader, so the image must be neither replaced \
-             nor removed until this has ended; for a lease, read it with credentials that may also write objects below readers/ of its \
+            "{} is read without a lease ({why}): garbage collection does not know of this reader, so the image must not be replaced \
+             or removed until it has finished; for a lease, read it with credentials that may also write objects below readers/ of its \
              prefix (docs/store.md)",
             self.image
         ))
     }
 
-    /// Its index.
+    /// Index of the image.
     pub fn index(&self) -> &Index {
         &self.index
     }
 
-    /// The index's length as it is stored.
+    /// Length of the index in the store.
     pub fn index_bytes(&self) -> u64 {
         self.index_bytes
     }
 
-    /// A block's pages that are in stored chunks, and those in chunks of zeros; among the first some may be zero too.
+    /// Numbers of a block's pages in stored chunks and in chunks of zeros; the former may include zero pages.
     pub fn count_pages(&self, block: BlockIndex) -> PageCount {
         let length = self.blocks[block.index()].length;
         let bytes = self.index.chunk_bytes();
@@ -182,7 +185,7 @@ impl StoredImage {
         })
     }
 
-    /// A chunk's name, unless it is zero, its length and where it belongs.
+    /// Name of a chunk unless it is zero, its length and position.
     fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, Place) {
         let held = &self.blocks[block.index()];
         let offset = index as u64 * self.index.chunk_bytes();
@@ -198,9 +201,10 @@ impl StoredImage {
         self.firsts[block.index()] + index
     }
 
-    /// The block and the index in it of a chunk with this number.
+    /// Block and index of the chunk with this number.
     fn of_number(&self, number: Number) -> (BlockIndex, usize) {
-        // Of blocks without chunks, which begin where the next one does, the last is the one that has any.
+        // Blocks without chunks have the same first chunk as the next block; the last of these is the right
+        // one.
         let block = self.firsts.partition_point(|&first| first <= number) - 1;
         (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.firsts[block])
     }
@@ -215,7 +219,8 @@ impl StoredImage {
         Error::Damaged { image: self.image.clone(), place, chunk, why }
     }
 
-    /// Asks for a chunk, unless it is here or on its way, or as many are as may be.
+    /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
+    /// requested.
     fn ask(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
         let (name, length, place) = self.chunk(block, index);
         let number = self.number(block, index);
@@ -229,10 +234,10 @@ impl StoredImage {
         true
     }
 
-    /// Asks for what follows.
+    /// Prefetches the following chunks.
     fn ask_ahead(&self, block: BlockIndex, behind: usize) {
         let limit = (AHEAD_BYTES / self.index.chunk_bytes()) as usize;
-        // Looking costs too: no further than what could be ahead, were everything data.
+        // Bounded by the number of chunks that may be prefetched, since skipping zeros costs time too.
         let (mut block, mut index) = (block, behind);
         for _ in 0..limit {
             while index >= self.index.names(block).len() {
@@ -246,7 +251,7 @@ impl StoredImage {
         }
     }
 
-    /// Sees to it that a chunk's bytes are in memory, used by this thread.
+    /// Waits until a chunk is in memory and pins it for this thread.
     fn fetch(&self, block: BlockIndex, index: usize) -> Result<()> {
         let (Some(name), length, place) = self.chunk(block, index) else { return Ok(()) };
         let thread = (!self.is_given_back).then(|| thread::current().id());
@@ -255,7 +260,7 @@ impl StoredImage {
         let object = loop {
             self.ask(block, index, AT_ONCE);
             let turn = self.cache.take(thread, number, self.store.runtime(), &look);
-            // The lease may have been lost since it was asked for.
+            // The lease may have been lost since the request was sent.
             let is_missing = matches!(turn, Err(Error::Missing { .. }));
             match turn.map_err(|error| if is_missing { self.missing(&name, place.clone()) } else { error })? {
                 None => {}
@@ -293,14 +298,14 @@ impl StoredImage {
         for index in first..behind {
             self.ask(page.block, index, AT_ONCE);
         }
-        // Who gives back has preparers of its own, in an order of its own.
+        // With explicit release the caller has prefetching threads of its own.
         if !self.is_given_back {
             self.ask_ahead(page.block, behind);
         }
         (first..behind).try_for_each(|index| self.fetch(page.block, index))
     }
 
-    /// Gives the memory of a chunk back.
+    /// Deallocates the memory of a chunk.
     fn forget(&self, number: Number) {
         let (block, index) = self.of_number(number);
         let (_, length, place) = self.chunk(block, index);
@@ -343,7 +348,7 @@ impl Guest for StoredImage {
         Extent { pages: (end - page.offset) / PAGE_SIZE, kind }
     }
 
-    /// A chunk is fetched as a whole anyway.
+    /// A chunk is fetched as a whole.
     fn unit_bytes(&self) -> u64 {
         self.index.chunk_bytes()
     }
@@ -368,13 +373,13 @@ impl Guest for StoredImage {
             let index = index as usize;
             let is_zero = self.index.names(page.block)[index] == ChunkHash::Zero;
             let here = is_zero || self.cache.is_resident(self.number(page.block, index));
-            assert!(here, "pages are prepared by the thread that sends them");
+            assert!(here, "pages must be prepared by the thread that sends them");
         }
         let memory = self.memory[page.block.index()].as_ref().expect("a block with pages has memory");
         memory.span().io_buf(page.offset as usize, length as usize)
     }
 
-    /// A page that is not here is not known to be zero.
+    /// A page that is not resident may have content.
     fn is_zero(&self, page: PageRef) -> bool {
         let index = (page.offset / self.index.chunk_bytes()) as usize;
         match &self.memory[page.block.index()] {
@@ -390,7 +395,7 @@ impl Guest for StoredImage {
     }
 }
 
-/// Why a chunk of an image that is read with this lease may be missing.
+/// Possible reason for which a chunk is missing.
 fn absence(lease: &Result<Lease, String>) -> Absence {
     match lease {
         Err(why) => Absence::Unleased { why: why.clone() },

@@ -1,4 +1,4 @@
-//! Opening a store: which service, which credentials.
+//! Opens a store: selects the service and its credentials.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::hold::Gate;
 use super::location::{Location, Scheme};
 use super::{Error, RETRIES_MAX, RETRY_TIMEOUT, Result};
 
-/// The objects of a prefix. Every request that changes something passes `gate`.
+/// Opens the objects of a prefix. Modifying requests are checked with `gate`.
 pub(super) fn open(prefix: &Location, gate: &Gate) -> Result<Arc<dyn ObjectStore>> {
     let retry = RetryConfig {
         backoff: BackoffConfig { max_backoff: Duration::from_secs(5), ..BackoffConfig::default() },

@@ -1,7 +1,8 @@
-//! Where pages wait until their chunk is sent: a file without a name, and what is known of each chunk.
+//! Temporary storage of pages until their chunk is sent: an unnamed file, and the state of each chunk.
 //!
-//! A guest that runs sends some pages again, so a chunk may be sent before it has its last form. Its *version* steps with every
-//! page that comes, behind the page's bytes: who read a chunk at one version, and finds the same one later, has its last form.
+//! A running guest sends some pages again, so a chunk may be sent before its content is final. Its *version*
+//! is incremented after each page is written: if the version at which a chunk was read is still the same
+//! later, its content is final.
 
 use std::fs::File;
 use std::io;
@@ -16,16 +17,16 @@ use towline_protocol::{BlockIndex, RamBlock};
 use super::{CHUNK_BYTES, Error, Result};
 use crate::ChunkHash;
 
-/// Pages of a chunk.
+/// Pages per chunk.
 const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
 
-/// The directory without TMPDIR; /tmp is memory on many hosts.
+/// Default without TMPDIR; /tmp is a tmpfs on many hosts.
 const DIRECTORY: &str = "/var/tmp";
 
-/// A chunk's number: those of all blocks, one after another.
+/// Index of a chunk among those of all blocks.
 pub(super) type Number = usize;
 
-/// A guest's memory on its way.
+/// Memory of a guest that is being stored.
 #[derive(Debug)]
 pub(super) struct Spool {
     file: File,
@@ -37,9 +38,9 @@ pub(super) struct Spool {
 #[derive(Debug)]
 struct SpoolBlock {
     length: u64,
-    /// Where it begins in the file.
+    /// Offset in the file.
     start: u64,
-    /// Its first chunk.
+    /// Index of its first chunk.
     first: Number,
     /// A bit for each page whose bytes in the file are not zero.
     bitmap: Vec<AtomicU64>,
@@ -47,17 +48,17 @@ struct SpoolBlock {
 
 #[derive(Debug, Default)]
 struct Chunk {
-    /// Pages that came.
+    /// Number of pages received.
     received: AtomicU32,
     version: AtomicU32,
-    /// A page with content came once.
+    /// True if a page with content was received.
     has_data: AtomicBool,
-    /// What was made of it, and at which version.
+    /// Version at which the chunk was stored, and its name.
     done: Mutex<Option<(u32, ChunkHash)>>,
 }
 
 impl Spool {
-    /// Room for these blocks; nothing of it is taken yet.
+    /// Creates a sparse file for these blocks.
     pub(super) fn new(blocks: &[RamBlock]) -> Result<Self> {
         let directory = std::env::var_os("TMPDIR").map_or_else(|| DIRECTORY.into(), PathBuf::from);
         let failed = |why| Error::Spool { path: directory.display().to_string(), why };
@@ -81,7 +82,8 @@ impl Spool {
         Ok(Self { file, directory, blocks: laid, chunks })
     }
 
-    /// Keeps consecutive pages; calls `complete` for each chunk that has all of its pages for the first time.
+    /// Writes consecutive pages; calls `complete` for each chunk that has all of its pages for the first
+    /// time.
     pub(super) fn write(
         &self,
         block: BlockIndex,
@@ -99,7 +101,7 @@ impl Spool {
         Ok(())
     }
 
-    /// Keeps a page that is zero; as [`Self::write`].
+    /// Writes a page of zeros; as [`Self::write`].
     pub(super) fn zero(
         &self,
         block: BlockIndex,
@@ -117,12 +119,13 @@ impl Spool {
         Ok(())
     }
 
-    /// What a page holds now.
+    /// Reads the current content of pages.
     pub(super) fn current(&self, block: BlockIndex, offset: u64, content: &mut [u8]) -> Result<()> {
         self.file.read_exact_at(content, self.blocks[block.index()].start + offset).map_err(self.failed())
     }
 
-    /// Has `make` make something of a chunk as it is now (`None`: zeros), and remembers that with the chunk's version.
+    /// Passes a chunk's current content (`None`: zeros) to `store`, and records the resulting name with the
+    /// chunk's version.
     pub(super) fn finish(
         &self,
         number: Number,
@@ -130,7 +133,7 @@ impl Spool {
         make: impl FnOnce(Option<&[u8]>) -> Result<ChunkHash>,
     ) -> Result<()> {
         let chunk = &self.chunks[number];
-        // Before the bytes are read: a page that comes meanwhile makes this one stale.
+        // Before the bytes are read: a page that arrives meanwhile makes the result stale.
         let version = chunk.version.load(Ordering::Acquire);
         let hash = match chunk.has_data.load(Ordering::Acquire) {
             false => make(None)?,
@@ -145,7 +148,7 @@ impl Spool {
         Ok(())
     }
 
-    /// The chunks of which nothing was made yet, or only of an earlier form.
+    /// Chunks that were not stored yet, or have changed since.
     pub(super) fn stale(&self) -> Vec<Number> {
         let is_stale = |chunk: &Chunk| {
             let done = chunk.done.lock().unwrap_or_else(PoisonError::into_inner);
@@ -154,7 +157,7 @@ impl Spool {
         (0..self.chunks.len()).filter(|&number| is_stale(&self.chunks[number])).collect()
     }
 
-    /// For each block what was made of its chunks.
+    /// Names of the stored chunks, by block.
     pub(super) fn names(&self) -> Vec<Vec<ChunkHash>> {
         let name = |chunk: &Chunk| {
             let done = chunk.done.lock().unwrap_or_else(PoisonError::into_inner);
@@ -169,12 +172,12 @@ impl Spool {
 
     fn block_of(&self, number: Number) -> (&SpoolBlock, u64) {
         let index = self.blocks.partition_point(|block| block.first <= number) - 1;
-        // Blocks without pages have no chunks, and the same first one as the next.
+        // Blocks without pages have no chunks, and the same first chunk as the next block.
         let block = &self.blocks[index];
         (block, (number - block.first) as u64 * CHUNK_BYTES)
     }
 
-    /// Counts pages that are kept now.
+    /// Counts pages that were written.
     fn note(
         &self,
         block: &SpoolBlock,
@@ -236,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_is_complete_once_and_stale_when_a_page_comes_again() {
+    fn a_chunk_is_complete_once_and_stale_when_a_page_arrives_again() {
         let spool = spool();
         let mut complete = Vec::new();
         let a = BlockIndex(1);
@@ -254,7 +257,7 @@ mod tests {
         assert_eq!(finish(&spool, 1), crate::checksum::hash_chunk(&[1; PAGE]));
         assert_eq!(finish(&spool, 2), ChunkHash::Zero);
         assert!(spool.stale().is_empty());
-        // It becomes zero again.
+        // The page becomes zero again.
         spool.zero(a, CHUNK_BYTES, &mut |_| panic!("complete already")).unwrap();
         assert_eq!(spool.stale(), [1]);
         assert_eq!(finish(&spool, 1), ChunkHash::Zero);
@@ -263,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_comes_while_its_chunk_is_read_makes_it_stale() {
+    fn a_page_that_arrives_while_its_chunk_is_read_makes_it_stale() {
         let spool = spool();
         let b = BlockIndex(2);
         spool.write(b, 0, &[3; CHUNK_BYTES as usize], &mut |_| {}).unwrap();

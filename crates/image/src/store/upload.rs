@@ -1,6 +1,6 @@
-//! Sending chunks: each once, unless the store has it, and several at the same time.
+//! Sends chunks: each once, unless the store has it, and several concurrently.
 //!
-//! Hashing and compressing is done by whoever brings a chunk; its thread then waits only if too many requests are under way.
+//! Hashing and compression run in the calling thread, which only waits if too many requests are in flight.
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
@@ -22,12 +22,13 @@ use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 
-/// Chunks of the store that are remembered, 32 bytes each; of others the store is asked one by one.
+/// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
+/// one.
 const KNOWN_MAX: usize = 4 << 20;
-/// Threads that hash and compress.
+/// Maximum number of threads that hash and compress.
 const THREADS_MAX: usize = 8;
 
-/// An image on its way into a store.
+/// An image that is being uploaded.
 #[derive(Debug)]
 pub(super) struct Upload {
     store: Arc<Store>,
@@ -37,14 +38,15 @@ pub(super) struct Upload {
     shared: Arc<Shared>,
     tally: Counters,
     known: Mutex<Known>,
-    /// Of a store in a directory: its threads are few, and what is queued for them cannot be cancelled.
+    /// Limits requests to a store in a directory: it has few threads, and requests queued for them cannot be
+    /// cancelled.
     slots: Option<Arc<Semaphore>>,
-    /// Requests that have not begun are given up.
+    /// Requests that have not started are dropped.
     given_up: Arc<AtomicBool>,
     lease: Lease,
 }
 
-/// Before the lease goes, whose removal would wait for all that is queued.
+/// Set before the lease is dropped, whose removal would wait for all queued requests.
 impl Drop for Upload {
     fn drop(&mut self) {
         self.given_up.store(true, Ordering::Relaxed);
@@ -53,13 +55,13 @@ impl Drop for Upload {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The second says that they were seen in the store or are sent now.
+    /// Chunks that are in the store or being sent.
     names: HashMap<[u8; 32], ()>,
-    /// The store has more than are remembered.
+    /// The store has more chunks than are remembered.
     is_partial: bool,
 }
 
-/// What requests under way and those who wait for them have in common.
+/// Requests in flight, shared with the threads that wait for them.
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
@@ -82,11 +84,11 @@ struct Counters {
 }
 
 impl Upload {
-    /// Asks the store for what it has. After this, what can be refused has been.
+    /// Creates the lease and lists the store. All checks that may refuse the upload are done here.
     pub(super) fn begin(image: &Location, existing: Existing, cancel: Cancel) -> Result<Self> {
         if !image.scheme().is_writable() {
             let text = format!(
-                "{image}: http:// and https:// are only read: store it at s3://, gs://, az:// or store:"
+                "{image}: http:// and https:// are read-only: store it at s3://, gs://, az:// or store:"
             );
             return Err(Error::Location { text });
         }
@@ -94,7 +96,7 @@ impl Upload {
         Self::begin_in(store, image.to_string(), images::key(image)?, existing)
     }
 
-    /// As [`Self::begin`], in a store that is open.
+    /// As [`Self::begin`], in an open store.
     pub(super) fn begin_in(
         store: Arc<Store>,
         image: String,
@@ -107,7 +109,7 @@ impl Upload {
         let lease = Lease::upload(&store, &key)?;
         let mut known = Known::default();
         store.list(chunk::DIRECTORY, &mut |object| {
-            // An empty object is a crash's remainder in a directory.
+            // A crash may leave an empty object in a directory.
             match chunk::name(&store.key(&object)).filter(|_| object.size > 0) {
                 Some(_) if known.names.len() >= KNOWN_MAX => known.is_partial = true,
                 Some(name) => drop(known.names.insert(name, ())),
@@ -120,12 +122,12 @@ impl Upload {
         Ok(Self { store, image, key, existing, shared, tally, known, slots, given_up, lease })
     }
 
-    /// The image, for people.
+    /// Name of the image, for messages.
     pub(super) fn image(&self) -> &str {
         &self.image
     }
 
-    /// What was done so far.
+    /// Statistics of the upload so far.
     pub(super) fn tally(&self) -> Uploaded {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Uploaded {
@@ -137,7 +139,7 @@ impl Upload {
         }
     }
 
-    /// Sees to it that this chunk (`None`: zeros) will be in the store; says how it is called.
+    /// Sends a chunk (`None`: zeros) unless the store has it, and returns its name.
     pub(super) fn bring(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
         let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
         let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
@@ -173,12 +175,12 @@ impl Upload {
         Ok(hash)
     }
 
-    /// Brings bytes that are not memory, in chunks.
+    /// Stores other bytes than memory, in chunks.
     pub(super) fn bring_all(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
         bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.bring(Some(bytes))).collect()
     }
 
-    /// Waits until everything that was brought is in the store.
+    /// Waits until all chunks are in the store.
     pub(super) fn settle(&self) -> Result<()> {
         let mut state = self.shared.lock();
         while state.under_way > 0 && state.failed.is_none() {
@@ -186,20 +188,20 @@ impl Upload {
             state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
         }
         match state.failed.take() {
-            // Without a lease nothing is sent any more, which is the reason then.
+            // Without a lease no request is sent, so its loss is the reason.
             Some(error) => self.lease.hold().check().and(Err(error)),
             None => Ok(()),
         }
     }
 
-    /// Makes the image visible. Everything that `index` names is in the store.
+    /// Publishes the image. All chunks that `index` references are in the store.
     pub(super) fn publish(&self, index: &Index) -> Result<()> {
         let bytes = index.encode();
         let bytes = bytes.map_err(|why| Error::Index { image: self.image.clone(), why })?.into();
         images::publish(&self.store, &self.lease, &self.key, &bytes, self.existing)
     }
 
-    /// Whether the chunk is in the store, or on its way there; if not, it is the caller's now.
+    /// Returns true if the chunk is in the store or being sent; else the caller must send it.
     fn is_known(&self, name: [u8; 32]) -> Result<bool> {
         let is_partial = {
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
@@ -211,7 +213,7 @@ impl Upload {
         Ok(is_partial && self.store.find(&chunk::key(&name))?.is_some())
     }
 
-    /// Waits until one more request may be made.
+    /// Waits until another request may be sent.
     fn take_turn(&self) -> Result<()> {
         let mut state = self.shared.lock();
         while state.under_way >= REQUESTS_MAX && state.failed.is_none() {
@@ -220,7 +222,7 @@ impl Upload {
         }
         self.store.check_cancelled()?;
         if let Some(error) = state.failed.take() {
-            // Others are to see it too.
+            // Other threads must fail too.
             state.failed = Some(Error::Cancelled);
             return Err(error);
         }
@@ -235,15 +237,16 @@ impl Shared {
     }
 }
 
-/// How many threads hash and compress.
+/// Number of threads that hash and compress.
 pub(super) fn threads() -> usize {
     thread::available_parallelism().map_or(1, NonZeroUsize::get).min(THREADS_MAX)
 }
 
-/// Stores an image that is a file: straight from its mapping. `progress` is told of bytes of memory done.
+/// Stores an image file directly from its mapping. `progress` receives the bytes of each chunk.
 ///
 /// # Errors
-/// The store or the image; nothing is visible then, and the chunks that were sent are found again by the next try.
+/// The store or the image failed. Nothing is visible then, and the next attempt finds the chunks that were
+/// sent.
 pub fn store_image(
     image: &Image,
     to: &Location,
@@ -275,8 +278,8 @@ pub fn store_image(
     };
     let done = thread::scope(|scope| {
         let workers: Vec<_> = (0..threads()).map(|_| scope.spawn(worker)).collect();
-        let joined = workers.into_iter().map(|worker| worker.join().expect("sending does not panic"));
-        // The first error is the reason; those of others may only say that they ended too.
+        let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
+        // The first error is the reason; later ones may only report cancellation.
         let results: Vec<Result<Vec<_>>> = joined.collect();
         first_reason(results)
     })?;
@@ -304,7 +307,7 @@ pub fn store_image(
     Ok((image.loaded_by_qemu(), upload.tally()))
 }
 
-/// All values, or the error that says most.
+/// All values, or the first error that is not a cancellation.
 pub(super) fn first_reason<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let (mut values, mut reason) = (Vec::new(), None);
     for result in results {

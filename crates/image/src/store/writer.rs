@@ -1,13 +1,14 @@
-//! Storing a guest that arrives: a [`Sink`] that becomes chunks and an index.
+//! Stores an incoming guest: a [`Sink`] that becomes chunks and an index.
 //!
 //! ```text
-//!   pages ──► spool ──► a chunk has all its pages ──► hash · compress · send      threads of ours, in the background
-//!   commit    chunks that changed since, device state · wait until all are there
+//!   pages ──► spool ──► chunk with all its pages ──► hash · compress · send      worker threads, in the background
+//!   commit    chunks that changed since then, device state · wait until all are stored
 //!   publish   the index
 //! ```
 //!
-//! The source, which hears of success only after [`Sink::publish`], keeps its guest if anything fails. What was sent stays in the
-//! store: the next try does not send it again, and as garbage it can be removed.
+//! The source, which only learns of success after [`Sink::publish`], keeps its guest if anything fails.
+//! Chunks that were sent stay in the store: the next attempt does not send them again, or they are collected
+//! as garbage.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -40,11 +41,11 @@ pub struct StoreWriter {
     queue: Arc<Queue>,
     workers: Mutex<Vec<JoinHandle<Result<()>>>>,
     device_state: Mutex<Option<DeviceState>>,
-    /// Everything that it names is there.
+    /// Index whose chunks are all stored.
     index: Mutex<Option<Index>>,
 }
 
-/// Chunks to be sent.
+/// Queue of chunks to be sent.
 #[derive(Debug, Default)]
 struct Queue {
     waiting: Mutex<Waiting>,
@@ -54,17 +55,17 @@ struct Queue {
 #[derive(Debug, Default)]
 struct Waiting {
     chunks: VecDeque<Number>,
-    /// No more come; workers end with the last.
+    /// No more chunks are added; workers return after the last one.
     is_closed: bool,
-    /// Somebody failed, or nobody wants it any more.
+    /// A worker failed, or the writer was dropped.
     is_given_up: bool,
 }
 
 impl StoreWriter {
-    /// Begins an image, and asks the store what it has.
+    /// Creates the lease of an upload and lists the store.
     ///
     /// # Errors
-    /// The store cannot be reached or refuses; the image exists already and is not to be replaced.
+    /// The store is unreachable or refuses access; the image exists and must not be replaced.
     pub fn create(to: &Location, existing: Existing, origin: Origin, cancel: &Cancel) -> Result<Self> {
         let upload = Arc::new(Upload::begin(to, existing, cancel.clone())?);
         Ok(Self {
@@ -80,7 +81,7 @@ impl StoreWriter {
         })
     }
 
-    /// What was sent so far.
+    /// Statistics of the upload so far.
     pub fn tally(&self) -> Uploaded {
         self.upload.tally()
     }
@@ -90,7 +91,7 @@ impl StoreWriter {
     }
 
     fn spool(&self) -> Result<&Arc<Spool>> {
-        self.spool.get().ok_or_else(|| self.order("pages came before the block list"))
+        self.spool.get().ok_or_else(|| self.order("pages arrived before the block list"))
     }
 
     fn begin(&self, blocks: &[RamBlock]) -> Result<()> {
@@ -113,12 +114,12 @@ impl StoreWriter {
                 }
                 result
             });
-            workers.push(worker.map_err(|why| Error::Host { what: "threads that upload", why })?);
+            workers.push(worker.map_err(|why| Error::Host { what: "upload threads", why })?);
         }
         Ok(())
     }
 
-    /// Waits for the workers' end.
+    /// Joins the workers.
     fn join(&self) -> Result<()> {
         let workers = std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner));
         let results = workers.into_iter().map(|worker| match worker.join() {
@@ -144,7 +145,7 @@ impl StoreWriter {
         self.check()
     }
 
-    /// A store that fails ends the migration when the next pages come, not at its end.
+    /// A failure of the store ends the migration with the next pages, not only at its end.
     fn check(&self) -> Result<()> {
         match self.queue.lock().is_given_up {
             true => Err(self.join().err().unwrap_or(Error::Cancelled)),
@@ -166,16 +167,17 @@ impl StoreWriter {
         let spool = self.spool()?;
         self.queue.close();
         self.join()?;
-        // What came again since it was sent, or in part only. Nothing comes any more.
+        // Chunks that changed after they were sent, or were not complete. No more pages arrive.
         self.queue.reopen(spool.stale());
         self.start_workers(spool)?;
         self.join()?;
         let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let state = state.ok_or_else(|| self.order("no device state came"))?;
+        let state = state.ok_or_else(|| self.order("the stream has no device state"))?;
         let device_state_names = self.upload.bring_all(state.bytes())?;
         self.upload.settle()?;
-        let configuration = self.began.configuration().ok_or_else(|| self.order("no configuration came"))?;
-        let section = self.began.section().ok_or_else(|| self.order("no section began"))?;
+        let configuration =
+            self.began.configuration().ok_or_else(|| self.order("the stream has no configuration"))?;
+        let section = self.began.section().ok_or_else(|| self.order("the stream has no `ram` section"))?;
         let was_running = state.run_state().map(|state| state == "running");
         let index = Index::new(Contents {
             configuration,
@@ -193,14 +195,15 @@ impl StoreWriter {
 
     fn show(&self) -> Result<()> {
         let index = self.index.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.upload.publish(&index.ok_or_else(|| self.order("the image is not complete"))?)
+        self.upload.publish(&index.ok_or_else(|| self.order("the image was not committed"))?)
     }
 }
 
 impl Drop for StoreWriter {
     fn drop(&mut self) {
         self.queue.give_up();
-        // They may hold the upload, whose sign is to go with it; why they failed has been told, or is told by others.
+        // The workers hold references to the upload, whose lease must be removed with it. Their error was
+        // reported, or another one is.
         let _ = self.join();
     }
 }
@@ -222,7 +225,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// With these, which are all.
+    /// Queues the last chunks.
     fn reopen(&self, chunks: Vec<Number>) {
         self.lock().chunks = chunks.into();
         self.changed.notify_all();
@@ -233,7 +236,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// The next chunk; `None` when there are no more.
+    /// The next chunk; `None` after the last one.
     fn next(&self) -> Option<Number> {
         let mut waiting = self.lock();
         loop {
@@ -251,7 +254,7 @@ impl Queue {
     }
 }
 
-/// A worker's life.
+/// Sends queued chunks until the queue is closed.
 fn send_all(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
     let mut buffer = Vec::new();
     while let Some(number) = queue.next() {

@@ -1,20 +1,23 @@
-//! Uploads, readers and collections on one prefix in simulated time, judged by what the owner of its images wants.
+//! Uploads, readers and collections on one prefix in simulated time, checked against the guarantees of
+//! docs/store.md.
 //!
 //! ```text
-//!   Scenario::random(seed) ─► World: actors, one at a time ─► requests ─► the model of a store ─► judge
+//!   Scenario::random(seed) ─► World: actors, one at a time ─► requests ─► model of a store ─► checks
 //! ```
 //!
-//! Real: everything of leases, uploads, index objects, collections and the reader, above `object_store`'s trait. A model: the
-//! store behind that trait ([`model`]), with four kinds of conditional writes, requests that fail, are late or lose their
-//! answer, and the attempts below the trait, which pass the gate as in `connector`. Actors crash and are suspended
-//! for hours. Not here: HTTP, the spool, threads that hash.
+//! Real code: leases, uploads, index objects, collections and the reader, above `object_store`'s trait.
+//! Simulated: the store behind that trait ([`model`]), with four kinds of conditional writes, requests that
+//! fail, are late or lose their response, and retries below the trait, which are checked as in `connector`.
+//! Actors crash and are suspended for hours. Not covered: HTTP, the spool, hashing threads.
 //!
-//! Judged: an index that is in the store names only chunks that are there, at every moment; a reader that has begun reads all of
-//! its image, unless the store saw its lease unrenewed for [`LEASE_AGE_MAX`], and then its error says so; once everybody has ended, one collection
-//! leaves nothing but the images and what they name, and an upload and a read succeed.
+//! Checked: a present index references only present chunks, at all times; a reader that has begun reads its
+//! whole image, unless its lease was not renewed for [`LEASE_AGE_MAX`], and then its error says so; after all
+//! actors have ended, one collection leaves only the images and their chunks, and an upload and a read
+//! succeed.
 //!
-//! No clock, and one thread at a time: a seed replays its run. `TOWLINE_SEEDS=first..last` (or a count) runs others than the first
-//! [`SEEDS`]; `cargo xtask soak store-leases` runs 100,000.
+//! Deterministic: without clocks, and one thread at a time, so a seed replays its run.
+//! `TOWLINE_SEEDS=first..last` (or a count) selects other seeds than the first [`SEEDS`]; `cargo xtask soak
+//! store-leases` runs 100,000.
 
 mod actor;
 mod model;
@@ -34,9 +37,9 @@ use world::{Tally, World};
 use super::LEASE_AGE_MAX;
 use super::fault::Fault;
 
-/// Scenarios of an ordinary run.
+/// Number of scenarios in an ordinary test run.
 const SEEDS: u64 = 600;
-/// Most scenarios in which a fault has to be found.
+/// Maximum number of scenarios to find a bug.
 const SEEDS_OF_FAULT: u64 = 50_000;
 
 fn seeds() -> Range<u64> {
@@ -48,7 +51,7 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// Runs a scenario; what is wrong names the seed, and with `TOWLINE_TRACE` set has every step.
+/// Runs a scenario. A violation names the seed and, if `TOWLINE_TRACE` is set, has all events.
 fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
     let scenario = Scenario::random(seed);
     let world = World::new(&scenario, fault);
@@ -70,7 +73,7 @@ fn every_order_leaves_whole_images_and_no_garbage() {
     }
     writeln!(io::stderr(), "{} seeds: {tally:?}", seeds.end - seeds.start).unwrap();
     if seeds == (0..SEEDS) {
-        // A simulation in which nothing happens finds nothing.
+        // A simulation without events would find nothing.
         for (what, count) in tally.counts() {
             assert!(count > 0, "no {what}");
         }
@@ -85,7 +88,7 @@ fn a_seed_replays_its_run() {
     }
 }
 
-/// Each fault, and the first seed that finds it, so that the ordinary tests need not look for it.
+/// Each bug and a seed that detects it, so that the ordinary tests need not search for it.
 const FAULTS: &[(Fault, u64)] = &[
     (Fault::SharedCollection, 1804),
     (Fault::GapHeals, 1253),
@@ -107,16 +110,16 @@ fn each_fault_that_is_put_back_is_found() {
         let found = run_seed(*seed, Some(*fault));
         assert!(
             found.is_err(),
-            "{fault:?} passes with seed {seed}: give the next one that find_faults prints"
+            "{fault:?} passes with seed {seed}: use one that every_fault_has_seeds_that_find_it prints"
         );
-        assert!(run_seed(*seed, None).is_ok(), "seed {seed} fails without {fault:?}, too");
+        assert!(run_seed(*seed, None).is_ok(), "seed {seed} also fails without {fault:?}");
     }
 }
 
-/// The first seeds that find each fault: for the table above, and in the soak.
+/// Searches the first seed that detects each bug: for the table above, and in the soak test.
 #[test]
 fn every_fault_has_seeds_that_find_it() {
-    // `all`, or the names of some.
+    // `all`, or names of bugs.
     let Ok(wanted) = std::env::var("TOWLINE_FIND_FAULTS") else { return };
     let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
     let mut first = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! What a seed makes: who does what, when, and what goes wrong.
+//! Scenarios derived from seeds: the actors' tasks, their start times, and the rates of failures.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::model::Conditions;
 use super::roles::{self, Part};
 use super::world::{Tally, World};
 
-/// All that can be put back.
+/// All bugs that can be enabled.
 pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::SharedCollection,
     Fault::GapHeals,
@@ -26,31 +26,31 @@ pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::LateRemovalIgnored,
 ];
 
-/// Long enough that everything that is left of others is old.
+/// Time after which all leases of ended actors have expired.
 const LATER: Duration = Duration::from_secs(4 * 3600);
 
-/// How often things go wrong.
+/// Rates of failures.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Chaos {
-    /// Requests that do not arrive, that are late, and whose answer is lost: each.
+    /// Rate of lost requests, of late requests, and of lost responses, each.
     pub(super) failing: f64,
-    /// Requests that take up to minutes.
+    /// Rate of requests that take up to minutes.
     pub(super) slow: f64,
-    /// Actors that are suspended.
+    /// Rate of suspended actors.
     pub(super) suspensions: f64,
-    /// Others that are suspended behind a request, for less than loses a lease.
+    /// Rate of other actors that are suspended between requests, too briefly to lose a lease.
     pub(super) pauses: f64,
-    /// Actors that crash.
+    /// Rate of actors that crash.
     pub(super) crashes: f64,
 }
 
 impl Chaos {
-    /// Nothing goes wrong.
+    /// No failures.
     pub(super) const CALM: Self =
         Self { failing: 0.0, slow: 0.0, suspensions: 0.0, pauses: 0.0, crashes: 0.0 };
 }
 
-/// One run.
+/// A scenario.
 #[derive(Debug)]
 pub(super) struct Scenario {
     pub(super) seed: u64,
@@ -78,7 +78,7 @@ impl Scenario {
         match rng.u8(..3) {
             0 => {}
             1 => starts.sort_by(f64::total_cmp),
-            // Whoever is suspended in time is taken for dead by the others.
+            // Actors suspended for this time are considered dead by the others.
             _ => starts.iter_mut().skip(1).for_each(|start| *start = 3600.0 + 9000.0 * rng.f64()),
         }
         let parts = starts.into_iter().map(Duration::from_secs_f64).zip(parts).collect();
@@ -86,7 +86,7 @@ impl Scenario {
     }
 }
 
-/// Runs it: two images and some garbage are made, everybody does their part, and then nobody is left.
+/// Runs a scenario: creates two images and some garbage, runs all tasks, and checks the remaining objects.
 pub(super) fn run(scenario: &Scenario, world: &World) -> Result<Tally, String> {
     let at_once = Duration::ZERO;
     world.run(vec![(at_once, Box::new(roles::set_up))], Chaos::CALM)?;
@@ -100,7 +100,7 @@ pub(super) fn run(scenario: &Scenario, world: &World) -> Result<Tally, String> {
             && !chunk::name(key).is_some_and(|name| named.contains(&name))
     });
     match left {
-        Some(left) => Err(format!("{left} is left for ever")),
+        Some(left) => Err(format!("{left} is never collected")),
         None => Ok(tally),
     }
 }

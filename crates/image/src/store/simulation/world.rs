@@ -1,4 +1,4 @@
-//! Time, turns and the store's objects.
+//! Simulated time, scheduling of actors, and the store's objects.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -23,26 +23,28 @@ use super::model::{self, Conditions, Model, Reply, Request, Stored};
 use super::scenario::{Chaos, Scenario};
 use crate::index::Index;
 
-/// Where an answer is put.
+/// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
 type Answered = object_store::Result<Reply>;
-/// What a participant does.
+/// Behaviour of a participant.
 pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
 
-/// How long a client waits for an answer, all attempts together.
+/// Timeout of a client's request, all attempts together.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Longest time that a request whose client has given up is on its way: docs/store.md says why it is not longer.
+/// Maximum time for which a request is in flight after its client's timeout; see docs/store.md for the
+/// reason.
 const LATE_MAX_S: f64 = 1200.0;
-/// How often such a request is late that publishes or removes.
+/// Probability that a request that publishes or removes is late.
 const LATE_DECISIVE: f64 = 0.3;
-/// Most requests behind which an actor is suspended: as many as a collection sends until it removes something.
+/// Maximum number of requests before a planned suspension: as many as a collection sends before it removes an
+/// object.
 const PAUSED_BEHIND_MAX: usize = 16;
-/// Longest scenario; nobody does anything for so long.
+/// Maximum length of a scenario.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
-/// The prefix.
+/// Prefix of the simulated images.
 pub(super) const PREFIX: &str = "s3://model/vm";
 
-/// What happened in a scenario.
+/// Events counted in a scenario.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub(super) published: u64,
@@ -60,7 +62,7 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Every count with what it is of.
+    /// All counters with their names.
     pub(super) fn counts(self) -> [(&'static str, u64); 12] {
         [
             ("images published", self.published),
@@ -96,7 +98,7 @@ impl AddAssign for Tally {
     }
 }
 
-/// Everything. A clone is the same.
+/// The simulated world. Clones share it.
 #[derive(Clone)]
 pub(super) struct World(Arc<Mutex<State>>);
 
@@ -115,7 +117,7 @@ struct State {
     events: BTreeMap<(Duration, u64), Event>,
     sequence: u64,
     objects: BTreeMap<String, Stored>,
-    /// What each index that is there names.
+    /// Chunks that each present index references.
     names: BTreeMap<String, HashSet<[u8; 32]>>,
     actors: Vec<ActorState>,
     violation: Option<String>,
@@ -123,7 +125,7 @@ struct State {
     trace: Option<String>,
 }
 
-/// Where a turn is given back, and where the next one comes from.
+/// Channel on which a turn is returned, and the one on which the next one is received.
 type Parking = (Sender<()>, Arc<Mutex<Receiver<()>>>);
 
 #[derive(Default)]
@@ -134,9 +136,9 @@ struct ActorState {
     is_dead: bool,
     suspended_until: Duration,
     suspended: Duration,
-    /// Requests that it is still to send before it is suspended, and for how long.
+    /// Number of requests until a planned suspension, and its duration.
     suspended_behind: Option<(usize, Duration)>,
-    /// When the store saw a lease of a reader of this actor renewed.
+    /// Time at which the store received the last renewal of this actor's lease as a reader.
     lease_renewed: Option<Duration>,
     lease_expired: bool,
 }
@@ -173,7 +175,7 @@ impl World {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The prefix, opened by a participant's process.
+    /// Opens the prefix for a participant's process.
     pub(super) fn store(&self, actor: &Actor) -> Arc<Store> {
         let location: Location = PREFIX.parse().unwrap();
         let gate = Gate::default();
@@ -186,7 +188,7 @@ impl World {
         self.lock().fault
     }
 
-    /// Whether the store is reached over a network.
+    /// Returns true if the store is reached over a network.
     pub(super) fn is_remote(&self) -> bool {
         self.lock().conditions != Conditions::Create
     }
@@ -195,7 +197,7 @@ impl World {
         self.lock().trace.clone().unwrap_or_default()
     }
 
-    /// Something that happened to an actor, for people who follow a seed.
+    /// Adds an event of an actor to the trace.
     pub(super) fn note(&self, actor: usize, what: impl FnOnce() -> String) {
         self.lock().note(|| format!("actor {actor}: {}", what()));
     }
@@ -220,19 +222,20 @@ impl World {
         }
     }
 
-    /// Whether the store saw a lease of this actor's reader unrenewed for so long that it counts as dead.
+    /// Returns true if the lease of this actor as a reader was once not renewed for so long that its owner is
+    /// considered dead.
     pub(super) fn lease_expired(&self, actor: usize) -> bool {
         let state = self.lock();
         let found = &state.actors[actor];
         found.lease_expired || found.lease_renewed.is_none_or(|renewed| is_expired(renewed, state.now))
     }
 
-    /// All keys of the store.
+    /// Keys of all objects.
     pub(super) fn keys(&self) -> Vec<String> {
         self.lock().objects.keys().cloned().collect()
     }
 
-    /// The chunks that the images name.
+    /// Chunks that the images reference.
     pub(super) fn named(&self) -> HashSet<[u8; 32]> {
         self.lock().names.values().flatten().copied().collect()
     }
@@ -244,7 +247,7 @@ impl World {
         slot
     }
 
-    /// How long a client needs before its request is on its way.
+    /// Delay of a client before a request is sent.
     pub(super) fn delay_before(&self) -> Duration {
         let mut state = self.lock();
         let slow = state.chaos.slow;
@@ -257,11 +260,11 @@ impl World {
         state.count_request(actor);
         let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
         let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
-        // What matters most is late most often, or hardly any would get so far.
+        // Decisive requests are late more often than others, which would rarely happen otherwise.
         let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE } else { failing };
         let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
         if fate < failing {
-            // It does not arrive.
+            // The request is lost.
             state.add(now + PATIENCE, failure);
         } else if fate < failing + late {
             let late =
@@ -277,17 +280,17 @@ impl World {
         slot
     }
 
-    /// Gives the turn back until something happens to the actor.
+    /// Yields until an event concerns the actor.
     pub(super) fn park(&self, actor: usize) {
         let parked = self.lock().actors[actor].parked.clone();
         if let Some((parked, turn)) = parked {
-            // Without a world there is nobody to wait for.
+            // The world has ended if the other end is closed.
             let _ = parked.send(());
             let _ = turn.lock().unwrap_or_else(PoisonError::into_inner).recv();
         }
     }
 
-    /// Lets these actors do what they do, each from its moment on, until all have ended and all requests have arrived.
+    /// Runs these actors, each from its start time, until all have ended and no request is in flight.
     pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<Tally, String> {
         let first = self.lock().actors.len();
         let (parked, back) = channel();
@@ -324,7 +327,7 @@ impl World {
         state.violation.clone().map_or(Ok(state.tally), Err)
     }
 
-    /// One event; `false` when there is nothing left to do.
+    /// Handles one event. Returns false if there is nothing left to do.
     fn step(&self, back: &Receiver<()>) -> bool {
         let mut state = self.lock();
         let all_done = state.actors.iter().all(|actor| actor.is_done);
@@ -332,7 +335,7 @@ impl World {
             if all_done {
                 return false;
             }
-            state.violation.get_or_insert_with(|| "an actor does not come to its end".into());
+            state.violation.get_or_insert_with(|| "an actor does not end".into());
             state.actors.iter_mut().for_each(|actor| actor.is_dead = true);
             let next = state.actors.iter().position(|actor| !actor.is_done);
             drop(state);
@@ -341,7 +344,7 @@ impl World {
         }
         let Some(((at, _), event)) = state.events.pop_first() else {
             if !all_done {
-                state.fail("everybody waits and nothing comes".into());
+                state.fail("deadlock: all actors wait and there are no events".into());
             }
             return !all_done;
         };
@@ -359,13 +362,13 @@ impl World {
         if let Some(turn) = turn
             && turn.send(()).is_ok()
         {
-            back.recv().expect("every actor comes back");
+            back.recv().expect("every actor yields");
         }
     }
 }
 
 fn is_expired(renewed: Duration, now: Duration) -> bool {
-    // The store's times are whole seconds.
+    // The store's times are in whole seconds.
     now.saturating_sub(renewed) + Duration::from_secs(2) >= LEASE_AGE_MAX
 }
 
@@ -387,12 +390,12 @@ impl State {
         self.violation.get_or_insert(why);
     }
 
-    /// From `least` to `most` seconds, every magnitude as likely.
+    /// A logarithmically distributed delay between `least` and `most` seconds.
     fn delay(&mut self, least: f64, most: f64) -> Duration {
         Duration::from_secs_f64(least * (most / least).powf(self.rng.f64()))
     }
 
-    /// What will happen to an actor that begins at `start`.
+    /// Plans suspensions and a crash of an actor that begins at `start`.
     fn plan(&mut self, actor: usize, start: Duration) {
         let chaos = self.chaos;
         if self.rng.f64() < chaos.suspensions {
@@ -402,7 +405,7 @@ impl State {
                 self.add(at, Event::Suspend { actor, time: Duration::from_secs(60 * minutes) });
             }
         } else if self.rng.f64() < chaos.pauses {
-            // Between two steps that follow each other at once, where a moment at random hardly ever is.
+            // Between two consecutive requests, which a random time would hardly ever hit.
             let minutes = [1, 5, 15, 28][self.rng.usize(..4)];
             let requests = self.rng.usize(1..=PAUSED_BEHIND_MAX);
             self.actors[actor].suspended_behind = Some((requests, Duration::from_secs(60 * minutes)));
@@ -413,7 +416,7 @@ impl State {
         }
     }
 
-    /// Suspends an actor that has sent as many requests as were planned.
+    /// Suspends an actor after the planned number of requests.
     fn count_request(&mut self, actor: usize) {
         let Some((left, time)) = &mut self.actors[actor].suspended_behind else { return };
         *left -= 1;
@@ -425,7 +428,7 @@ impl State {
         }
     }
 
-    /// Lets an event happen; gives the actor that has something to do then.
+    /// Handles an event; returns the actor to resume.
     fn happen(&mut self, at: Duration, event: Event) -> Option<usize> {
         let whose = match &event {
             Event::Start(actor) | Event::Answer { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
@@ -473,7 +476,7 @@ impl State {
                 self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&answer, is_lost)));
                 if !is_lost {
                     let back = self.delay(0.002, 1.0);
-                    // An answer may be lost, too.
+                    // A response may be lost too.
                     let is_unheard = request.is_write() && self.rng.f64() < self.chaos.failing;
                     let answer = if is_unheard { Err(model::failed()) } else { answer };
                     let at = self.now + if is_unheard { PATIENCE } else { back };
@@ -497,7 +500,7 @@ impl State {
                     self.actors[actor].lease_expired |= expired;
                 }
                 if key.ends_with(SUFFIX) {
-                    let index = Index::parse(bytes).expect("the real code made it");
+                    let index = Index::parse(bytes).expect("it was encoded by the real code");
                     self.names.insert(key.clone(), index.all_names().collect());
                     self.check(key);
                 }
@@ -534,7 +537,7 @@ impl State {
         }
     }
 
-    /// Every index names only what is there.
+    /// Checks that every index references only present chunks.
     fn check(&mut self, cause: &str) {
         let chunk = |name: &[u8; 32]| format!("vm/{}", chunk::key(name));
         let missing = self.names.iter().find_map(|(index, names)| {
@@ -546,7 +549,7 @@ impl State {
 }
 
 impl Request {
-    /// What publishes an image, or removes what one may need.
+    /// Returns true if the request publishes an image or removes chunks.
     fn is_decisive(&self) -> bool {
         match self {
             Self::Put { key, .. } => key.ends_with(SUFFIX),
