@@ -24,7 +24,7 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
 
-const TURNS: usize = 11;
+const ROUNDS: usize = 11;
 const BLOCK: BlockIndex = BlockIndex(0);
 
 /// Returns true if the page of this number has content.
@@ -46,7 +46,7 @@ fn main() -> Result<()> {
         println!("{name}, {mib} MiB:");
         pair("  verified / hashes of the file", &|| verified(&path), &|| by_file(&path))?;
         pair("  pread / mapped, hashed", &|| hashed_by_pread(&path), &|| by_file(&path))?;
-        pair("  pread / mapped, sent", &|| sent(&path, Way::Pread), &|| sent(&path, Way::Mapped))?;
+        pair("  pread / mapped, sent", &|| sent(&path, Method::Pread), &|| sent(&path, Method::Mapped))?;
         std::fs::remove_file(&path)?;
         std::fs::remove_file(directory.path().join("image.manifest.json"))?;
     }
@@ -64,7 +64,7 @@ fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<
     second()?;
     let mut ratios = Vec::new();
     let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..TURNS {
+    for _ in 0..ROUNDS {
         let (one, other) = (timed(first)?, timed(second)?);
         ratios.push(one.as_secs_f64() / other.as_secs_f64());
         times[0].push(one);
@@ -74,11 +74,11 @@ fn pair(name: &str, first: &dyn Fn() -> Result<()>, second: &dyn Fn() -> Result<
     times.iter_mut().for_each(|times| times.sort());
     println!(
         "{name:<34} {:.2} ({:.2} to {:.2}); medians {:?} and {:?}",
-        ratios[TURNS / 2],
+        ratios[ROUNDS / 2],
         ratios[0],
-        ratios[TURNS - 1],
-        times[0][TURNS / 2],
-        times[1][TURNS / 2]
+        ratios[ROUNDS - 1],
+        times[0][ROUNDS / 2],
+        times[1][ROUNDS / 2]
     );
     Ok(())
 }
@@ -154,13 +154,13 @@ fn read(image: &Image, page: PageRef, buffer: &mut [u8]) -> Result<()> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum Method {
     Pread,
     Mapped,
 }
 
 /// Sends all content over a Unix socket.
-fn sent(path: &Path, way: Way) -> Result<()> {
+fn sent(path: &Path, way: Method) -> Result<()> {
     let image = Image::open(path)?;
     let (mut out, mut into) = UnixStream::pair()?;
     std::thread::scope(|scope| {
@@ -171,11 +171,11 @@ fn sent(path: &Path, way: Way) -> Result<()> {
         });
         let mut buffer = vec![0; CHUNK_BYTES as usize];
         let sent = chunks(&image, |page, length| match way {
-            Way::Pread => {
+            Method::Pread => {
                 read(&image, page, &mut buffer[..length as usize])?;
                 Ok(out.write_all(&buffer[..length as usize])?)
             }
-            Way::Mapped => {
+            Method::Mapped => {
                 image.prepare(page, length)?;
                 Ok(out.write_all(image.immutable(page, length).ok_or("an image does not change")?)?)
             }

@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 
 use towline_protocol::{PageRef, RamBlock};
 
-use crate::beside::pending_path;
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::layer::Layer;
 use crate::manifest::{Base, Block, base_of, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
 /// Maximum number of files of a chain: each costs descriptors, mappings and checks at every restore.
@@ -33,7 +33,7 @@ pub(crate) struct Chain {
     /// The image itself first, the whole image last.
     layers: Vec<Layer>,
     /// Index of the layer of each chunk, by block; empty for a single layer.
-    places: Vec<Vec<u8>>,
+    layer_indexes: Vec<Vec<u8>>,
 }
 
 impl Chain {
@@ -47,11 +47,11 @@ impl Chain {
             }
             layers.push(next);
         }
-        let places = match layers.len() {
+        let layer_indexes = match layers.len() {
             1 => Vec::new(),
-            _ => (0..layers[0].blocks.len()).map(|block| places(&layers, block)).collect(),
+            _ => (0..layers[0].blocks.len()).map(|block| layer_indexes(&layers, block)).collect(),
         };
-        Ok(Self { layers, places })
+        Ok(Self { layers, layer_indexes })
     }
 
     /// Checks that no file was truncated since it was opened.
@@ -71,22 +71,22 @@ impl Chain {
 
     /// The layer that stores the chunk of this page.
     pub(crate) fn layer_of(&self, page: PageRef) -> &Layer {
-        let place = self.places.get(page.block.index());
-        let place = place.map_or(0, |places| places[(page.offset / CHUNK_BYTES) as usize]);
-        &self.layers[usize::from(place)]
+        let indexes = self.layer_indexes.get(page.block.index());
+        let index = indexes.map_or(0, |indexes| indexes[(page.offset / CHUNK_BYTES) as usize]);
+        &self.layers[usize::from(index)]
     }
 
     /// Number of chunks that are read from this layer; chunks of zeros are not read.
     pub(crate) fn chunks_in(&self, layer: usize) -> usize {
         let manifest = self.top().manifest.as_ref();
         let blocks = manifest.map(crate::Manifest::blocks).unwrap_or_default();
-        let is_here = |block: usize, chunk: usize| match self.places.get(block) {
-            Some(places) => usize::from(places[chunk]) == layer,
+        let is_in_layer = |block: usize, chunk: usize| match self.layer_indexes.get(block) {
+            Some(indexes) => usize::from(indexes[chunk]) == layer,
             None => layer == 0,
         };
         let in_block = |(index, block): (usize, &Block)| {
             let chunks = block.chunks.iter().enumerate();
-            chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_here(index, *chunk)).count()
+            chunks.filter(|(chunk, hash)| **hash != ChunkHash::Zero && is_in_layer(index, *chunk)).count()
         };
         blocks.iter().enumerate().map(in_block).sum()
     }
@@ -112,7 +112,7 @@ pub(crate) fn check_blocks(path: &Path, blocks: &[RamBlock], base: &Layer) -> Re
 
 fn next_layer(layer: &Layer) -> Result<Option<Layer>> {
     let Some(base) = layer.base() else { return Ok(None) };
-    let path = place_of(&layer.path, base);
+    let path = resolve_base(&layer.path, base);
     let next = Layer::open(&path).map_err(|source| Error::BaseUnusable {
         path: layer.path.clone(),
         base: path.clone(),
@@ -148,8 +148,8 @@ pub fn base_paths(image: &Path) -> Vec<PathBuf> {
         };
         read += 1;
         // Both manifests are read, whichever of them belongs to the image.
-        for manifest in [sidecar_path(&last), pending_path(&last)] {
-            let base = base_of(&manifest).map(|base| place_of(&last, &base));
+        for manifest in [sidecar_path(&last), staged_path(&last)] {
+            let base = base_of(&manifest).map(|base| resolve_base(&last, &base));
             paths.extend(base.filter(|base| !paths.contains(base)));
         }
     }
@@ -157,7 +157,7 @@ pub fn base_paths(image: &Path) -> Vec<PathBuf> {
 }
 
 /// Path of a base: as recorded in the image, or, if that does not exist, beside the image.
-pub(crate) fn place_of(image: &Path, base: &Base) -> PathBuf {
+pub(crate) fn resolve_base(image: &Path, base: &Base) -> PathBuf {
     let path = Path::new(&base.path);
     let directory = image.parent().unwrap_or(Path::new(""));
     match path.file_name() {
@@ -167,10 +167,10 @@ pub(crate) fn place_of(image: &Path, base: &Base) -> PathBuf {
 }
 
 /// Index of the layer of each chunk of a block.
-fn places(layers: &[Layer], block: usize) -> Vec<u8> {
+fn layer_indexes(layers: &[Layer], block: usize) -> Vec<u8> {
     let manifests = layers.iter().filter_map(|layer| layer.manifest.as_ref());
     let lists: Vec<&[ChunkHash]> = manifests.map(|manifest| &manifest.blocks()[block].chunks[..]).collect();
-    let place = |chunk: usize| {
+    let index = |chunk: usize| {
         if lists[0][chunk] == ChunkHash::Zero {
             // A hole of the image itself.
             return 0;
@@ -178,5 +178,5 @@ fn places(layers: &[Layer], block: usize) -> Vec<u8> {
         let stored = lists.windows(2).position(|lists| lists[0][chunk] != lists[1][chunk]);
         u8::try_from(stored.unwrap_or(layers.len() - 1)).expect("bounded by LAYERS_MAX")
     };
-    (0..lists.first().map_or(0, |hashes| hashes.len())).map(place).collect()
+    (0..lists.first().map_or(0, |hashes| hashes.len())).map(index).collect()
 }

@@ -7,9 +7,9 @@ use std::ops::Range;
 use crate::checksum::{ChunkHash, hash_chunk, is_zero};
 
 /// Bytes hashed at once where content and zeros alternate: BLAKE3's full width, and small enough for a cache.
-const PIECE_BYTES: usize = 64 << 10;
+const BUFFER_BYTES: usize = 64 << 10;
 
-static ZEROS: [u8; PIECE_BYTES] = [0; PIECE_BYTES];
+static ZEROS: [u8; BUFFER_BYTES] = [0; BUFFER_BYTES];
 
 /// A run of pages that all have content or are all zero, as a byte range. Runs are contiguous; the first
 /// begins at 0.
@@ -38,31 +38,31 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
         return ChunkHash::Zero;
     }
     let mut hasher = blake3::Hasher::new();
-    let (mut at, mut first, mut piece) = (0, 0, vec![0; PIECE_BYTES]);
+    let (mut at, mut first, mut buffer) = (0, 0, vec![0; BUFFER_BYTES]);
     while at < bytes.len() {
         while runs[first].range.end <= at {
             first += 1;
         }
         let run = &runs[first];
-        let end = (at + PIECE_BYTES).min(bytes.len());
+        let end = (at + BUFFER_BYTES).min(bytes.len());
         if run.range.end < end {
-            let piece = &mut piece[..end - at];
-            gather(bytes, &runs[first..], at..end, piece);
-            hasher.update(piece);
+            let buffer = &mut buffer[..end - at];
+            gather(bytes, &runs[first..], at..end, buffer);
+            hasher.update(buffer);
             at = end;
             continue;
         }
         // Hash as many whole buffers of one run as there are.
         let whole = match run.range.end == bytes.len() {
             true => bytes.len(),
-            false => at + (run.range.end - at) / PIECE_BYTES * PIECE_BYTES,
+            false => at + (run.range.end - at) / BUFFER_BYTES * BUFFER_BYTES,
         };
         match run.has_content {
             true => {
                 hasher.update(&bytes[at..whole]);
             }
-            false => (at..whole).step_by(PIECE_BYTES).for_each(|at| {
-                hasher.update(&ZEROS[..PIECE_BYTES.min(whole - at)]);
+            false => (at..whole).step_by(BUFFER_BYTES).for_each(|at| {
+                hasher.update(&ZEROS[..BUFFER_BYTES.min(whole - at)]);
             }),
         }
         at = whole;
@@ -74,10 +74,10 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
 fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
     for run in runs.iter().take_while(|run| run.range.start < range.end) {
         let part = run.range.start.max(range.start)..run.range.end.min(range.end);
-        let room = &mut into[part.start - range.start..part.end - range.start];
+        let target = &mut into[part.start - range.start..part.end - range.start];
         match run.has_content {
-            true => room.copy_from_slice(&bytes[part]),
-            false => room.fill(0),
+            true => target.copy_from_slice(&bytes[part]),
+            false => target.fill(0),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Flipped bits in an image or its sidecars: each is detected by `--verify`, or does not change what a guest
+//! FlippedBit bits in an image or its sidecars: each is detected by `--verify`, or does not change what a guest
 //! receives.
 //!
 //! `TOWLINE_SOAK_FLIPS` (`cargo xtask soak image-flips`) is the number of random bits.
@@ -12,19 +12,19 @@ use towline_migration::Guest;
 use towline_protocol::mapped_ram::bitmap_bytes;
 use towline_protocol::{BlockIndex, PageRef};
 
-use crate::beside::pending_path;
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::crash_tests::unseal;
 use crate::index::{Contents, Index};
 use crate::manifest::{Digest, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::testing::{LENGTHS, PAGE, TestGuest, delivered};
 use crate::{ChunkHash, Error, Existing, Image, Origin, WorkingSet};
 
 /// Effect of a flipped bit.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
-    ByOpening(String),
-    ByVerifying(String),
+enum Effect {
+    DetectedByOpen(String),
+    DetectedByVerify(String),
     /// The delivered content is unchanged.
     Harmless,
 }
@@ -42,14 +42,14 @@ impl Subject {
     }
 
     /// Flips a bit, verifies the image, and flips the bit back. Panics if changed content would be delivered.
-    fn flip(&self, file: &Path, bit: u64) -> Found {
-        let flipped = Flipped::new(file, bit);
+    fn flip(&self, file: &Path, bit: u64) -> Effect {
+        let flipped = FlippedBit::new(file, bit);
         let found = match verified(&self.image) {
-            Err(Failure::Opening(error)) => Found::ByOpening(error.to_string()),
-            Err(Failure::Verifying(error)) => Found::ByVerifying(error.to_string()),
+            Err(VerifyError::Open(error)) => Effect::DetectedByOpen(error.to_string()),
+            Err(VerifyError::Verify(error)) => Effect::DetectedByVerify(error.to_string()),
             Ok(delivered) => {
                 assert_eq!(delivered, self.delivered, "bit {bit} of {} is not found", file.display());
-                Found::Harmless
+                Effect::Harmless
             }
         };
         drop(flipped);
@@ -57,12 +57,12 @@ impl Subject {
     }
 }
 
-struct Flipped {
+struct FlippedBit {
     file: File,
     bit: u64,
 }
 
-impl Flipped {
+impl FlippedBit {
     fn new(path: &Path, bit: u64) -> Self {
         let flipped = Self { file: File::options().read(true).write(true).open(path).unwrap(), bit };
         flipped.flip();
@@ -76,24 +76,24 @@ impl Flipped {
     }
 }
 
-impl Drop for Flipped {
+impl Drop for FlippedBit {
     fn drop(&mut self) {
         self.flip();
     }
 }
 
 #[derive(Debug)]
-enum Failure {
-    Opening(Error),
-    Verifying(Error),
+enum VerifyError {
+    Open(Error),
+    Verify(Error),
 }
 
 /// Content delivered by an image that opens and verifies.
-fn verified(path: &Path) -> Result<Digest, Failure> {
-    let image = Image::open(path).map_err(Failure::Opening)?;
-    image.verify(1, &|_| {}).map_err(Failure::Verifying)?;
+fn verified(path: &Path) -> Result<Digest, VerifyError> {
+    let image = Image::open(path).map_err(VerifyError::Open)?;
+    image.verify(1, &|_| {}).map_err(VerifyError::Verify)?;
     // Also by `prepare`, chunk by chunk, as a copy does.
-    let image = image.verify_on_read().map_err(Failure::Verifying)?;
+    let image = image.verify_on_read().map_err(VerifyError::Verify)?;
     for (index, length) in LENGTHS.into_iter().enumerate() {
         for offset in (0..length).step_by(CHUNK_BYTES as usize) {
             let page = PageRef { block: BlockIndex(index as u32), offset };
@@ -147,7 +147,7 @@ fn every_flipped_bit_of_a_bitmap_is_detected() {
     let (subject, parts) = (Subject::new(path.clone()), Parts::of(&path));
     for bit in 0..parts.bitmap_bytes * 8 {
         let found = subject.flip(&path, parts.bitmap * 8 + bit);
-        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
+        let Effect::DetectedByVerify(text) = &found else { panic!("bit {bit}: {found:?}") };
         assert!(text.contains("block \"b0\": the BLAKE3 of its page bitmap is "), "{text}");
     }
 }
@@ -162,12 +162,12 @@ fn every_flipped_bit_of_a_bitmap_is_detected_in_an_image_of_the_first_version() 
     assert!(!Image::open(&path).unwrap().is_sealed());
     for bit in 0..parts.bitmap_bytes * 8 {
         let found = subject.flip(&path, parts.bitmap * 8 + bit);
-        let Found::ByVerifying(text) = &found else { panic!("bit {bit}: {found:?}") };
+        let Effect::DetectedByVerify(text) = &found else { panic!("bit {bit}: {found:?}") };
         assert!(text.contains("block \"b0\": its page bitmap has "), "{text}");
     }
     // One page less and another one more: only the delivered memory differs.
-    let _gone = Flipped::new(&path, parts.bitmap * 8);
-    let _come = Flipped::new(&path, parts.bitmap * 8 + 2);
+    let _gone = FlippedBit::new(&path, parts.bitmap * 8);
+    let _come = FlippedBit::new(&path, parts.bitmap * 8 + 2);
     let error = Image::open(&path).unwrap().verify(1, &|_| {}).unwrap_err();
     assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     assert!(error.to_string().contains("block \"b0\", chunk 0"), "{error}");
@@ -181,13 +181,13 @@ fn every_flipped_bit_of_header_seal_memory_end_and_device_state_is_detected() {
     for range in [0..parts.head, parts.seal..seal_end, parts.memory_end..parts.end] {
         for bit in range.start * 8..range.end * 8 {
             let found = subject.flip(&path, bit);
-            assert_ne!(found, Found::Harmless, "bit {bit} ({:#x})", bit / 8);
+            assert_ne!(found, Effect::Harmless, "bit {bit} ({:#x})", bit / 8);
         }
     }
     assert!(parts.device_state > parts.memory_end);
     // The bytes between seal and pages are not read.
     for byte in [seal_end, parts.pages - 1] {
-        assert_eq!(subject.flip(&path, byte * 8), Found::Harmless);
+        assert_eq!(subject.flip(&path, byte * 8), Effect::Harmless);
     }
 }
 
@@ -197,12 +197,15 @@ fn every_flipped_bit_of_a_manifest_is_detected() {
     let (subject, manifest) = (Subject::new(path.clone()), sidecar_path(&path));
     for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
         let found = subject.flip(&manifest, bit);
-        assert!(matches!(found, Found::ByOpening(_)), "bit {bit}: {found:?}");
+        assert!(matches!(found, Effect::DetectedByOpen(_)), "bit {bit}: {found:?}");
     }
     // Also while it is staged.
-    std::fs::rename(&manifest, pending_path(&path)).unwrap();
-    let found = subject.flip(&pending_path(&path), 8 * 100);
-    assert!(matches!(&found, Found::ByVerifying(text) if text.contains("there is no manifest")), "{found:?}");
+    std::fs::rename(&manifest, staged_path(&path)).unwrap();
+    let found = subject.flip(&staged_path(&path), 8 * 100);
+    assert!(
+        matches!(&found, Effect::DetectedByVerify(text) if text.contains("there is no manifest")),
+        "{found:?}"
+    );
 }
 
 #[test]
@@ -212,11 +215,11 @@ fn a_flipped_bit_of_a_page_is_detected_if_the_page_is_delivered() {
     for (page, is_delivered) in [(0, true), (1, true), (2, false), (300, true), (511, false), (512, true)] {
         let found = subject.flip(&path, (parts.pages + page * PAGE as u64 + 77) * 8 + 3);
         match &found {
-            Found::ByVerifying(text) => {
+            Effect::DetectedByVerify(text) => {
                 let at = format!("chunk {}", page / 512);
                 assert!(is_delivered && text.contains(&at), "{text}");
             }
-            found => assert!(!is_delivered && *found == Found::Harmless, "page {page}: {found:?}"),
+            found => assert!(!is_delivered && *found == Effect::Harmless, "page {page}: {found:?}"),
         }
     }
 }
@@ -233,13 +236,13 @@ fn the_files_of_a_chain_are_verified_where_they_are_read() {
     // The second chunk is read from the base, the first from the increment.
     let found = subject.flip(&base, (parts.pages + CHUNK_BYTES) * 8);
     assert!(
-        matches!(&found, Found::ByVerifying(text) if text.contains("guest.img: block \"b0\", chunk 1")),
+        matches!(&found, Effect::DetectedByVerify(text) if text.contains("guest.img: block \"b0\", chunk 1")),
         "{found:?}"
     );
-    assert_eq!(subject.flip(&base, parts.pages * 8), Found::Harmless);
+    assert_eq!(subject.flip(&base, parts.pages * 8), Effect::Harmless);
     let manifest = sidecar_path(&base);
     for bit in 0..std::fs::metadata(&manifest).unwrap().len() * 8 {
-        assert_ne!(subject.flip(&manifest, bit), Found::Harmless);
+        assert_ne!(subject.flip(&manifest, bit), Effect::Harmless);
     }
 }
 
@@ -264,7 +267,7 @@ fn every_flipped_bit_of_a_working_set_is_detected() {
     assert_eq!(working_set(&path).runs().len(), 3);
     let file = working_set_path(&path);
     for bit in 0..std::fs::metadata(&file).unwrap().len() * 8 {
-        let _flipped = Flipped::new(&file, bit);
+        let _flipped = FlippedBit::new(&file, bit);
         let found = working_set(&path);
         assert!(found.runs().is_empty() || found == set, "bit {bit}: {:?}", found.runs());
     }
@@ -332,9 +335,9 @@ fn bits_at_random() {
             }
         };
         match subject.flip(&file, random.u64(range.start * 8..range.end * 8)) {
-            Found::ByOpening(_) => opening += 1,
-            Found::ByVerifying(_) => verifying += 1,
-            Found::Harmless => harmless += 1,
+            Effect::DetectedByOpen(_) => opening += 1,
+            Effect::DetectedByVerify(_) => verifying += 1,
+            Effect::Harmless => harmless += 1,
         }
     }
     assert_eq!(subject.delivered, verified(&path).unwrap(), "every bit was flipped back");

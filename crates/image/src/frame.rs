@@ -12,7 +12,7 @@ use crate::seal;
 
 /// Kind of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ImageKind {
     Whole,
     /// Chunks of the base are omitted; QEMU must not load it.
     Incremental,
@@ -38,7 +38,7 @@ impl Frame {
         configuration: &Configuration,
         section_id: u32,
         blocks: &[RamBlock],
-        kind: Kind,
+        kind: ImageKind,
     ) -> Self {
         let (mut head, mut blocks) = (head(configuration, section_id, kind), blocks.to_vec());
         let end = mapped_ram::place_all_reserving(&mut blocks, head.len() as u64, seal::BYTES as u64);
@@ -48,7 +48,7 @@ impl Frame {
 
     /// The same layout with the header of a whole image, which is not longer, and all pages in their places.
     pub(crate) fn whole(&self, configuration: &Configuration) -> Self {
-        let mut head = head(configuration, self.section_id, Kind::Whole);
+        let mut head = head(configuration, self.section_id, ImageKind::Whole);
         let mut blocks = self.blocks.clone();
         let mut placed = self.blocks.clone();
         mapped_ram::place_all(&mut placed, head.len() as u64);
@@ -111,10 +111,10 @@ impl Frame {
     }
 }
 
-fn head(configuration: &Configuration, section_id: u32, kind: Kind) -> Vec<u8> {
+fn head(configuration: &Configuration, section_id: u32, kind: ImageKind) -> Vec<u8> {
     let mut configuration = configuration.clone();
     configuration.capabilities.push(MAPPED_RAM.into());
-    if kind == Kind::Incremental {
+    if kind == ImageKind::Incremental {
         configuration.capabilities.push(INCREMENTAL.into());
     }
     let mut head = Vec::new();

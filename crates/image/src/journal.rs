@@ -57,13 +57,13 @@ pub(crate) enum Fault {
     /// No directory is synced.
     DirectoryNotSynced,
     /// The staged manifest is removed if the directory cannot be synced afterwards.
-    PendingRemoved,
+    StagedManifestRemoved,
     /// A manifest is accepted if it describes the image's guest, without comparing the seal.
     SealIgnored,
     /// The old manifest is replaced without checking that it is still the same file.
-    ReplacedUnseen,
+    ReplacedUnchecked,
     /// Chunks of the base are deallocated without checking the base again.
-    BaseNotSeenAgain,
+    BaseNotRechecked,
     /// A small file is overwritten in place.
     SidecarInPlace,
 }

@@ -18,8 +18,8 @@ use towline_protocol::ram::{self, RamFlags};
 use towline_protocol::section::{SectionType, put_footer};
 use towline_protocol::{BlockIndex, PageRef, RamBlock, Reader};
 
-use crate::beside::{self, Settled};
-use crate::manifest::{Base, Bitmap, Digest, Found, Manifest, sidecar_path};
+use crate::manifest::{Base, BitmapSummary, Digest, ImageFacts, Manifest, sidecar_path};
+use crate::sidecar::{self, ManifestName};
 use crate::sys::Mapping;
 use crate::{Error, Result, seal};
 
@@ -29,7 +29,7 @@ pub(crate) const INCREMENTAL: &str = "x-towline-incremental";
 /// Maximum bytes needed to decode an item of the stream.
 const WINDOW_BYTES: usize = 1 << 20;
 /// Maximum number of times that an image is opened again because it was replaced meanwhile.
-const OPEN_TRIES_MAX: usize = 16;
+const OPEN_ATTEMPTS_MAX: usize = 16;
 
 /// A mapped image file.
 #[derive(Debug)]
@@ -45,21 +45,21 @@ pub(crate) struct Layer {
     pub(crate) device_state_offset: u64,
     pub(crate) manifest: Option<Manifest>,
     /// Name under which the manifest was found.
-    pub(crate) settled: Settled,
+    pub(crate) manifest_name: ManifestName,
 }
 
 impl Layer {
     /// Opens and checks the file at `path`: its structure, and that its manifest, if there is one, belongs to
     /// it.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let mut names = beside::names(path);
-        for _ in 0..OPEN_TRIES_MAX {
+        let mut names = sidecar::file_ids(path);
+        for _ in 0..OPEN_ATTEMPTS_MAX {
             let opened = Self::open_once(path);
             if matches!(&opened, Ok(layer) if layer.manifest.is_some()) {
                 return opened;
             }
             // Another image may have been renamed to it between reading file and manifest.
-            let now = beside::names(path);
+            let now = sidecar::file_ids(path);
             if now == names {
                 return opened;
             }
@@ -98,12 +98,12 @@ impl Layer {
             device_state,
             device_state_offset: head.end as u64,
             manifest: None,
-            settled: Settled::Named,
+            manifest_name: ManifestName::Final,
         };
-        let found = beside::find(path, &layer.found());
+        let found = sidecar::find(path, &layer.facts());
         layer.check_intact()?;
-        if let Some((manifest, settled)) = found? {
-            (layer.manifest, layer.settled) = (Some(manifest), settled);
+        if let Some((manifest, name)) = found? {
+            (layer.manifest, layer.manifest_name) = (Some(manifest), name);
         }
         match (head.is_incremental, layer.base()) {
             (true, None) => Err(Error::NoBase { path: path.into(), sidecar: sidecar_path(path) }),
@@ -154,7 +154,11 @@ impl Layer {
             let (at, length) = (mapped.bitmap_offset as usize, bitmap_bytes(block.length, mapped.page_size));
             let bytes = &self.map[at..at + length as usize];
             let plain_pages = bytes.iter().map(|byte| u64::from(byte.count_ones())).sum();
-            manifest.check_bitmap(&self.path, index, Bitmap { blake3: Digest::of(bytes), plain_pages })?;
+            manifest.check_bitmap(
+                &self.path,
+                index,
+                BitmapSummary { blake3: Digest::of(bytes), plain_pages },
+            )?;
         }
         let expected = memory_end(self.section_id);
         let at = (self.device_state_offset as usize).saturating_sub(expected.len());
@@ -180,9 +184,10 @@ impl Layer {
     /// A writer is replacing it. A filesystem without locks is not an error.
     pub(crate) fn lock(&self) -> Result<()> {
         match flock(&*self.file, FlockOperation::NonBlockingLockShared) {
-            Err(Errno::WOULDBLOCK) => {
-                Err(Error::BaseBusy { path: self.path.clone(), holder: crate::holders::holder(&self.file) })
-            }
+            Err(Errno::WOULDBLOCK) => Err(Error::BaseBusy {
+                path: self.path.clone(),
+                holder: crate::lock_holder::lock_holder(&self.file),
+            }),
             _ => Ok(()),
         }
     }
@@ -191,9 +196,9 @@ impl Layer {
         self.blocks[block.index()].mapped.expect("every block of a mapped-ram file has a position")
     }
 
-    fn found(&self) -> Found<'_> {
+    fn facts(&self) -> ImageFacts<'_> {
         let first = self.blocks.first().and_then(|block| block.mapped);
-        Found {
+        ImageFacts {
             machine_type: &self.configuration.machine_type,
             blocks: &self.blocks,
             head: &self.map[..first.map_or(0, |mapped| mapped.bitmap_offset as usize)],

@@ -7,9 +7,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use crate::atomic_file::{Left, Place};
-use crate::beside::pending_path;
+use crate::atomic_file::{DirectoryEntry, FoundPartial};
 use crate::manifest::sidecar_path;
+use crate::sidecar::staged_path;
 use crate::working_set::path_beside;
 use crate::{Error, Result};
 
@@ -40,7 +40,7 @@ pub fn list(directory: &Path) -> Result<Vec<Partial>> {
         let stem = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".partial"));
         // `.` and `..` cannot be names of files.
         let Some(stem) = stem.filter(|stem| !matches!(*stem, "" | "." | "..")) else { continue };
-        match Place::find(&directory.join(stem)).and_then(|place| place.find_partial()) {
+        match DirectoryEntry::open(&directory.join(stem)).and_then(|entry| entry.find_partial()) {
             Ok(left) => found.extend(left.map(partial)),
             Err(error) => tracing::warn!(%error, "skipped a partial file"),
         }
@@ -56,12 +56,12 @@ pub fn list(directory: &Path) -> Result<Vec<Partial>> {
 /// One of the files cannot be read or removed.
 pub fn remove(path: &Path) -> Result<Vec<Partial>> {
     let mut found = Vec::new();
-    for part in [path.to_owned(), sidecar_path(path), pending_path(path), path_beside(path)] {
-        let place = Place::find(&part)?;
-        let Some(left) = place.find_partial()? else { continue };
+    for part in [path.to_owned(), sidecar_path(path), staged_path(path), path_beside(path)] {
+        let entry = DirectoryEntry::open(&part)?;
+        let Some(left) = entry.find_partial()? else { continue };
         if left.writer.is_none() {
             // Still locked by this process.
-            let removed = place.unlink_partial();
+            let removed = entry.unlink_partial();
             removed.map_err(|errno| Error::Write { path: left.path.clone(), source: errno.into() })?;
         }
         found.push(partial(left));
@@ -69,7 +69,7 @@ pub fn remove(path: &Path) -> Result<Vec<Partial>> {
     Ok(found)
 }
 
-fn partial(left: Left) -> Partial {
+fn partial(left: FoundPartial) -> Partial {
     let allocated = left.file.metadata().map_or(0, |metadata| metadata.blocks() * BLOCK_BYTES);
     Partial { path: left.path, allocated, writer: left.writer }
 }

@@ -25,8 +25,7 @@
 #![deny(unsafe_code)]
 
 pub mod atomic_file;
-mod began;
-mod beside;
+mod base_image;
 mod chain;
 pub mod checksum;
 #[cfg(test)]
@@ -36,18 +35,19 @@ mod error;
 #[cfg(test)]
 mod flip_tests;
 mod frame;
-mod holders;
-mod increment;
 pub mod index;
 mod journal;
 mod layer;
 pub mod leftover;
+mod lock_holder;
 pub mod manifest;
 mod reader;
 mod seal;
+mod sidecar;
 #[cfg(feature = "store")]
 pub mod store;
 mod stored;
+mod stream_header;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
 #[cfg(test)]
@@ -57,10 +57,10 @@ pub mod working_set;
 mod writer;
 
 pub use atomic_file::Existing;
+pub use base_image::Increment;
 pub use chain::{LAYERS_MAX, base_paths};
 pub use checksum::ChunkHash;
 pub use error::{Error, Result};
-pub use increment::Increment;
 pub use manifest::{Manifest, Origin};
 pub use reader::{Image, LayerInfo, PageCount};
 pub use stored::{StoredGuest, Uploaded};

@@ -24,12 +24,12 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-use crate::beside::{Settled, pending_path};
 use crate::chain::Chain;
 use crate::checksum::{self, CHUNK_BYTES};
 use crate::delivered::{self, Run};
 use crate::layer::Layer;
 use crate::manifest::{Manifest, sidecar_path};
+use crate::sidecar::{ManifestName, staged_path};
 use crate::verified::Verified;
 use crate::{Error, Result};
 
@@ -127,9 +127,9 @@ impl Image {
     /// Path of the manifest, if there is one: `NAME.manifest.json`, or the staged one after a crash.
     pub fn manifest_path(&self) -> Option<PathBuf> {
         self.manifest()?;
-        Some(match self.top().settled {
-            Settled::Named => sidecar_path(self.path()),
-            Settled::Pending => pending_path(self.path()),
+        Some(match self.top().manifest_name {
+            ManifestName::Final => sidecar_path(self.path()),
+            ManifestName::Staged => staged_path(self.path()),
         })
     }
 
@@ -256,7 +256,7 @@ impl Image {
         let block = &self.ram_blocks()[page.block.index()];
         let chunk = (page.offset / CHUNK_BYTES) as usize;
         let length = CHUNK_BYTES.min(block.length - page.offset);
-        self.verified.once(page.block, chunk, || {
+        self.verified.verify_once(page.block, chunk, || {
             let found = delivered::hash(self.bytes(page, length), &self.runs(page, length));
             let layer = self.chain.layer_of(page);
             if layer.map.is_lost() {

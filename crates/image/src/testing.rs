@@ -63,8 +63,8 @@ impl TestGuest {
     /// Stores the guest.
     pub(crate) fn store(&self, path: &Path, existing: Existing, base: Option<&Path>) -> Result<ImageWriter> {
         let writer = self.write(path, existing, base)?;
-        writer.commit().map_err(own)?;
-        writer.publish().map_err(own)?;
+        writer.commit().map_err(crate_error)?;
+        writer.publish().map_err(crate_error)?;
         Ok(writer)
     }
 
@@ -76,15 +76,15 @@ impl TestGuest {
             None => writer,
         };
         let configuration = Configuration { machine_type: "pc-q35-10.0".into(), ..Default::default() };
-        writer.configuration(&configuration).map_err(own)?;
-        writer.section_start(RamSection { kind: SectionKind::Start, id: 2 }).map_err(own)?;
-        writer.blocks(&Self::blocks()).map_err(own)?;
+        writer.configuration(&configuration).map_err(crate_error)?;
+        writer.section_start(RamSection { kind: SectionKind::Start, id: 2 }).map_err(crate_error)?;
+        writer.blocks(&Self::blocks()).map_err(crate_error)?;
         for &(block, page, fill) in &self.pages {
             let (content, offset) = ([fill; PAGE], page * PAGE_SIZE);
             let pages = Pages { block: BlockIndex(block), offsets: &[offset], contents: &[&content] };
-            writer.pages(Stream::Main, &pages).map_err(own)?;
+            writer.pages(Stream::Main, &pages).map_err(crate_error)?;
         }
-        writer.device_state(self.device_state()).map_err(own)?;
+        writer.device_state(self.device_state()).map_err(crate_error)?;
         Ok(writer)
     }
 }
@@ -120,7 +120,7 @@ pub(crate) fn delivered(image: &Image) -> Digest {
 }
 
 /// The crate's own error within the engine's.
-fn own(error: towline_migration::Error) -> crate::Error {
+fn crate_error(error: towline_migration::Error) -> crate::Error {
     match error {
         towline_migration::Error::Guest(error) => *error.downcast().unwrap(),
         error => panic!("{error}"),

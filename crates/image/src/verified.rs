@@ -9,12 +9,12 @@ use towline_protocol::{BlockIndex, RamBlock};
 use crate::checksum::chunk_count;
 
 /// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
-const TURNS: usize = 64;
+const LOCKS: usize = 64;
 
 /// A bit for each chunk.
 #[derive(Debug)]
 pub(crate) struct Verified {
-    turns: Vec<Mutex<()>>,
+    locks: Vec<Mutex<()>>,
     done: Vec<Vec<AtomicU64>>,
 }
 
@@ -24,13 +24,13 @@ impl Verified {
             (0..chunk_count(block.length).div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
         };
         Self {
-            turns: (0..TURNS).map(|_| Mutex::default()).collect(),
+            locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
             done: blocks.iter().map(words).collect(),
         }
     }
 
     /// Runs `verify` unless it has succeeded for this chunk. Concurrent callers wait for the first.
-    pub(crate) fn once<E>(
+    pub(crate) fn verify_once<E>(
         &self,
         block: BlockIndex,
         chunk: usize,
@@ -41,7 +41,7 @@ impl Verified {
         if is_done() {
             return Ok(());
         }
-        let _turn = self.turns[chunk % TURNS].lock().unwrap_or_else(PoisonError::into_inner);
+        let _lock = self.locks[chunk % LOCKS].lock().unwrap_or_else(PoisonError::into_inner);
         if is_done() {
             return Ok(());
         }
@@ -63,7 +63,7 @@ mod tests {
         let block = |(name, length): (&str, u64)| RamBlock { name: name.into(), length, mapped: None };
         let verified = Verified::new(&blocks.map(block));
         let (runs, last) = (AtomicUsize::new(0), BlockIndex(1));
-        assert_eq!(verified.once(last, 149, || Err("damaged")), Err("damaged"));
+        assert_eq!(verified.verify_once(last, 149, || Err("damaged")), Err("damaged"));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
@@ -72,12 +72,12 @@ mod tests {
                             runs.fetch_add(1, Ordering::Relaxed);
                             Ok::<(), &str>(())
                         };
-                        verified.once(last, chunk, run).unwrap();
+                        verified.verify_once(last, chunk, run).unwrap();
                     }
                 });
             }
         });
         assert_eq!(runs.into_inner(), 150);
-        assert_eq!(verified.once(BlockIndex(0), 2, || Err("not this one's")), Err("not this one's"));
+        assert_eq!(verified.verify_once(BlockIndex(0), 2, || Err("not this one's")), Err("not this one's"));
     }
 }

@@ -16,8 +16,8 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{Existing, write_sidecar};
-use crate::beside::check_part;
 use crate::manifest::Digest;
+use crate::sidecar::check_part;
 
 const FORMAT: &str = "towline working set";
 const VERSION: u32 = 1;

@@ -29,14 +29,14 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
-use crate::began::Began;
-use crate::beside::{self, FileId, Pending, Settled};
+use crate::base_image::{BaseImage, Increment};
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
-use crate::frame::{Frame, Kind};
-use crate::increment::{Ground, Increment};
+use crate::frame::{Frame, ImageKind};
 use crate::layer::Layer;
 use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
 use crate::reader::write_error;
+use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
+use crate::stream_header::StreamHeader;
 use crate::{Error, Result};
 
 /// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
@@ -56,19 +56,19 @@ pub struct ImageWriter {
     path: PathBuf,
     origin: Origin,
     /// `None` for a whole image.
-    ground: Option<Ground>,
+    base: Option<BaseImage>,
     increment: OnceLock<Increment>,
     /// `None` after the commit.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
-    began: Began,
+    header: StreamHeader,
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
     device_state: Mutex<Option<DeviceState>>,
     /// The manifest under the final name when writing began.
-    manifest_before: Option<FileId>,
+    previous_manifest: Option<FileId>,
     /// The complete and synced image, not renamed yet.
-    complete: Mutex<Option<Complete>>,
+    complete: Mutex<Option<CompleteImage>>,
     notices: Mutex<Vec<String>>,
 }
 
@@ -82,12 +82,12 @@ struct Layout {
 
 /// A complete image without its final name.
 #[derive(Debug)]
-struct Complete {
+struct CompleteImage {
     file: AtomicFile,
     /// Text of the manifest.
     manifest: Vec<u8>,
     /// Kind of the image after the base was checked again.
-    kind: Kind,
+    kind: ImageKind,
 }
 
 impl ImageWriter {
@@ -98,25 +98,25 @@ impl ImageWriter {
     /// or is the base of an increment that is being stored; its name, or its manifest's, is reserved or
     /// belongs to a file of another kind.
     pub fn create(path: &Path, existing: Existing, origin: Origin) -> Result<Self> {
-        beside::check_name(path)?;
+        sidecar::check_name(path)?;
         let file = AtomicFile::open(path, existing)?;
-        beside::check_parts(path)?;
-        let is_pending = || Layer::open(path).is_ok_and(|layer| layer.settled == Settled::Pending);
-        beside::settle_left(path, file.place(), is_pending)?;
-        let manifest_before = beside::before(path, file.place())?;
+        sidecar::check_parts(path)?;
+        let is_staged = || Layer::open(path).is_ok_and(|layer| layer.manifest_name == ManifestName::Staged);
+        sidecar::complete_interrupted(path, file.entry(), is_staged)?;
+        let previous_manifest = sidecar::current_manifest(path, file.entry())?;
         let direct = AtomicBool::new(file.has_direct());
         Ok(Self {
             path: path.into(),
             origin,
-            ground: None,
+            base: None,
             increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
-            began: Began::default(),
+            header: StreamHeader::default(),
             layout: OnceLock::new(),
             hashers: RwLock::default(),
             device_state: Mutex::default(),
-            manifest_before,
+            previous_manifest,
             complete: Mutex::default(),
             notices: Mutex::default(),
         })
@@ -129,7 +129,7 @@ impl ImageWriter {
     /// The base cannot be read, has no manifest, is the image to be replaced, or has too many bases of its
     /// own.
     pub fn based_on(self, base: &Path) -> Result<Self> {
-        Ok(Self { ground: Some(Ground::open(&self.path, base)?), ..self })
+        Ok(Self { base: Some(BaseImage::open(&self.path, base)?), ..self })
     }
 
     /// Number of chunks that an incremental image stores itself, after the commit; `None` for a whole image.
@@ -146,34 +146,36 @@ impl ImageWriter {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text);
     }
 
-    fn order(&self, what: &'static str) -> Error {
+    fn order_error(&self, what: &'static str) -> Error {
         Error::Order { path: self.path.clone(), what }
     }
 
     fn layout(&self) -> Result<&Layout> {
-        self.layout.get().ok_or_else(|| self.order("pages arrived before the block list"))
+        self.layout.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
 
     fn with_file<T>(&self, work: impl FnOnce(&AtomicFile) -> io::Result<T>) -> Result<T> {
         let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
-        let file = file.as_ref().ok_or_else(|| self.order("pages arrived after the end of the stream"))?;
+        let file =
+            file.as_ref().ok_or_else(|| self.order_error("pages arrived after the end of the stream"))?;
         work(file).map_err(write_error(&self.path))
     }
 
     fn configuration(&self) -> Result<&Configuration> {
-        self.began.configuration().ok_or_else(|| self.order("the stream has no configuration"))
+        self.header.configuration().ok_or_else(|| self.order_error("the stream has no configuration"))
     }
 
-    fn lay_out(&self, blocks: &[RamBlock]) -> Result<Layout> {
+    fn plan_layout(&self, blocks: &[RamBlock]) -> Result<Layout> {
         let configuration = self.configuration()?;
-        let kind = match &self.ground {
-            Some(ground) => {
-                ground.check(&self.path, blocks)?;
-                Kind::Incremental
+        let kind = match &self.base {
+            Some(base) => {
+                base.check(&self.path, blocks)?;
+                ImageKind::Incremental
             }
-            None => Kind::Whole,
+            None => ImageKind::Whole,
         };
-        let section = self.began.section().ok_or_else(|| self.order("the stream has no `ram` section"))?;
+        let section =
+            self.header.section().ok_or_else(|| self.order_error("the stream has no `ram` section"))?;
         let frame = Frame::new(configuration, section.id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
@@ -233,11 +235,11 @@ impl ImageWriter {
     }
 
     /// Deallocates the chunks that equal the base's. On a filesystem without holes they stay, unread.
-    fn drop_unchanged(&self, ground: &Ground, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
+    fn punch_unchanged(&self, base: &BaseImage, layout: &Layout, hashes: &[Vec<ChunkHash>]) -> Result<()> {
         let mut total = Increment { stored: 0, in_base: 0 };
         for (index, (block, hashes)) in layout.frame.blocks().iter().zip(hashes).enumerate() {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
-            let (runs, increment) = ground.unchanged(index, block.length, hashes);
+            let (runs, increment) = base.unchanged_ranges(index, block.length, hashes);
             total.stored += increment.stored;
             total.in_base += increment.in_base;
             for run in runs {
@@ -255,10 +257,10 @@ impl ImageWriter {
     fn manifest(
         &self,
         frame: &Frame,
-        bitmaps: &[Bitmap],
+        bitmaps: &[PageBitmap],
         hashes: Vec<Vec<ChunkHash>>,
         device_state: &DeviceState,
-        ground: Option<&Ground>,
+        base: Option<&BaseImage>,
     ) -> Result<Manifest> {
         let image_bytes = self.with_file(|file| Ok(file.file().metadata()?.len()))?;
         let was_running = device_state.run_state().map(|state| state == "running");
@@ -273,38 +275,38 @@ impl ImageWriter {
             head: &frame.up_to_bitmap(),
             bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.bytes)).collect(),
             seal: frame.seal_offset(),
-            base: ground.map(|ground| ground.reference().clone()),
+            base: base.map(|base| base.reference().clone()),
         }))
     }
 
     /// The base if the image is incremental and the base has not changed.
-    fn base(&self) -> Option<&Ground> {
-        let ground = self.ground.as_ref()?;
-        if ground.is_still_there() {
-            return Some(ground);
+    fn unchanged_base(&self) -> Option<&BaseImage> {
+        let base = self.base.as_ref()?;
+        if base.is_unchanged() {
+            return Some(base);
         }
-        let (path, base) = (self.path.display(), ground.path().display());
+        let (path, base) = (self.path.display(), base.path().display());
         self.notice(format!(
             "{base} was replaced, changed or moved while {path} was stored, so {path} is a whole image that needs no base"
         ));
         None
     }
 
-    fn store(&self) -> Result<()> {
+    fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
         let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let device_state = device_state.ok_or_else(|| self.order("the stream has no device state"))?;
+        let device_state = device_state.ok_or_else(|| self.order_error("the stream has no device state"))?;
         let hashes = self.hashes(layout)?;
-        let ground = self.base();
-        let (frame, kind) = match (ground, &self.ground) {
-            (Some(ground), _) => {
-                self.drop_unchanged(ground, layout, &hashes)?;
-                (layout.frame.clone(), Kind::Incremental)
+        let base = self.unchanged_base();
+        let (frame, kind) = match (base, &self.base) {
+            (Some(base), _) => {
+                self.punch_unchanged(base, layout, &hashes)?;
+                (layout.frame.clone(), ImageKind::Incremental)
             }
-            (None, Some(_)) => (layout.frame.whole(self.configuration()?), Kind::Whole),
-            (None, None) => (layout.frame.clone(), Kind::Whole),
+            (None, Some(_)) => (layout.frame.whole(self.configuration()?), ImageKind::Whole),
+            (None, None) => (layout.frame.clone(), ImageKind::Whole),
         };
-        let bitmaps: Vec<_> = layout.bitmaps.iter().map(|words| Bitmap::new(words)).collect();
+        let bitmaps: Vec<_> = layout.bitmaps.iter().map(|words| PageBitmap::new(words)).collect();
         let bytes = bitmaps.iter().map(|bitmap| &bitmap.bytes[..]);
         let parts = frame.parts(bytes, device_state.bytes());
         self.with_file(|file| {
@@ -312,54 +314,54 @@ impl ImageWriter {
             let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
             Ok(file.set_length(end)?)
         })?;
-        let manifest = self.manifest(&frame, &bitmaps, hashes, &device_state, ground)?;
+        let manifest = self.manifest(&frame, &bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
         let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
-        let file = file.ok_or_else(|| self.order("the image was committed twice"))?;
+        let file = file.ok_or_else(|| self.order_error("the image was committed twice"))?;
         file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
         *self.complete.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(Complete { file, manifest, kind });
+            Some(CompleteImage { file, manifest, kind });
         Ok(())
     }
 
-    fn name(&self) -> Result<()> {
+    fn rename(&self) -> Result<()> {
         let complete = self.complete.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Complete { file, manifest, kind } =
-            complete.ok_or_else(|| self.order("the image was not committed"))?;
+        let CompleteImage { file, manifest, kind } =
+            complete.ok_or_else(|| self.order_error("the image was not committed"))?;
         #[cfg(test)]
         if crate::journal::is_on(crate::journal::Fault::ManifestFirst) {
             crate::atomic_file::write_sidecar(&sidecar_path(&self.path), &manifest, Existing::Replace)?;
             return Ok(file.commit()?);
         }
-        let place = file.place().try_clone()?;
-        let pending = Pending::write(&self.path, self.manifest_before, &manifest)?;
+        let entry = file.entry().try_clone()?;
+        let staged = StagedManifest::write(&self.path, self.previous_manifest, &manifest)?;
         // As late as possible: the base's chunks are in no other file any more.
-        if let Some(ground) = self.ground.as_ref().filter(|_| kind == Kind::Incremental)
-            && !ground.is_still_there()
+        if let Some(base) = self.base.as_ref().filter(|_| kind == ImageKind::Incremental)
+            && !base.is_unchanged()
         {
-            pending.discard(&place);
-            return Err(Error::BaseChanged { path: self.path.clone(), base: ground.path().into() });
+            staged.discard(&entry);
+            return Err(Error::BaseChanged { path: self.path.clone(), base: base.path().into() });
         }
-        let named = match file.rename() {
-            Ok(named) => named,
+        let renamed = match file.rename() {
+            Ok(renamed) => renamed,
             Err(error) => {
-                pending.discard(&place);
+                staged.discard(&entry);
                 return Err(error.into());
             }
         };
-        if let Err(error) = named.sync_directory() {
+        if let Err(error) = renamed.sync_directory() {
             // After a crash either image may be the present one: both manifests stay.
             #[cfg(test)]
-            if crate::journal::is_on(crate::journal::Fault::PendingRemoved) {
-                pending.discard(&place);
+            if crate::journal::is_on(crate::journal::Fault::StagedManifestRemoved) {
+                staged.discard(&entry);
             }
             return Err(error.into());
         }
-        if pending.settle(&place, &named) == Settled::Pending {
-            let at = beside::pending_path(&self.path);
+        if staged.publish(&entry, &renamed) == ManifestName::Staged {
+            let at = sidecar::staged_path(&self.path);
             self.notice(format!("the manifest of {} is {}: keep both", self.path.display(), at.display()));
         }
         Ok(())
@@ -367,12 +369,12 @@ impl ImageWriter {
 }
 
 /// A page bitmap as it is in the file.
-struct Bitmap {
+struct PageBitmap {
     bytes: Vec<u8>,
     plain_pages: u64,
 }
 
-impl Bitmap {
+impl PageBitmap {
     fn new(words: &[AtomicU64]) -> Self {
         let words = words.iter().map(|word| word.load(Ordering::Relaxed));
         let plain_pages = words.clone().map(|word| u64::from(word.count_ones())).sum();
@@ -382,17 +384,17 @@ impl Bitmap {
 
 impl Sink for ImageWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.began.set_configuration(configuration);
+        self.header.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.began.add_section(section);
+        self.header.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        let layout = self.lay_out(blocks).map_err(towline_migration::Error::guest)?;
+        let layout = self.plan_layout(blocks).map_err(towline_migration::Error::guest)?;
         let budget = OpenBudget::default();
         *self.hashers.write().unwrap_or_else(PoisonError::into_inner) =
             blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
@@ -423,11 +425,11 @@ impl Sink for ImageWriter {
     }
 
     fn commit(&self) -> towline_migration::Result<()> {
-        self.store().map_err(towline_migration::Error::guest)
+        self.complete().map_err(towline_migration::Error::guest)
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.name().map_err(towline_migration::Error::guest)
+        self.rename().map_err(towline_migration::Error::guest)
     }
 }
 

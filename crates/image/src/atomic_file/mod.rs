@@ -19,8 +19,8 @@
 //! must support `flock`, across hosts if several write there (NFS mounted with `local_lock` or `nolock` does
 //! not). Files have mode 0600, as they contain a guest's memory.
 
+mod directory_entry;
 mod error;
-mod place;
 #[cfg(test)]
 mod tests;
 
@@ -32,8 +32,8 @@ use std::path::Path;
 use rustix::fs::{self, FallocateFlags};
 use rustix::io::{Errno, pwritev};
 
+pub(crate) use directory_entry::{DirectoryEntry, FoundPartial};
 pub use error::{Error, Result};
-pub(crate) use place::{Left, Place};
 
 use crate::journal::{self, Node, Op};
 use error::failed;
@@ -44,14 +44,14 @@ pub enum Existing {
     /// Keep the file and fail.
     #[default]
     Refuse,
-    /// Replace it atomically.
+    /// Replace the file atomically.
     Replace,
 }
 
 /// A file being written, under the name `.NAME.partial` until [`commit`](Self::commit).
 #[derive(Debug)]
 pub struct AtomicFile {
-    place: Place,
+    entry: DirectoryEntry,
     file: File,
     direct: Option<File>,
     existing: Existing,
@@ -69,15 +69,15 @@ impl AtomicFile {
     /// The final name exists ([`Error::Exists`], with [`Existing::Refuse`]), is in use ([`Error::InUse`]) or
     /// not a regular file; another writer is active; the file cannot be created.
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
-        let place = Place::find(path)?;
-        place.check_final(existing)?;
+        let entry = DirectoryEntry::open(path)?;
+        entry.check_final(existing)?;
         let node = journal::node();
-        let file = place.lock_partial(node)?;
+        let file = entry.lock_partial(node)?;
         // From here on the partial is ours and removed on drop.
-        let mut this = Self { place, file, direct: None, existing, replaced: None, node, is_partial: true };
+        let mut this = Self { entry, file, direct: None, existing, replaced: None, node, is_partial: true };
         this.lock_replaced()?;
-        this.set_length(0).map_err(|errno| failed("empty", &this.place.partial_path(), errno))?;
-        this.direct = this.place.open_direct(&this.file)?;
+        this.set_length(0).map_err(|errno| failed("empty", &this.entry.partial_path(), errno))?;
+        this.direct = this.entry.open_direct(&this.file)?;
         Ok(this)
     }
 
@@ -93,12 +93,12 @@ impl AtomicFile {
 
     /// The final name.
     pub fn path(&self) -> &Path {
-        &self.place.path
+        &self.entry.path
     }
 
     /// The final and temporary names, and their directory.
-    pub(crate) fn place(&self) -> &Place {
-        &self.place
+    pub(crate) fn entry(&self) -> &DirectoryEntry {
+        &self.entry
     }
 
     /// Writes `bytes` at offset `at`.
@@ -168,23 +168,23 @@ impl AtomicFile {
     ///
     /// # Errors
     /// The old file, if any, keeps the final name, and the partial is removed.
-    pub(crate) fn rename(mut self) -> Result<Named> {
-        let partial = self.place.partial_path();
+    pub(crate) fn rename(mut self) -> Result<RenamedFile> {
+        let partial = self.entry.partial_path();
         self.sync().map_err(|errno| failed("write to disk", &partial, errno))?;
-        if !self.place.is_partial(&self.file)? {
+        if !self.entry.is_partial(&self.file)? {
             self.is_partial = false;
             return Err(Error::PartialGone { partial });
         }
         self.lock_replaced()?;
-        self.place.rename_partial(self.existing)?;
+        self.entry.rename_partial(self.existing)?;
         self.is_partial = false;
-        Ok(Named(self))
+        Ok(RenamedFile(self))
     }
 
     /// Locks the file that is about to be replaced.
     fn lock_replaced(&mut self) -> Result<()> {
         if self.existing == Existing::Replace {
-            self.replaced = self.place.lock_final(self.replaced.as_ref())?;
+            self.replaced = self.entry.lock_final(self.replaced.as_ref())?;
         }
         Ok(())
     }
@@ -193,26 +193,26 @@ impl AtomicFile {
 impl Drop for AtomicFile {
     fn drop(&mut self) {
         // Before the lock is released with the file: after that the name may be another writer's.
-        if self.is_partial && matches!(self.place.is_partial(&self.file), Ok(true)) {
-            let _ = self.place.unlink_partial();
+        if self.is_partial && matches!(self.entry.is_partial(&self.file), Ok(true)) {
+            let _ = self.entry.unlink_partial();
         }
     }
 }
 
 /// A file under its final name, locked until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Named(AtomicFile);
+pub(crate) struct RenamedFile(AtomicFile);
 
-impl Named {
+impl RenamedFile {
     /// Makes the rename permanent.
     pub(crate) fn sync_directory(&self) -> Result<()> {
-        self.0.place.sync()
+        self.0.entry.sync()
     }
 
     /// Returns true if the name still belongs to this file.
-    pub(crate) fn is_named(&self) -> bool {
-        let place = &self.0.place;
-        matches!((place.stat(&place.name), fs::fstat(&self.0.file)), (Ok(Some(named)), Ok(ours))
+    pub(crate) fn still_has_name(&self) -> bool {
+        let entry = &self.0.entry;
+        matches!((entry.stat(&entry.name), fs::fstat(&self.0.file)), (Ok(Some(named)), Ok(ours))
             if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino))
     }
 }
@@ -228,20 +228,20 @@ pub fn write_sidecar(path: &Path, bytes: &[u8], existing: Existing) -> Result<()
     }
     let sidecar = AtomicFile::open(path, existing)?;
     let written = sidecar.write_all_at(bytes, 0);
-    written.map_err(|error| failed("write", &sidecar.place.partial_path(), errno_of(&error)))?;
+    written.map_err(|error| failed("write", &sidecar.entry.partial_path(), errno_of(&error)))?;
     sidecar.commit()
 }
 
 /// Implements [`journal::Fault::SidecarInPlace`].
 #[cfg(test)]
 fn write_in_place(path: &Path, bytes: &[u8]) -> Result<()> {
-    let place = Place::find(path)?;
-    let (node, name) = (journal::node(), place.name.to_string_lossy().into_owned());
+    let entry = DirectoryEntry::open(path)?;
+    let (node, name) = (journal::node(), entry.name.to_string_lossy().into_owned());
     let file = journal::step(
         || Op::Open { name, node },
         || {
             let flags = fs::OFlags::CREATE | fs::OFlags::RDWR;
-            fs::openat(place.directory(), &place.name, flags, fs::Mode::RUSR | fs::Mode::WUSR)
+            fs::openat(entry.directory(), &entry.name, flags, fs::Mode::RUSR | fs::Mode::WUSR)
         },
     );
     let file = File::from(file.map_err(|errno| failed("open", path, errno))?);

@@ -6,7 +6,7 @@ use std::{mem, thread};
 
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::subtree::{Node, OpenChunk, Place, places};
+use super::subtree::{Node, OpenChunk, Subtree, subtrees};
 use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
 
 /// Default memory for open chunks in an [`OpenBudget`]: some 27,000 chunks with a run of pages missing (53
@@ -30,14 +30,14 @@ impl OpenBudget {
         self.bytes_left.load(Ordering::Relaxed)
     }
 
-    fn take(&self, bytes: usize) -> bool {
-        let taken = self
+    fn reserve(&self, bytes: usize) -> bool {
+        let reserved = self
             .bytes_left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
-        taken.is_ok()
+        reserved.is_ok()
     }
 
-    fn give_back(&self, bytes: usize) {
+    fn release(&self, bytes: usize) {
         self.bytes_left.fetch_add(bytes, Ordering::Relaxed);
     }
 }
@@ -113,12 +113,12 @@ impl BlockHasher {
     /// If these are not whole pages of the block.
     pub fn data(&self, offset: u64, bytes: &[u8]) {
         for run in self.runs(offset, bytes.len() as u64) {
-            if !self.wants(&run) {
+            if !self.is_needed(&run) {
                 continue;
             }
             let bytes = &bytes[run.skipped..];
             let nodes: Vec<Node> =
-                run.places().map(|place| Node::hash(place, run.first, bytes, run.pages)).collect();
+                run.subtrees().map(|subtree| Node::hash(subtree, run.first, bytes, run.pages)).collect();
             self.put(&run, &nodes);
         }
     }
@@ -129,7 +129,7 @@ impl BlockHasher {
     /// If these are not whole pages of the block.
     pub fn zero(&self, offset: u64, length: u64) {
         for run in self.runs(offset, length) {
-            let nodes: Vec<Node> = run.places().map(Node::zero).collect();
+            let nodes: Vec<Node> = run.subtrees().map(Node::zero).collect();
             self.put(&run, &nodes);
         }
     }
@@ -159,7 +159,7 @@ impl BlockHasher {
                 Chunk::Missing | Chunk::Zero => ChunkHash::Zero,
                 Chunk::Data(hash) => ChunkHash::Data(hash),
                 Chunk::Open(open) => {
-                    self.budget.give_back(open.bytes());
+                    self.budget.release(open.bytes());
                     open.close()
                 }
                 Chunk::Stale => {
@@ -194,7 +194,7 @@ impl BlockHasher {
     }
 
     /// Returns false if the run has no effect because its chunk will be read again.
-    fn wants(&self, run: &Run) -> bool {
+    fn is_needed(&self, run: &Run) -> bool {
         let mut chunk = self.chunk(run.chunk);
         if !run.is_whole() && matches!(*chunk, Chunk::Data(_)) {
             *chunk = Chunk::Stale;
@@ -208,7 +208,7 @@ impl BlockHasher {
         let before = mem::replace(&mut *chunk, Chunk::Stale);
         let mut open = match before {
             Chunk::Open(mut open) => {
-                self.budget.give_back(open.bytes());
+                self.budget.release(open.bytes());
                 if run.is_whole() {
                     open.clear();
                 }
@@ -226,7 +226,7 @@ impl BlockHasher {
         }
         if let Some(hash) = open.root() {
             *chunk = Chunk::done(hash);
-        } else if self.budget.take(open.bytes()) {
+        } else if self.budget.reserve(open.bytes()) {
             *chunk = Chunk::Open(open);
         } else if open.is_zero() {
             *chunk = Chunk::Missing;
@@ -242,7 +242,7 @@ impl Drop for BlockHasher {
     fn drop(&mut self) {
         for chunk in &mut self.chunks {
             if let Chunk::Open(open) = chunk.get_mut().unwrap_or_else(PoisonError::into_inner) {
-                self.budget.give_back(open.bytes());
+                self.budget.release(open.bytes());
             }
         }
     }
@@ -265,8 +265,8 @@ impl Run {
         self.first == 0 && self.end == self.pages
     }
 
-    fn places(&self) -> impl Iterator<Item = Place> {
-        places(self.first, self.end, self.pages)
+    fn subtrees(&self) -> impl Iterator<Item = Subtree> {
+        subtrees(self.first, self.end, self.pages)
     }
 }
 

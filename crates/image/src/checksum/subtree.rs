@@ -9,12 +9,12 @@ use super::{ChunkHash, is_zero};
 
 /// An aligned run of `1 << level` pages of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Subtree {
     pub(super) first: u16,
     pub(super) level: u8,
 }
 
-impl Place {
+impl Subtree {
     fn end(self) -> u16 {
         self.first + (1 << self.level)
     }
@@ -35,19 +35,22 @@ impl Place {
 }
 
 /// Splits the pages `first..end` of a chunk of `pages` into the fewest subtrees.
-pub(super) fn places(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Place> {
+pub(super) fn subtrees(first: u16, end: u16, pages: u16) -> impl Iterator<Item = Subtree> {
     let mut next = first;
     std::iter::from_fn(move || {
         if next == end {
             return None;
         }
-        let mut place = Place { first: next, level: 0 };
+        let mut subtree = Subtree { first: next, level: 0 };
         // A chunk of one page has one subtree, which is its root.
-        while place.parent().first == next && place.parent().end() <= end && place.parent().is_within(pages) {
-            place = place.parent();
+        while subtree.parent().first == next
+            && subtree.parent().end() <= end
+            && subtree.parent().is_within(pages)
+        {
+            subtree = subtree.parent();
         }
-        next = place.end();
-        Some(place)
+        next = subtree.end();
+        Some(subtree)
     })
 }
 
@@ -60,13 +63,13 @@ pub(super) enum Value {
 }
 
 impl Value {
-    fn of(place: Place, bytes: &[u8], pages: u16) -> Self {
+    fn of(subtree: Subtree, bytes: &[u8], pages: u16) -> Self {
         if is_zero(bytes) {
             Self::Zero
         } else if pages == 1 {
             Self::Data(*blake3::hash(bytes).as_bytes())
         } else {
-            Self::Data(chaining_value(u64::from(place.first) * PAGE_SIZE, bytes))
+            Self::Data(chaining_value(u64::from(subtree.first) * PAGE_SIZE, bytes))
         }
     }
 }
@@ -79,21 +82,21 @@ pub(super) fn chaining_value(offset: u64, bytes: &[u8]) -> ChainingValue {
 /// A subtree and its value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Node {
-    place: Place,
+    subtree: Subtree,
     value: Value,
 }
 
 impl Node {
     /// A subtree of zeros.
-    pub(super) fn zero(place: Place) -> Self {
-        Self { place, value: Value::Zero }
+    pub(super) fn zero(subtree: Subtree) -> Self {
+        Self { subtree, value: Value::Zero }
     }
 
     /// Hashes a subtree's bytes; `run` begins at page `first` of the chunk.
-    pub(super) fn hash(place: Place, first: u16, run: &[u8], pages: u16) -> Self {
-        let from = usize::from(place.first - first) * PAGE_SIZE as usize;
-        let to = usize::from(place.end() - first) * PAGE_SIZE as usize;
-        Self { place, value: Value::of(place, &run[from..to], pages) }
+    pub(super) fn hash(subtree: Subtree, first: u16, run: &[u8], pages: u16) -> Self {
+        let from = usize::from(subtree.first - first) * PAGE_SIZE as usize;
+        let to = usize::from(subtree.end() - first) * PAGE_SIZE as usize;
+        Self { subtree, value: Value::of(subtree, &run[from..to], pages) }
     }
 
     pub(super) fn is_zero(&self) -> bool {
@@ -102,7 +105,7 @@ impl Node {
 
     fn chaining_value(&self) -> &ChainingValue {
         match &self.value {
-            Value::Zero => zeros(self.place),
+            Value::Zero => zeros(self.subtree),
             Value::Data(value) => value,
         }
     }
@@ -116,7 +119,7 @@ impl Node {
                 Mode::Hash,
             )),
         };
-        Self { place: left.place.parent(), value }
+        Self { subtree: left.subtree.parent(), value }
     }
 }
 
@@ -154,10 +157,10 @@ impl OpenChunk {
     /// as missing, which is zero too, and get no value until they arrive. (Otherwise each page of data would
     /// be merged at once with its zero neighbours, and the next page could no longer replace one of them.)
     pub(super) fn insert(&mut self, mut node: Node) -> Result<(), Merged> {
-        let from = self.nodes.partition_point(|other| other.place.end() <= node.place.first);
-        let to = self.nodes.partition_point(|other| other.place.first < node.place.end());
+        let from = self.nodes.partition_point(|other| other.subtree.end() <= node.subtree.first);
+        let to = self.nodes.partition_point(|other| other.subtree.first < node.subtree.end());
         if let [there] = &self.nodes[from..to]
-            && there.place.level > node.place.level
+            && there.subtree.level > node.subtree.level
         {
             match (there.is_zero(), node.is_zero()) {
                 (true, true) => return Ok(()),
@@ -167,11 +170,11 @@ impl OpenChunk {
         }
         self.nodes.drain(from..to);
         let mut at = from;
-        while node.place.parent().is_within(self.pages) {
-            let sibling = node.place.sibling();
-            let is_left = sibling.first < node.place.first;
+        while node.subtree.parent().is_within(self.pages) {
+            let sibling = node.subtree.sibling();
+            let is_left = sibling.first < node.subtree.first;
             let index = at.wrapping_sub(usize::from(is_left));
-            if self.nodes.get(index).is_none_or(|other| other.place != sibling) {
+            if self.nodes.get(index).is_none_or(|other| other.subtree != sibling) {
                 break;
             }
             let other = self.nodes.remove(index);
@@ -184,7 +187,7 @@ impl OpenChunk {
 
     /// Hash of the chunk once each page has a value.
     pub(super) fn root(&self) -> Option<ChunkHash> {
-        let pages: u16 = self.nodes.iter().map(|node| 1 << node.place.level).sum();
+        let pages: u16 = self.nodes.iter().map(|node| 1 << node.subtree.level).sum();
         if pages < self.pages {
             return None;
         }
@@ -207,10 +210,10 @@ impl OpenChunk {
         let mut gaps = Vec::new();
         let mut next = 0;
         for node in &self.nodes {
-            gaps.extend(places(next, node.place.first, self.pages));
-            next = node.place.end();
+            gaps.extend(subtrees(next, node.subtree.first, self.pages));
+            next = node.subtree.end();
         }
-        gaps.extend(places(next, self.pages, self.pages));
+        gaps.extend(subtrees(next, self.pages, self.pages));
         for gap in gaps {
             self.insert(Node::zero(gap)).expect("a gap has no value");
         }

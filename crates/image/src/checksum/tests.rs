@@ -220,7 +220,7 @@ fn memory_per_chunk_is_as_documented() {
     assert_eq!(block::memory_per_chunk(), 48);
     let mut open = subtree::OpenChunk::new(CHUNK_PAGES);
     let page =
-        |first| subtree::Node::hash(subtree::Place { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
+        |first| subtree::Node::hash(subtree::Subtree { first, level: 0 }, first, &[1; PAGE], CHUNK_PAGES);
     for first in 0..CHUNK_PAGES - 1 {
         open.insert(page(first)).unwrap();
         assert!(open.bytes() <= 16 * 38, "{} bytes after page {first}", open.bytes());

@@ -30,14 +30,14 @@ pub(super) struct Disk {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct State {
     /// File of each name: an earlier one, or one that was opened.
-    names: BTreeMap<String, Id>,
+    names: BTreeMap<String, FileId>,
     /// Steps of each of these files that were kept; the second of a pair is true for a half-written one.
-    contents: BTreeMap<Id, Vec<(usize, bool)>>,
+    contents: BTreeMap<FileId, Vec<(usize, bool)>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Id {
-    Before(String),
+enum FileId {
+    Existing(String),
     Opened(Node),
 }
 
@@ -57,7 +57,7 @@ impl Disk {
         let ops = &ops[..done];
         let synced = ops.iter().rposition(|op| *op == Op::SyncDirectory).map_or(0, |at| at + 1);
         let (kept, open): (Vec<usize>, Vec<usize>) =
-            (0..ops.len()).filter(|&at| is_of_names(&ops[at])).partition(|&at| at < synced);
+            (0..ops.len()).filter(|&at| changes_names(&ops[at])).partition(|&at| at < synced);
         assert!(open.len() <= NAME_STEPS_MAX, "{open:?}");
         let mut states = BTreeSet::new();
         for subset in 0..1_u32 << open.len() {
@@ -75,7 +75,7 @@ impl Disk {
         for entry in std::fs::read_dir(directory).unwrap() {
             std::fs::remove_file(entry.unwrap().path()).unwrap();
         }
-        let mut made: BTreeMap<&Id, &str> = BTreeMap::new();
+        let mut made: BTreeMap<&FileId, &str> = BTreeMap::new();
         for (name, id) in &state.names {
             let path = directory.join(name);
             if let Some(first) = made.get(id) {
@@ -84,7 +84,7 @@ impl Disk {
             }
             made.insert(id, name);
             let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
-            if let Id::Before(before) = id {
+            if let FileId::Existing(before) = id {
                 write_sparse(&file, &self.files[before]);
             }
             for &(step, half) in state.contents.get(id).into_iter().flatten() {
@@ -93,29 +93,29 @@ impl Disk {
         }
     }
 
-    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, Id> {
+    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, FileId> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
+            self.files.keys().map(|name| (name.clone(), FileId::Existing(name.clone()))).collect();
         // Files of the names when each step was executed, whether or not the step is kept.
-        let meant = self.meant(ops);
+        let affected = self.affected(ops);
         for step in steps {
             match &ops[step] {
                 Op::Open { name, .. } => {
-                    names.entry(name.clone()).or_insert_with(|| meant[&step][0].clone());
+                    names.entry(name.clone()).or_insert_with(|| affected[&step][0].clone());
                 }
                 Op::Rename { from, to } => {
-                    let id = meant[&step][0].clone();
+                    let id = affected[&step][0].clone();
                     names.retain(|_, other| *other != id);
                     names.insert(to.clone(), id);
                     let _ = from;
                 }
                 Op::Exchange { first, second } => {
-                    let ids = meant[&step].clone();
+                    let ids = affected[&step].clone();
                     names.retain(|_, other| !ids.contains(other));
                     names.insert(second.clone(), ids[0].clone());
                     names.insert(first.clone(), ids[1].clone());
                 }
-                Op::Unlink { name } if names.get(name) == Some(&meant[&step][0]) => {
+                Op::Unlink { name } if names.get(name) == Some(&affected[&step][0]) => {
                     names.remove(name);
                 }
                 _ => {}
@@ -125,14 +125,14 @@ impl Disk {
     }
 
     /// Files affected by each step on names.
-    fn meant(&self, ops: &[Op]) -> BTreeMap<usize, Vec<Id>> {
+    fn affected(&self, ops: &[Op]) -> BTreeMap<usize, Vec<FileId>> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), Id::Before(name.clone()))).collect();
-        let mut meant = BTreeMap::new();
+            self.files.keys().map(|name| (name.clone(), FileId::Existing(name.clone()))).collect();
+        let mut affected = BTreeMap::new();
         for (step, op) in ops.iter().enumerate() {
             let ids = match op {
                 Op::Open { name, node } => {
-                    vec![names.entry(name.clone()).or_insert(Id::Opened(*node)).clone()]
+                    vec![names.entry(name.clone()).or_insert(FileId::Opened(*node)).clone()]
                 }
                 Op::Rename { from, to } => {
                     let id = names.remove(from).unwrap();
@@ -148,18 +148,18 @@ impl Disk {
                 Op::Unlink { name } => vec![names.remove(name).unwrap()],
                 _ => continue,
             };
-            meant.insert(step, ids);
+            affected.insert(step, ids);
         }
-        meant
+        affected
     }
 
     /// Contents that the named files may have.
     fn contents(
         &self,
         ops: &[Op],
-        names: &BTreeMap<String, Id>,
+        names: &BTreeMap<String, FileId>,
         random: &mut fastrand::Rng,
-    ) -> Vec<BTreeMap<Id, Vec<(usize, bool)>>> {
+    ) -> Vec<BTreeMap<FileId, Vec<(usize, bool)>>> {
         let opened = self.opened(ops);
         let mut all = vec![BTreeMap::new()];
         // Partial files are never read.
@@ -172,7 +172,7 @@ impl Disk {
             let synced = steps.iter().rposition(|&at| is_sync(at)).map_or(0, |at| at + 1);
             let (kept, open) = steps.split_at(synced);
             let subsets = subsets(open, random);
-            let with = |contents: &BTreeMap<Id, Vec<(usize, bool)>>| {
+            let with = |contents: &BTreeMap<FileId, Vec<(usize, bool)>>| {
                 let one = |subset: &Vec<(usize, bool)>| {
                     let steps = kept.iter().map(|&at| (at, false)).chain(subset.iter().copied());
                     let mut contents = contents.clone();
@@ -187,10 +187,10 @@ impl Disk {
     }
 
     /// File opened by each node.
-    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, Id> {
-        let meant = self.meant(ops);
+    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, FileId> {
+        let affected = self.affected(ops);
         let opened = |(at, op): (usize, &Op)| match op {
-            Op::Open { node, .. } => Some((*node, meant[&at][0].clone())),
+            Op::Open { node, .. } => Some((*node, affected[&at][0].clone())),
             _ => None,
         };
         ops.iter().enumerate().filter_map(opened).collect()
@@ -224,7 +224,7 @@ fn subsets(steps: &[usize], random: &mut fastrand::Rng) -> Vec<Vec<(usize, bool)
     subsets
 }
 
-fn is_of_names(op: &Op) -> bool {
+fn changes_names(op: &Op) -> bool {
     matches!(op, Op::Open { .. } | Op::Rename { .. } | Op::Exchange { .. } | Op::Unlink { .. })
 }
 

@@ -8,25 +8,25 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::{
-    NAME, Outcome, SCENARIOS, Scenario, a_working_set, begun, copy_files, image, new, old, steps, store,
+    NAME, Outcome, SCENARIOS, Scenario, a_working_set, copy_files, image, new, old, prepared, steps, store,
 };
 use crate::atomic_file;
-use crate::beside::pending_path;
 use crate::journal::{Fault, Op, Plan, record};
 use crate::manifest::sidecar_path;
+use crate::sidecar::staged_path;
 use crate::testing::{TestGuest, directory};
 use crate::{Error, Existing, Image};
 
 /// Deadline for concurrent operations.
-const WITHIN: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// An image that another program moves to the name, with its manifest.
-struct Foreign {
+struct OtherImage {
     directory: TempDir,
     outcome: Outcome,
 }
 
-impl Foreign {
+impl OtherImage {
     fn new() -> Self {
         let directory = crate::testing::directory();
         store(&TestGuest::new(77, 1), &directory.path().join(NAME), Existing::Refuse, None).unwrap();
@@ -52,7 +52,7 @@ impl Foreign {
 /// Runs a scenario with the files of another image arriving at all pairs of steps. The image that has the
 /// name at the end must be complete.
 pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, String> {
-    let (from, work, foreign) = (begun(scenario), directory(), Foreign::new());
+    let (from, work, foreign) = (prepared(scenario), directory(), OtherImage::new());
     let directory = work.path();
     let steps = steps(scenario, from.path());
     let whole = {
@@ -99,19 +99,19 @@ fn an_image_moved_to_the_name_meanwhile_stays_complete_or_is_replaced() {
 
 /// A concurrent change of a base.
 #[derive(Debug, Clone, Copy)]
-enum Event {
-    Goes,
-    Changes,
+enum BaseChange {
+    Removed,
+    Replaced,
 }
 
-impl Event {
-    fn happens(self, directory: &Path, other: &Foreign) -> Vec<Box<dyn FnOnce()>> {
+impl BaseChange {
+    fn actions(self, directory: &Path, other: &OtherImage) -> Vec<Box<dyn FnOnce()>> {
         let base = directory.join("base.img");
         match self {
-            Self::Goes => {
+            Self::Removed => {
                 vec![Box::new(move || std::fs::rename(&base, base.with_extension("gone")).unwrap())]
             }
-            Self::Changes => [sidecar_path, Path::to_owned as fn(&Path) -> PathBuf]
+            Self::Replaced => [sidecar_path, Path::to_owned as fn(&Path) -> PathBuf]
                 .map(|part| other.moves(part, part(&base)))
                 .into(),
         }
@@ -120,14 +120,14 @@ impl Event {
 
 /// Numbers of steps at which the change leaves an increment without its base, and at which it leads to a
 /// whole image.
-fn without_base(event: Event, fault: Option<Fault>) -> [usize; 2] {
-    let (scenario, other) = (&SCENARIOS[4], Foreign::new());
-    let from = begun(scenario);
+fn without_base(event: BaseChange, fault: Option<Fault>) -> [usize; 2] {
+    let (scenario, other) = (&SCENARIOS[4], OtherImage::new());
+    let from = prepared(scenario);
     let (steps, [mut broken, mut whole]) = (steps(scenario, from.path()), [0; 2]);
     for moment in 0..steps - 1 {
         let work = directory();
         copy_files(from.path(), work.path());
-        let before = event.happens(work.path(), &other).into_iter().map(|event| (moment, event)).collect();
+        let before = event.actions(work.path(), &other).into_iter().map(|event| (moment, event)).collect();
         let plan = Plan { before, fault, ..Plan::default() };
         let (written, ops) = record(plan, || (scenario.write)(work.path()));
         // After the rename the increment's base must stay, as for any other.
@@ -149,11 +149,11 @@ fn without_base(event: Event, fault: Option<Fault>) -> [usize; 2] {
 
 #[test]
 fn an_increment_becomes_whole_if_its_base_changes_meanwhile() {
-    for event in [Event::Goes, Event::Changes] {
+    for event in [BaseChange::Removed, BaseChange::Replaced] {
         let [broken, whole] = without_base(event, None);
         // Two: between the last check and the rename.
         assert!(broken <= 2 && whole > 5, "{event:?}: {broken} broken, {whole} whole");
-        let [broken, _] = without_base(event, Some(Fault::BaseNotSeenAgain));
+        let [broken, _] = without_base(event, Some(Fault::BaseNotRechecked));
         assert!(broken > 10, "{event:?}: the bug is not detected");
     }
 }
@@ -165,7 +165,7 @@ fn an_image_opened_during_its_replacement_is_complete() {
     let guests = [old(), new()];
     store(&guests[0], &path, Existing::Refuse, None).unwrap();
     let (done, opened) = (AtomicBool::new(false), AtomicUsize::new(0));
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + DEADLINE;
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
@@ -215,7 +215,7 @@ fn reserved_names_and_files_of_other_kinds_are_refused() {
         let is_reserved = matches!(&error, Error::AtomicFile(atomic_file::Error::Reserved { .. }));
         assert!(is_reserved, "{name}: {error}");
     }
-    for part in [sidecar_path(&path), pending_path(&path)] {
+    for part in [sidecar_path(&path), staged_path(&path)] {
         let theirs = std::fs::read(&part).ok();
         std::fs::write(&part, "other content").unwrap();
         let error = new().write(&path, Existing::Replace, None).unwrap_err();

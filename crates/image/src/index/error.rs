@@ -6,7 +6,7 @@
 pub enum Error {
     /// The object is of another kind.
     #[error("not the index of an image, which begins with \"towline-index\"; correct the name")]
-    NoIndex,
+    NotAnIndex,
     /// The index is newer than this program.
     #[error(
         "the index has version {found}, this towline reads 1 to {known}; use a towline that is as new as the one that made it"

@@ -323,10 +323,10 @@ impl Head {
 fn content(bytes: &[u8]) -> Result<Vec<u8>, Error> {
     let truncated = Error::Truncated { found: bytes.len() as u64 };
     let Some((magic, rest)) = bytes.split_first_chunk::<16>() else {
-        return Err(if MAGIC.starts_with(bytes) { truncated } else { Error::NoIndex });
+        return Err(if MAGIC.starts_with(bytes) { truncated } else { Error::NotAnIndex });
     };
     if *magic != MAGIC {
-        return Err(Error::NoIndex);
+        return Err(Error::NotAnIndex);
     }
     let Some((version, rest)) = rest.split_first_chunk::<4>() else { return Err(truncated) };
     let version = u32::from_le_bytes(*version);

@@ -68,7 +68,7 @@ fn an_index_with_any_bit_flipped_is_refused() {
 
 #[test]
 fn other_objects_and_newer_versions_are_refused() {
-    assert!(matches!(Index::parse(b"{\"format\": \"something else\"}"), Err(Error::NoIndex)));
+    assert!(matches!(Index::parse(b"{\"format\": \"something else\"}"), Err(Error::NotAnIndex)));
     let mut bytes = index().encode().unwrap();
     bytes[16] = 2;
     assert!(matches!(Index::parse(&bytes), Err(Error::Version { found: 2, known: 1 })));

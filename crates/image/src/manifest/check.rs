@@ -7,7 +7,7 @@ use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
 use super::error::shown;
-use super::{Block, Digest, Error, Found, Manifest, Result, VERSION, sidecar_path};
+use super::{Block, Digest, Error, ImageFacts, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, Fault};
 
@@ -16,7 +16,7 @@ const BASE_PATH_BYTES_MAX: usize = 4096;
 
 /// Hash and page count of a page bitmap.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bitmap {
+pub(crate) struct BitmapSummary {
     /// Hash of its bytes.
     pub(crate) blake3: Digest,
     /// Number of set bits.
@@ -29,7 +29,7 @@ impl Manifest {
     ///
     /// # Errors
     /// The first difference.
-    pub fn check(&self, image: &Path, found: &Found<'_>) -> Result<()> {
+    pub fn check(&self, image: &Path, found: &ImageFacts<'_>) -> Result<()> {
         let path = sidecar_path(image);
         self.check_guest(&path, found)?;
         let (length, expected) = (found.image_bytes, self.image.length);
@@ -54,7 +54,7 @@ impl Manifest {
         image: &Path,
         path: &Path,
         text: Digest,
-        found: &Found<'_>,
+        found: &ImageFacts<'_>,
     ) -> Result<()> {
         let (path, image) = (path.to_owned(), image.to_owned());
         match (found.seal, self.image.seal) {
@@ -71,7 +71,7 @@ impl Manifest {
     ///
     /// # Errors
     /// [`Error::Bitmap`], [`Error::PageCount`].
-    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: Bitmap) -> Result<()> {
+    pub(crate) fn check_bitmap(&self, image: &Path, block: usize, found: BitmapSummary) -> Result<()> {
         let stored = &self.blocks[block];
         let (path, name) = (sidecar_path(image), stored.name.clone());
         match stored.bitmap {
@@ -125,7 +125,7 @@ impl Manifest {
         }
     }
 
-    fn check_guest(&self, path: &Path, found: &Found<'_>) -> Result<()> {
+    fn check_guest(&self, path: &Path, found: &ImageFacts<'_>) -> Result<()> {
         let differs = |field: String, found: &dyn Display, expected: &dyn Display| {
             let (found, expected) = (shown(&found.to_string()), shown(&expected.to_string()));
             Err(Error::Differs { path: path.into(), field, found, expected })

@@ -56,7 +56,7 @@ use towline_protocol::{BlockIndex, RamBlock};
 
 use crate::checksum::{CHUNK_BYTES, ChunkHash, chunk_count};
 
-pub(crate) use check::Bitmap;
+pub(crate) use check::BitmapSummary;
 pub use error::{Error, Result};
 pub use identity::Digest;
 pub use text::Timestamp;
@@ -109,7 +109,7 @@ pub struct Contents<'a> {
     pub device_state: &'a DeviceState,
     /// Length of the file.
     pub image_bytes: u64,
-    /// The file's first bytes, as in [`Found::head`].
+    /// The file's first bytes, as in [`ImageFacts::head`].
     pub head: &'a [u8],
     /// Hash of the page bitmap in the file, by block.
     pub bitmaps: Vec<Digest>,
@@ -121,7 +121,7 @@ pub struct Contents<'a> {
 
 /// Properties of an image file that [`Manifest::check`] compares.
 #[derive(Debug, Clone, Copy)]
-pub struct Found<'a> {
+pub struct ImageFacts<'a> {
     /// The machine type in the configuration section.
     pub machine_type: &'a str,
     /// The block list, with each block's position in the file.
@@ -411,7 +411,7 @@ pub(crate) fn base_of(path: &Path) -> Option<Base> {
 }
 
 /// Returns true if the file at `path` is a manifest by its `format`.
-pub(crate) fn is_one(path: &Path) -> bool {
+pub(crate) fn is_manifest(path: &Path) -> bool {
     #[derive(Deserialize)]
     struct Named {
         format: String,

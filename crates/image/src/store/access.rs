@@ -10,9 +10,9 @@ use tokio::sync::Semaphore;
 use towline_channel::Cancel;
 
 use super::clock::Clock;
-use super::hold::Gate;
+use super::lease_state::LeaseGuard;
 use super::location::{Location, Scheme};
-use super::objects::{Objects, Put};
+use super::objects::{Objects, WriteMode};
 use super::runtime::FILE_THREADS;
 use super::{Error, Result, Runtime, service};
 
@@ -20,14 +20,14 @@ use super::{Error, Result, Runtime, service};
 const PAGE_OBJECTS: usize = 1000;
 
 /// Callback for each object of a listing.
-type Found<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
+type ObjectVisitor<'a> = &'a mut dyn FnMut(ObjectMeta) -> Result<()>;
 
 /// An open prefix.
 #[derive(Debug)]
 pub(super) struct Store {
     objects: Objects,
     runtime: Runtime,
-    gate: Gate,
+    guard: LeaseGuard,
     cancel: Option<Cancel>,
 }
 
@@ -43,15 +43,15 @@ impl Store {
     /// Opens the prefix without sending a request. `cancel` ends every wait.
     pub(super) fn open(prefix: &Location, cancel: Option<Cancel>) -> Result<Self> {
         let runtime = Runtime::start().map_err(|why| Error::Host { what: "the store's thread", why })?;
-        let gate = Gate::default();
-        let objects = Objects::new(service::open(prefix, &gate)?, prefix, Clock::System)?;
-        Ok(Self { objects, runtime, gate, cancel })
+        let guard = LeaseGuard::default();
+        let objects = Objects::new(service::open(prefix, &guard)?, prefix, Clock::System)?;
+        Ok(Self { objects, runtime, guard, cancel })
     }
 
     /// For a simulated participant.
     #[cfg(test)]
-    pub(super) fn simulated(objects: Objects, gate: Gate, actor: super::simulation::Actor) -> Self {
-        Self { objects, runtime: Runtime::Simulated(actor), gate, cancel: None }
+    pub(super) fn simulated(objects: Objects, guard: LeaseGuard, actor: super::simulation::Actor) -> Self {
+        Self { objects, runtime: Runtime::Simulated(actor), guard, cancel: None }
     }
 
     /// The objects, for requests in the background.
@@ -65,15 +65,15 @@ impl Store {
     }
 
     /// Guard of all modifying requests.
-    pub(super) fn gate(&self) -> &Gate {
-        &self.gate
+    pub(super) fn guard(&self) -> &LeaseGuard {
+        &self.guard
     }
 
     /// Fails if the operation was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<()> {
         #[cfg(test)]
         if let Runtime::Simulated(actor) = &self.runtime
-            && actor.is_dead()
+            && actor.has_crashed()
         {
             return Err(Error::Cancelled);
         }
@@ -105,7 +105,7 @@ impl Store {
     }
 
     /// As [`Self::wait`], ignoring cancellation: for requests at the very end of an operation.
-    pub(super) fn wait_anyway<T: Send + 'static>(
+    pub(super) fn wait_uncancelled<T: Send + 'static>(
         &self,
         work: impl Future<Output = Result<T>> + Send + 'static,
     ) -> Result<T> {
@@ -114,21 +114,21 @@ impl Store {
 
     /// An object's bytes, at most `limit`; `None` if it does not exist.
     pub(super) fn get(&self, key: &str, limit: u64) -> Result<Option<Bytes>> {
-        self.wait(self.getting(key, limit))
+        self.wait(self.get_future(key, limit))
     }
 
     /// As [`Self::get`], as a future.
-    pub(super) fn getting(
+    pub(super) fn get_future(
         &self,
         key: &str,
         limit: u64,
     ) -> impl Future<Output = Result<Option<Bytes>>> + Send + use<> {
-        let found = self.getting_version(key, limit);
+        let found = self.get_with_meta_future(key, limit);
         async move { Ok(found.await?.map(|(bytes, _)| bytes)) }
     }
 
-    /// As [`Self::getting`], with the object's metadata.
-    pub(super) fn getting_version(
+    /// As [`Self::get_future`], with the object's metadata.
+    pub(super) fn get_with_meta_future(
         &self,
         key: &str,
         limit: u64,
@@ -138,11 +138,11 @@ impl Store {
     }
 
     /// Puts an object, as a future.
-    pub(super) fn putting(
+    pub(super) fn put_future(
         &self,
         key: &str,
         bytes: Bytes,
-        mode: Put,
+        mode: WriteMode,
     ) -> impl Future<Output = Result<()>> + Send + use<> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
         async move { objects.put(&key, bytes, mode).await.map(drop) }
@@ -150,11 +150,11 @@ impl Store {
 
     /// Metadata of an object; `None` if it does not exist.
     pub(super) fn find(&self, key: &str) -> Result<Option<ObjectMeta>> {
-        self.wait(self.finding(key))
+        self.wait(self.head_future(key))
     }
 
     /// As [`Self::find`], as a future.
-    pub(super) fn finding(
+    pub(super) fn head_future(
         &self,
         key: &str,
     ) -> impl Future<Output = Result<Option<ObjectMeta>>> + Send + use<> {
@@ -165,20 +165,20 @@ impl Store {
     /// Removes an object if it exists. Ignores cancellation.
     pub(super) fn delete(&self, key: &str) -> Result<()> {
         let (objects, key) = (self.objects.clone(), key.to_owned());
-        self.wait_anyway(async move { objects.remove(&key).await })
+        self.wait_uncancelled(async move { objects.remove(&key).await })
     }
 
-    /// Calls `found` for each object below `directory`, or, for `""`, for each object directly in the prefix.
-    pub(super) fn list(&self, directory: &str, found: Found<'_>) -> Result<()> {
+    /// Calls `visit` for each object below `directory`, or, for `""`, for each object directly in the prefix.
+    pub(super) fn list(&self, directory: &str, visit: ObjectVisitor<'_>) -> Result<()> {
         let failed = |shown: String| move |error| Error::store("cannot be listed", shown)(error);
         if directory.is_empty() {
             let (objects, shown) = (self.objects.clone(), self.location().to_string());
             let listed = self.wait(async move { objects.list_top().await.map_err(failed(shown)) })?;
-            return listed.into_iter().try_for_each(found);
+            return listed.into_iter().try_for_each(visit);
         }
         let mut pages = self.objects.listing(directory).try_chunks(PAGE_OBJECTS);
         loop {
-            let shown = self.shown(directory);
+            let shown = self.object_name(directory);
             let next = async move {
                 let page = pages.next().await.transpose();
                 Ok((page.map_err(|error| failed(shown)(error.1))?, pages))
@@ -186,7 +186,7 @@ impl Store {
             let page;
             (page, pages) = self.wait(next)?;
             match page {
-                Some(page) => page.into_iter().try_for_each(&mut *found)?,
+                Some(page) => page.into_iter().try_for_each(&mut *visit)?,
                 None => return Ok(()),
             }
         }

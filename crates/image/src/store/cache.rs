@@ -13,7 +13,7 @@ use std::thread::ThreadId;
 
 use bytes::Bytes;
 
-use super::spool::Number;
+use super::spool::ChunkNumber;
 use super::{Error, Result, Runtime};
 
 /// State of all chunks that are not absent.
@@ -25,14 +25,14 @@ pub(super) struct Cache {
 
 #[derive(Debug, Default)]
 struct State {
-    chunks: HashMap<Number, Chunk>,
+    chunks: HashMap<ChunkNumber, Chunk>,
     /// Resident chunks, oldest first.
-    resident: VecDeque<Number>,
+    resident: VecDeque<ChunkNumber>,
     /// Chunks used by each thread.
-    used: HashMap<ThreadId, Vec<Number>>,
-    /// Number of chunks that are fetching or fetched.
-    ahead: usize,
-    /// Number of chunks that are fetching.
+    used: HashMap<ThreadId, Vec<ChunkNumber>>,
+    /// ChunkNumber of chunks that are fetching or fetched.
+    outstanding: usize,
+    /// ChunkNumber of chunks that are fetching.
     fetching: usize,
 }
 
@@ -50,11 +50,11 @@ enum Chunk {
 
 /// Result of acquiring a chunk.
 #[derive(Debug)]
-pub(super) enum Turn {
+pub(super) enum Acquired {
     /// The chunk is resident and used by the thread from now on.
-    Here,
+    Resident,
     /// The caller must decompress it and call [`Cache::filled`].
-    Fill(Bytes),
+    MustFill(Bytes),
 }
 
 impl Cache {
@@ -63,22 +63,22 @@ impl Cache {
     }
 
     /// Ends the thread's uses. Evicts unused chunks, oldest first, until at most `limit` are resident.
-    pub(super) fn release(&self, thread: ThreadId, limit: usize, mut forget: impl FnMut(Number)) {
+    pub(super) fn release_thread(&self, thread: ThreadId, limit: usize, mut evict: impl FnMut(ChunkNumber)) {
         let mut state = self.lock();
         for number in state.used.remove(&thread).unwrap_or_default() {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users -= 1;
             }
         }
-        let mut looks = state.resident.len();
-        while state.resident.len() > limit && looks > 0 {
-            looks -= 1;
+        let mut checks = state.resident.len();
+        while state.resident.len() > limit && checks > 0 {
+            checks -= 1;
             let Some(number) = state.resident.pop_front() else { break };
             match state.chunks.get(&number) {
                 Some(Chunk::Resident { users: 0 }) => {
                     state.chunks.remove(&number);
                     // Under the lock, so that no thread fills it meanwhile.
-                    forget(number);
+                    evict(number);
                 }
                 Some(_) => state.resident.push_back(number),
                 None => {}
@@ -87,14 +87,18 @@ impl Cache {
     }
 
     /// Releases chunks that were acquired without a thread. Unused chunks are evicted.
-    pub(super) fn give_back(&self, numbers: impl Iterator<Item = Number>, mut forget: impl FnMut(Number)) {
+    pub(super) fn release(
+        &self,
+        numbers: impl Iterator<Item = ChunkNumber>,
+        mut evict: impl FnMut(ChunkNumber),
+    ) {
         let mut state = self.lock();
         for number in numbers {
             if let Some(Chunk::Resident { users }) = state.chunks.get_mut(&number) {
                 *users = users.saturating_sub(1);
                 if *users == 0 {
                     state.chunks.remove(&number);
-                    forget(number);
+                    evict(number);
                 }
             }
         }
@@ -102,26 +106,26 @@ impl Cache {
 
     /// Marks an absent chunk as being fetched, unless `limit` chunks are fetching or fetched, or `requests`
     /// are fetching. Returns true if the caller must fetch it.
-    pub(super) fn claim(&self, number: Number, limit: usize, requests: usize) -> bool {
+    pub(super) fn claim(&self, number: ChunkNumber, limit: usize, requests: usize) -> bool {
         let mut state = self.lock();
-        let is_too_many = state.ahead >= limit || state.fetching >= requests;
-        if is_too_many || state.chunks.contains_key(&number) {
+        let is_limited = state.outstanding >= limit || state.fetching >= requests;
+        if is_limited || state.chunks.contains_key(&number) {
             return false;
         }
-        state.ahead += 1;
+        state.outstanding += 1;
         state.fetching += 1;
         state.chunks.insert(number, Chunk::Fetching);
         true
     }
 
     /// Records the result of a fetch.
-    pub(super) fn fetched(&self, number: Number, result: Result<Bytes>) {
+    pub(super) fn fetched(&self, number: ChunkNumber, result: Result<Bytes>) {
         let mut state = self.lock();
         state.fetching -= 1;
         let chunk = match result {
             Ok(bytes) => Chunk::Fetched(bytes),
             Err(error) => {
-                state.ahead -= 1;
+                state.outstanding -= 1;
                 Chunk::Failed(error)
             }
         };
@@ -131,14 +135,14 @@ impl Cache {
     }
 
     /// Waits until a claimed chunk is resident or must be filled by the caller, and marks it as used by
-    /// `thread`, if there is one. `look` is called meanwhile.
-    pub(super) fn take(
+    /// `thread`, if there is one. `check_cancelled` is called meanwhile.
+    pub(super) fn acquire(
         &self,
         thread: Option<ThreadId>,
-        number: Number,
+        number: ChunkNumber,
         runtime: &Runtime,
-        look: &dyn Fn() -> Result<()>,
-    ) -> Result<Option<Turn>> {
+        check_cancelled: &dyn Fn() -> Result<()>,
+    ) -> Result<Option<Acquired>> {
         let mut state = self.lock();
         loop {
             match state.chunks.get_mut(&number) {
@@ -149,14 +153,14 @@ impl Cache {
                     if let Some(thread) = thread {
                         state.used.entry(thread).or_default().push(number);
                     }
-                    return Ok(Some(Turn::Here));
+                    return Ok(Some(Acquired::Resident));
                 }
                 Some(chunk @ Chunk::Fetched(_)) => {
                     let Chunk::Fetched(bytes) = std::mem::replace(chunk, Chunk::Filling) else {
                         unreachable!("just matched");
                     };
-                    state.ahead -= 1;
-                    return Ok(Some(Turn::Fill(bytes)));
+                    state.outstanding -= 1;
+                    return Ok(Some(Acquired::MustFill(bytes)));
                 }
                 Some(Chunk::Failed(_)) => {
                     let Some(Chunk::Failed(error)) = state.chunks.remove(&number) else {
@@ -165,15 +169,15 @@ impl Cache {
                     return Err(error);
                 }
                 Some(Chunk::Fetching | Chunk::Filling) => {
-                    state = runtime.pause(&self.changed, &self.state, state);
-                    look()?;
+                    state = runtime.wait_for_change(&self.changed, &self.state, state);
+                    check_cancelled()?;
                 }
             }
         }
     }
 
-    /// Records that the chunk of [`Turn::Fill`] is resident and used by the thread, or could not be filled.
-    pub(super) fn filled(&self, thread: Option<ThreadId>, number: Number, is_here: bool) {
+    /// Records that the chunk of [`Acquired::MustFill`] is resident and used by the thread, or could not be filled.
+    pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber, is_here: bool) {
         let mut state = self.lock();
         match is_here {
             true => {
@@ -190,7 +194,7 @@ impl Cache {
     }
 
     /// Returns true if the chunk is resident.
-    pub(super) fn is_resident(&self, number: Number) -> bool {
+    pub(super) fn is_resident(&self, number: ChunkNumber) -> bool {
         matches!(self.lock().chunks.get(&number), Some(Chunk::Resident { .. }))
     }
 }
@@ -209,26 +213,29 @@ mod tests {
         Runtime::start().unwrap()
     }
 
-    fn bring(cache: &Cache, number: Number) {
+    fn load(cache: &Cache, number: ChunkNumber) {
         assert!(cache.claim(number, 9, 9));
         cache.fetched(number, Ok(Bytes::from_static(b"x")));
-        let turn = cache.take(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
-        assert!(matches!(turn, Some(Turn::Fill(_))), "{turn:?}");
+        let acquired = cache.acquire(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
+        assert!(matches!(acquired, Some(Acquired::MustFill(_))), "{acquired:?}");
         cache.filled(Some(thread()), number, true);
     }
 
     #[test]
     fn chunks_in_use_stay_and_the_oldest_is_evicted_first() {
         let cache = Cache::default();
-        (0..3).for_each(|number| bring(&cache, number));
+        (0..3).for_each(|number| load(&cache, number));
         let other = std::thread::spawn(thread).join().unwrap();
-        assert!(matches!(cache.take(Some(other), 0, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
-        let mut gone = Vec::new();
-        cache.release(thread(), 1, |number| gone.push(number));
-        assert_eq!(gone, [1, 2]);
+        assert!(matches!(
+            cache.acquire(Some(other), 0, &runtime(), &|| Ok(())),
+            Ok(Some(Acquired::Resident))
+        ));
+        let mut evicted = Vec::new();
+        cache.release_thread(thread(), 1, |number| evicted.push(number));
+        assert_eq!(evicted, [1, 2]);
         assert!(cache.is_resident(0) && !cache.is_resident(1));
-        cache.release(other, 0, |number| gone.push(number));
-        assert_eq!(gone, [1, 2, 0]);
+        cache.release_thread(other, 0, |number| evicted.push(number));
+        assert_eq!(evicted, [1, 2, 0]);
     }
 
     #[test]
@@ -236,15 +243,15 @@ mod tests {
         let cache = Cache::default();
         assert!(cache.claim(4, 9, 9));
         cache.fetched(4, Ok(Bytes::from_static(b"x")));
-        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Fill(_)))));
+        assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::MustFill(_)))));
         cache.filled(None, 4, true);
-        assert!(matches!(cache.take(None, 4, &runtime(), &|| Ok(())), Ok(Some(Turn::Here))));
-        let mut gone = Vec::new();
-        cache.release(thread(), 0, |number| gone.push(number));
-        cache.give_back([4, 5].into_iter(), |number| gone.push(number));
-        assert!(gone.is_empty() && cache.is_resident(4));
-        cache.give_back([4].into_iter(), |number| gone.push(number));
-        assert_eq!(gone, [4]);
+        assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::Resident))));
+        let mut evicted = Vec::new();
+        cache.release_thread(thread(), 0, |number| evicted.push(number));
+        cache.release([4, 5].into_iter(), |number| evicted.push(number));
+        assert!(evicted.is_empty() && cache.is_resident(4));
+        cache.release([4].into_iter(), |number| evicted.push(number));
+        assert_eq!(evicted, [4]);
         assert!(!cache.is_resident(4));
     }
 
@@ -256,8 +263,8 @@ mod tests {
         );
         cache.fetched(1, Err(Error::Cancelled));
         assert!(cache.claim(2, 1, 1));
-        assert!(matches!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
-        assert!(cache.take(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
+        assert!(matches!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
+        assert!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
         assert!(cache.claim(1, 2, 2));
     }
 
@@ -265,7 +272,7 @@ mod tests {
     fn a_wait_can_be_cancelled() {
         let cache = Cache::default();
         assert!(cache.claim(1, 1, 1));
-        let error = cache.take(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
+        let error = cache.acquire(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
         assert!(matches!(error, Error::Cancelled));
     }
 }

@@ -35,7 +35,7 @@ impl Profile {
         for (variable, file) in
             [("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config")]
         {
-            if let Some(path) = place(variable, file) {
+            if let Some(path) = file_path(variable, file) {
                 profile.read(&path, &name)?;
             }
         }
@@ -52,12 +52,12 @@ impl Profile {
             return Err(bad(format!("{length} bytes, at most {FILE_BYTES_MAX} are allowed")));
         }
         let text = std::fs::read_to_string(path).map_err(|error| bad(error.kind().to_string()))?;
-        self.take(&text, name);
+        self.merge(&text, name);
         Ok(())
     }
 
     /// Existing settings are kept.
-    fn take(&mut self, text: &str, name: &str) {
+    fn merge(&mut self, text: &str, name: &str) {
         let mut is_ours = false;
         for line in text.lines().map(str::trim) {
             if let Some(section) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
@@ -77,7 +77,7 @@ impl Profile {
     }
 }
 
-fn place(variable: &str, file: &str) -> Option<PathBuf> {
+fn file_path(variable: &str, file: &str) -> Option<PathBuf> {
     match std::env::var_os(variable) {
         Some(path) => Some(path.into()),
         None => Some(PathBuf::from(std::env::var_os("HOME")?).join(".aws").join(file)),
@@ -91,11 +91,11 @@ mod tests {
     #[test]
     fn a_profile_is_found_in_both_files() {
         let mut profile = Profile::default();
-        profile.take(
+        profile.merge(
             "[other]\naws_access_key_id=X\n[lab]\n aws_access_key_id = A\n# c\n aws_secret_access_key=B=\n",
             "lab",
         );
-        profile.take("[profile lab]\nregion = eu-central-1\naws_access_key_id = late\n", "lab");
+        profile.merge("[profile lab]\nregion = eu-central-1\naws_access_key_id = late\n", "lab");
         let found = (profile.key_id.as_deref(), profile.secret.as_deref(), profile.region.as_deref());
         assert_eq!(found, (Some("A"), Some("B="), Some("eu-central-1")));
         assert!(!format!("{profile:?}").contains("B="));

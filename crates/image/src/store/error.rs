@@ -23,14 +23,14 @@ pub enum Error {
         scheme: &'static str,
     },
     /// The store is unreachable or refused a request.
-    #[error("{object}: {op}: {answer}{}", advice(answer))]
+    #[error("{object}: {op}: {error}{}", advice(error))]
     Store {
         /// The failed operation.
         op: &'static str,
         /// The object or the store.
         object: String,
         /// The store's error. Not a `source`, since the text already contains it.
-        answer: Box<object_store::Error>,
+        error: Box<object_store::Error>,
     },
     /// The image does not exist.
     #[error("{image}: there is no such image: the store has no {object:?}")]
@@ -55,24 +55,24 @@ pub enum Error {
         why: index::Error,
     },
     /// A chunk that the index references is missing.
-    #[error("{image}: {place}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", place = shown(place))]
+    #[error("{image}: {position}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", position = shown(position))]
     Missing {
         /// The image.
         image: String,
         /// Position of the chunk in the guest.
-        place: Place,
+        position: ChunkPosition,
         /// Object of the chunk.
         chunk: String,
         /// Possible reason.
         absence: Absence,
     },
     /// A chunk's content does not match its name.
-    #[error("{image}: {place}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", place = shown(place))]
+    #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = shown(position))]
     Damaged {
         /// The image.
         image: String,
         /// Position of the chunk in the guest.
-        place: Place,
+        position: ChunkPosition,
         /// Object of the chunk.
         chunk: String,
         /// The difference.
@@ -200,7 +200,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Position of a chunk in a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct ChunkPosition {
     /// Name of the block; `None` for the device state.
     pub block: Option<String>,
     /// Offset of the chunk.
@@ -237,22 +237,22 @@ impl Error {
         object: impl Into<String>,
     ) -> impl FnOnce(object_store::Error) -> Self {
         let object = object.into();
-        move |answer| Self::Store { op, object, answer: Box::new(answer) }
+        move |error| Self::Store { op, object, error: Box::new(error) }
     }
 
     /// Returns true if the request had and will have no effect. After other failures it may still arrive.
     pub(super) fn is_final(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
         match self {
-            Self::Store { answer, .. } => matches!(
-                **answer,
-                Answer::PermissionDenied { .. }
-                    | Answer::Unauthenticated { .. }
-                    | Answer::NotSupported { .. }
-                    | Answer::NotImplemented { .. }
-                    | Answer::InvalidPath { .. }
-                    | Answer::UnknownConfigurationKey { .. }
+            Self::Store { error, .. } => matches!(
+                **error,
+                Cause::PermissionDenied { .. }
+                    | Cause::Unauthenticated { .. }
+                    | Cause::NotSupported { .. }
+                    | Cause::NotImplemented { .. }
+                    | Cause::InvalidPath { .. }
+                    | Cause::UnknownConfigurationKey { .. }
             ),
             Self::Lost { .. } | Self::Exists { .. } | Self::Changed { .. } => true,
             _ => false,
@@ -261,22 +261,22 @@ impl Error {
 
     /// Returns true if the store does not support this kind of request.
     pub(super) fn is_unsupported(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
-        let Self::Store { answer, .. } = self else { return false };
-        matches!(**answer, Answer::NotSupported { .. } | Answer::NotImplemented { .. })
+        let Self::Store { error, .. } = self else { return false };
+        matches!(**error, Cause::NotSupported { .. } | Cause::NotImplemented { .. })
     }
 
     /// Returns true if the store is read-only for this process.
     pub(super) fn is_read_only(&self) -> bool {
-        use object_store::Error as Answer;
+        use object_store::Error as Cause;
 
-        let Self::Store { answer, .. } = self else { return false };
-        if let Answer::PermissionDenied { .. } | Answer::Unauthenticated { .. } = **answer {
+        let Self::Store { error, .. } = self else { return false };
+        if let Cause::PermissionDenied { .. } | Cause::Unauthenticated { .. } = **error {
             return true;
         }
         // The error of a directory contains the kernel's.
-        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**answer);
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&**error);
         while let Some(error) = cause {
             let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
             if let Some(io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem) = kind {
@@ -288,10 +288,10 @@ impl Error {
     }
 }
 
-fn shown(place: &Place) -> String {
-    match &place.block {
-        Some(block) => format!("block {block:?}, from byte {:#x}", place.offset),
-        None => format!("the device state, from byte {:#x}", place.offset),
+fn shown(position: &ChunkPosition) -> String {
+    match &position.block {
+        Some(block) => format!("block {block:?}, from byte {:#x}", position.offset),
+        None => format!("the device state, from byte {:#x}", position.offset),
     }
 }
 

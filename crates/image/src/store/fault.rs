@@ -15,7 +15,7 @@ pub(super) enum Fault {
     /// A collector removes objects without checking its own lease.
     RemovalUnchecked,
     /// An upload checks for collectors before its own lease exists.
-    UploadLooksFirst,
+    UploadChecksFirst,
     /// A collector ignores the leases of readers.
     ReadersIgnored,
     /// A collector lists readers before it reads the indexes.

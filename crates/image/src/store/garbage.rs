@@ -9,8 +9,8 @@ use towline_channel::Cancel;
 
 use super::access::Store;
 use super::fault::Fault;
-use super::images::{RETIRED, retired};
-use super::lease::{FoundLease, Kind, Lease, age, leases};
+use super::images::{RETIRED, retired_key};
+use super::lease::{Lease, LeaseEntry, LeaseKind, age, leases};
 use super::location::{Location, SUFFIX};
 use super::{ConditionalWrites, Error, Result, chunk};
 use crate::index::{INDEX_BYTES_MAX, Index};
@@ -91,17 +91,18 @@ impl Garbage {
         removed: &mut dyn FnMut(&Object),
     ) -> Result<Self> {
         let lease = Lease::collection(store)?;
-        let mut found = find(store, age_min, lease.now()?)?;
+        let mut found = find(store, age_min, lease.store_time()?)?;
         found.conditional_writes = Some(lease.writes());
         for object in &found.objects {
             store.check_cancelled()?;
-            let (objects, hold, key) =
-                (store.objects().clone(), Arc::clone(lease.hold()), object.key.clone());
-            let done = store.wait_anyway(async move { objects.remove_held(&key, &hold).await });
+            let (objects, lease_state, key) =
+                (store.objects().clone(), Arc::clone(lease.state()), object.key.clone());
+            let done =
+                store.wait_uncancelled(async move { objects.remove_with_lease(&key, &lease_state).await });
             if let Err(error) = done {
-                if !error.is_final() && !store.has(Fault::LateRemovalIgnored) {
+                if !error.is_final() && !store.has_fault(Fault::LateRemovalIgnored) {
                     // The request may still arrive.
-                    lease.leave();
+                    lease.keep_in_store();
                 }
                 return Err(error);
             }
@@ -110,22 +111,22 @@ impl Garbage {
         Ok(found)
     }
 
-    fn add_dead(&mut self, lease: FoundLease) {
-        let FoundLease { key, bytes, age } = lease;
+    fn add_expired(&mut self, lease: LeaseEntry) {
+        let LeaseEntry { key, bytes, age } = lease;
         self.objects.push(Object { key, bytes, age });
     }
 }
 
 /// Chunks and indexes referenced by the images of a prefix.
 #[derive(Default)]
-struct Named {
+struct Referenced {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
 }
 
 /// Further chunks and indexes that readers need.
 #[derive(Default)]
-struct Kept {
+struct ReaderNeeds {
     chunks: HashSet<[u8; 32]>,
     indexes: HashSet<Digest>,
     /// The index of a reader is missing, so it may need any chunk.
@@ -151,32 +152,33 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
         copies.push(Object { key: store.key(&object), bytes: object.size, age });
         Ok(())
     })?;
-    let early = store.has(Fault::ReadersFirst).then(|| leases(store, Kind::Reader, now)).transpose()?;
-    let named = named(store, &mut garbage)?;
+    let early =
+        store.has_fault(Fault::ReadersFirst).then(|| leases(store, LeaseKind::Reader, now)).transpose()?;
+    let referenced = referenced(store, &mut garbage)?;
     let mut readers = Vec::new();
-    for kind in Kind::ALL {
+    for kind in LeaseKind::ALL {
         let found = match &early {
-            Some(early) if kind == Kind::Reader => early.clone(),
+            Some(early) if kind == LeaseKind::Reader => early.clone(),
             _ => leases(store, kind, now)?,
         };
-        let (alive, dead): (Vec<_>, Vec<_>) = found.into_iter().partition(FoundLease::is_alive);
+        let (alive, expired): (Vec<_>, Vec<_>) = found.into_iter().partition(LeaseEntry::is_alive);
         // Leases are removed before any chunk, so that an owner that is considered dead detects it first.
-        dead.into_iter().for_each(|lease| garbage.add_dead(lease));
+        expired.into_iter().for_each(|lease| garbage.add_expired(lease));
         match kind {
-            Kind::Upload => garbage.uploads = alive.len(),
-            Kind::Reader => readers = alive,
-            Kind::Collection => {}
+            LeaseKind::Upload => garbage.uploads = alive.len(),
+            LeaseKind::Reader => readers = alive,
+            LeaseKind::Collection => {}
         }
     }
     garbage.readers = readers.len();
-    let kept = kept(store, &named, &readers, &mut garbage)?;
-    let needed: HashSet<_> = kept.indexes.iter().map(|index| retired(*index)).collect();
+    let needs = reader_needs(store, &referenced, &readers, &mut garbage)?;
+    let needed: HashSet<_> = needs.indexes.iter().map(|index| retired_key(*index)).collect();
     garbage.objects.extend(copies.into_iter().filter(|copy| !needed.contains(&copy.key)));
     for (name, bytes, age) in chunks {
         let add = |(count, sum): (u64, u64)| (count + 1, sum + bytes);
-        if named.chunks.contains(&name) {
+        if referenced.chunks.contains(&name) {
             garbage.used = add(garbage.used);
-        } else if kept.is_unknown || kept.chunks.contains(&name) {
+        } else if needs.is_unknown || needs.chunks.contains(&name) {
             garbage.kept = add(garbage.kept);
         } else if age < age_min {
             garbage.young = add(garbage.young);
@@ -188,10 +190,15 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
 }
 
 /// Unreferenced chunks that live readers need.
-fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut Garbage) -> Result<Kept> {
-    let mut kept = Kept::default();
-    if store.has(Fault::ReadersIgnored) {
-        return Ok(kept);
+fn reader_needs(
+    store: &Arc<Store>,
+    referenced: &Referenced,
+    readers: &[LeaseEntry],
+    garbage: &mut Garbage,
+) -> Result<ReaderNeeds> {
+    let mut needs = ReaderNeeds::default();
+    if store.has_fault(Fault::ReadersIgnored) {
+        return Ok(needs);
     }
     // Each copy is read once, even if it has several readers.
     let mut copies: HashMap<Digest, Option<Index>> = HashMap::new();
@@ -201,14 +208,14 @@ fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut
             Some(owner) => owner.ok(),
         };
         let index = owner.and_then(|owner| owner.index);
-        if index.is_some_and(|index| named.indexes.contains(&index)) {
+        if index.is_some_and(|index| referenced.indexes.contains(&index)) {
             continue;
         }
-        garbage.kept_for.push(lease.shown(store));
+        garbage.kept_for.push(lease.describe_owner(store));
         let copy = match index {
             None => None,
             Some(index) => {
-                kept.indexes.insert(index);
+                needs.indexes.insert(index);
                 match copies.entry(index) {
                     Entry::Occupied(known) => known.into_mut().as_ref(),
                     Entry::Vacant(new) => new.insert(copy(store, index)?).as_ref(),
@@ -216,22 +223,22 @@ fn kept(store: &Arc<Store>, named: &Named, readers: &[FoundLease], garbage: &mut
             }
         };
         match copy {
-            Some(copy) => kept.chunks.extend(copy.all_names()),
-            None => kept.is_unknown |= !store.has(Fault::UnknownIndexIgnored),
+            Some(copy) => needs.chunks.extend(copy.all_names()),
+            None => needs.is_unknown |= !store.has_fault(Fault::UnknownIndexIgnored),
         }
     }
-    Ok(kept)
+    Ok(needs)
 }
 
 /// The copy of a replaced or removed index, if it exists and is valid.
 fn copy(store: &Arc<Store>, index: Digest) -> Result<Option<Index>> {
-    let bytes = store.get(&retired(index), INDEX_BYTES_MAX)?;
+    let bytes = store.get(&retired_key(index), INDEX_BYTES_MAX)?;
     let whole = bytes.filter(|bytes| Digest::of(bytes) == index);
     Ok(whole.and_then(|bytes| Index::parse(&bytes).ok()))
 }
 
 /// Everything that the prefix's images reference.
-fn named(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Named> {
+fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
     let mut keys = Vec::new();
     store.list("", &mut |object| {
         let key = store.key(&object);
@@ -245,15 +252,15 @@ fn named(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Named> {
             false => Ok(()),
         }
     })?;
-    let mut named = Named::default();
+    let mut referenced = Referenced::default();
     for key in keys {
         // An image removed meanwhile references nothing.
         let Some(bytes) = store.get(&key, INDEX_BYTES_MAX)? else { continue };
         let index = Index::parse(&bytes);
-        let index = index.map_err(|why| Error::KeepsGarbage { image: store.shown(&key), why })?;
-        named.chunks.extend(index.all_names());
-        named.indexes.insert(Digest::of(&bytes));
+        let index = index.map_err(|why| Error::KeepsGarbage { image: store.object_name(&key), why })?;
+        referenced.chunks.extend(index.all_names());
+        referenced.indexes.insert(Digest::of(&bytes));
         garbage.images += 1;
     }
-    Ok(named)
+    Ok(referenced)
 }

@@ -19,9 +19,9 @@ use towline_channel::Cancel;
 
 use super::access::Store;
 use super::fault::Fault;
-use super::lease::{Kind, Lease, leases};
+use super::lease::{Lease, LeaseKind, leases};
 use super::location::{Location, SUFFIX};
-use super::objects::{Put, version};
+use super::objects::{WriteMode, version_of};
 use super::{Error, Result};
 use crate::Existing;
 use crate::index::INDEX_BYTES_MAX;
@@ -79,7 +79,7 @@ pub(super) fn key(image: &Location) -> Result<String> {
 
 pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
     if store.find(key)?.is_none() {
-        return Err(Error::NoImage { image: image.into(), object: store.shown(key) });
+        return Err(Error::NoImage { image: image.into(), object: store.object_name(key) });
     }
     let readers = retire(store, key, in_use)?;
     store.delete(key)?;
@@ -90,12 +90,12 @@ pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUs
 /// does not know the store's time.
 fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<Reader>> {
     let mut readers = Vec::new();
-    for lease in leases(store, Kind::Reader, SystemTime::UNIX_EPOCH)? {
+    for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
         let Some(Ok(owner)) = lease.owner(store)? else { continue };
         if let (Some(image), Some(index)) = (&owner.image, owner.index)
             && image == key
         {
-            readers.push(Reader { shown: lease.shown(store), index });
+            readers.push(Reader { shown: lease.describe_owner(store), index });
         }
     }
     Ok(readers)
@@ -111,18 +111,18 @@ fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
     let index = Digest::of(&bytes);
     readers.retain(|reader| reader.index == index);
     if in_use == InUse::Refuse && !readers.is_empty() {
-        let image = store.shown(key.strip_suffix(SUFFIX).unwrap_or(key));
+        let image = store.object_name(key.strip_suffix(SUFFIX).unwrap_or(key));
         let readers = readers.into_iter().map(|reader| reader.shown).collect();
         return Err(Error::InUse { image, readers });
     }
     if !readers.is_empty() {
-        store.wait(store.putting(&retired(index), bytes, Put::Replace))?;
+        store.wait(store.put_future(&retired_key(index), bytes, WriteMode::Replace))?;
     }
     Ok(readers)
 }
 
 /// Key of the copy of an index.
-pub(super) fn retired(index: Digest) -> String {
+pub(super) fn retired_key(index: Digest) -> String {
     format!("{RETIRED}/{index}")
 }
 
@@ -142,7 +142,7 @@ pub(super) fn publish(
         let (found, readers) = match existing {
             Existing::Refuse => (None, Vec::new()),
             Existing::Replace => {
-                let found = store.wait_anyway(store.finding(key))?;
+                let found = store.wait_uncancelled(store.head_future(key))?;
                 let readers =
                     if found.is_some() { retire(store, key, InUse::KeepChunks)? } else { Vec::new() };
                 (found, readers)
@@ -156,36 +156,36 @@ pub(super) fn publish(
             );
         }
         let mode = match (existing, found) {
-            (Existing::Refuse, _) => Put::Create,
+            (Existing::Refuse, _) => WriteMode::Create,
             (Existing::Replace, Some(found)) if lease.writes() == super::ConditionalWrites::All => {
-                Put::Update(version(&found))
+                WriteMode::Update(version_of(&found))
             }
-            (Existing::Replace, _) => Put::Replace,
+            (Existing::Replace, _) => WriteMode::Replace,
         };
-        match put(store, lease, key, bytes, mode) {
+        match put_index(store, lease, key, bytes, mode) {
             Err(Error::Changed { .. }) => {}
             done => return done,
         }
     }
-    Err(Error::Changed { object: store.shown(key) })
+    Err(Error::Changed { object: store.object_name(key) })
 }
 
 /// Puts an index, and reads it again if the result is unknown.
-fn put(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: Put) -> Result<()> {
-    let (objects, hold) = (store.objects().clone(), Arc::clone(lease.hold()));
+fn put_index(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: WriteMode) -> Result<()> {
+    let (objects, lease_state) = (store.objects().clone(), Arc::clone(lease.state()));
     let request = {
         let (key, bytes) = (key.to_owned(), bytes.clone());
-        async move { objects.put_held(&key, bytes, mode, &hold).await }
+        async move { objects.put_with_lease(&key, bytes, mode, &lease_state).await }
     };
-    let error = match store.wait_anyway(request) {
+    let error = match store.wait_uncancelled(request) {
         Ok(_) => return Ok(()),
         Err(error) if error.is_final() => return Err(error),
         Err(error) => error,
     };
-    if !store.has(Fault::LateIndexIgnored) {
-        lease.leave();
+    if !store.has_fault(Fault::LateIndexIgnored) {
+        lease.keep_in_store();
     }
-    match store.wait_anyway(store.getting(key, bytes.len() as u64)) {
+    match store.wait_uncancelled(store.get_future(key, bytes.len() as u64)) {
         Ok(Some(found)) if found == *bytes => Ok(()),
         _ => Err(error),
     }
@@ -193,7 +193,7 @@ fn put(store: &Arc<Store>, lease: &Lease, key: &str, bytes: &Bytes, mode: Put) -
 
 /// An index, and the lease that protects its chunks.
 #[derive(Debug)]
-pub(super) struct ReadIndex {
+pub(super) struct LeasedIndex {
     /// Object of the index.
     pub(super) bytes: Bytes,
     /// The lease, or the error of a store that is read-only for this process.
@@ -204,34 +204,34 @@ pub(super) struct ReadIndex {
 ///
 /// # Errors
 /// [`Error::NoImage`], or the store is unreachable or refuses access.
-pub(super) fn read(store: &Arc<Store>, image: &str, key: &str) -> Result<ReadIndex> {
+pub(super) fn read_leased(store: &Arc<Store>, image: &str, key: &str) -> Result<LeasedIndex> {
     for _ in 0..ATTEMPTS_MAX {
-        let found = store.wait(store.getting_version(key, INDEX_BYTES_MAX))?;
-        let none = || Error::NoImage { image: image.into(), object: store.shown(key) };
+        let found = store.wait(store.get_with_meta_future(key, INDEX_BYTES_MAX))?;
+        let none = || Error::NoImage { image: image.into(), object: store.object_name(key) };
         let (bytes, meta) = found.ok_or_else(none)?;
         if !store.location().scheme().is_writable() {
-            return Ok(ReadIndex { bytes, lease: Err("http:// and https:// are read-only".into()) });
+            return Ok(LeasedIndex { bytes, lease: Err("http:// and https:// are read-only".into()) });
         }
         let lease = match Lease::reader(store, key, Digest::of(&bytes)) {
             Ok(lease) => lease,
             Err(error) if error.is_read_only() => {
-                return Ok(ReadIndex { bytes, lease: Err(error.to_string()) });
+                return Ok(LeasedIndex { bytes, lease: Err(error.to_string()) });
             }
             Err(error) => return Err(error),
         };
         // A process that replaced or removed the index before the lease existed did not see the lease.
-        if store.has(Fault::ReaderUnconfirmed) || is_still(store, key, &meta, &bytes)? {
-            return Ok(ReadIndex { bytes, lease: Ok(lease) });
+        if store.has_fault(Fault::ReaderUnconfirmed) || is_current(store, key, &meta, &bytes)? {
+            return Ok(LeasedIndex { bytes, lease: Ok(lease) });
         }
     }
-    Err(Error::Changed { object: store.shown(key) })
+    Err(Error::Changed { object: store.object_name(key) })
 }
 
 /// Returns true if the object is still the one that was read.
-fn is_still(store: &Arc<Store>, key: &str, meta: &ObjectMeta, bytes: &Bytes) -> Result<bool> {
+fn is_current(store: &Arc<Store>, key: &str, meta: &ObjectMeta, bytes: &Bytes) -> Result<bool> {
     if meta.e_tag.is_some() || meta.version.is_some() {
         let found = store.find(key)?;
-        return Ok(found.is_some_and(|found| version(&found) == version(meta)));
+        return Ok(found.is_some_and(|found| version_of(&found) == version_of(meta)));
     }
     Ok(store.get(key, INDEX_BYTES_MAX)?.is_some_and(|found| found == *bytes))
 }

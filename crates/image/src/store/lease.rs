@@ -27,8 +27,8 @@ use serde::{Deserialize, Serialize};
 
 use super::access::Store;
 use super::fault::Fault;
-use super::hold::Hold;
-use super::objects::{Objects, Put, version};
+use super::lease_state::LeaseState;
+use super::objects::{Objects, WriteMode, version_of};
 use super::{Error, LEASE_AGE_MAX, LEASE_INTERVAL, LEASE_RETRY_INTERVAL, Result};
 use crate::manifest::{Digest, Timestamp};
 
@@ -36,11 +36,11 @@ use crate::manifest::{Digest, Timestamp};
 const LEASE_BYTES_MAX: u64 = 4096;
 /// Attempts of a renewal that finds another version of its lease than expected: each follows one whose
 /// response was lost.
-const VERSIONS_MAX: usize = 4;
+const RENEWAL_ATTEMPTS_MAX: usize = 4;
 
 /// Kind of process that a lease is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum LeaseKind {
     /// An upload.
     Upload,
     /// A reader.
@@ -49,7 +49,7 @@ pub(super) enum Kind {
     Collection,
 }
 
-impl Kind {
+impl LeaseKind {
     /// All kinds.
     pub(super) const ALL: [Self; 3] = [Self::Upload, Self::Reader, Self::Collection];
 
@@ -78,7 +78,7 @@ pub enum ConditionalWrites {
 
 /// Content of a lease, as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Owner {
+pub(super) struct LeaseOwner {
     /// Key of the image's index.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) image: Option<String>,
@@ -91,7 +91,7 @@ pub(super) struct Owner {
     renewals: u64,
 }
 
-impl Owner {
+impl LeaseOwner {
     /// A lease owned by this process, for an image.
     pub(super) fn new(image: Option<String>, index: Option<Digest>) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -104,14 +104,14 @@ impl Owner {
         Ok(bytes.into())
     }
 
-    fn shown(&self) -> String {
+    fn describe(&self) -> String {
         format!("process {} of host {:?}, since {}", self.process, self.host, self.began)
     }
 }
 
 /// A lease found in the store.
 #[derive(Debug, Clone)]
-pub(super) struct FoundLease {
+pub(super) struct LeaseEntry {
     /// Key of the lease.
     pub(super) key: String,
     /// Length in bytes.
@@ -120,34 +120,34 @@ pub(super) struct FoundLease {
     pub(super) age: Duration,
 }
 
-impl FoundLease {
+impl LeaseEntry {
     /// Returns true if its owner may be alive.
     pub(super) fn is_alive(&self) -> bool {
         self.age < LEASE_AGE_MAX
     }
 
     /// Content of the lease; `None` if it was removed meanwhile, the error's text if it is invalid.
-    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<Owner, String>>> {
+    pub(super) fn owner(&self, store: &Store) -> Result<Option<Result<LeaseOwner, String>>> {
         let bytes = store.get(&self.key, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string())))
     }
 
     /// Description of its owner.
-    pub(super) fn shown(&self, store: &Store) -> String {
+    pub(super) fn describe_owner(&self, store: &Store) -> String {
         let owner = match self.owner(store) {
-            Ok(Some(Ok(owner))) => owner.shown(),
+            Ok(Some(Ok(owner))) => owner.describe(),
             _ => "an unknown process".to_owned(),
         };
-        format!("{owner} ({})", store.shown(&self.key))
+        format!("{owner} ({})", store.object_name(&self.key))
     }
 }
 
 /// Lists the leases of a kind.
-pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<FoundLease>> {
+pub(super) fn leases(store: &Store, kind: LeaseKind, now: SystemTime) -> Result<Vec<LeaseEntry>> {
     let mut found = Vec::new();
     store.list(kind.directory(), &mut |object| {
         let age = age(object.last_modified.into(), now);
-        found.push(FoundLease { key: store.key(&object), bytes: object.size, age });
+        found.push(LeaseEntry { key: store.key(&object), bytes: object.size, age });
         Ok(())
     })?;
     Ok(found)
@@ -157,97 +157,98 @@ pub(super) fn leases(store: &Store, kind: Kind, now: SystemTime) -> Result<Vec<F
 #[derive(Debug)]
 pub(super) struct Lease {
     store: Arc<Store>,
-    hold: Arc<Hold>,
+    lease_state: Arc<LeaseState>,
     object: Arc<tokio::sync::Mutex<LeaseObject>>,
     writes: ConditionalWrites,
     /// Dropped to stop the renewals.
     alive: Option<Arc<()>>,
-    is_left: AtomicBool,
+    is_kept: AtomicBool,
 }
 
 /// The lease's object in the store.
 #[derive(Debug)]
 struct LeaseObject {
     key: String,
-    owner: Owner,
+    owner: LeaseOwner,
     version: UpdateVersion,
 }
 
 impl Lease {
     /// Creates the lease of an upload of the image with this key. Fails if a collection is active.
     pub(super) fn upload(store: &Arc<Store>, image: &str) -> Result<Self> {
-        if store.has(Fault::UploadLooksFirst) {
-            let found = leases(store, Kind::Collection, SystemTime::UNIX_EPOCH)?;
+        if store.has_fault(Fault::UploadChecksFirst) {
+            let found = leases(store, LeaseKind::Collection, SystemTime::UNIX_EPOCH)?;
             if let Some(found) = found.first() {
-                return Err(collecting(store, found));
+                return Err(collection_active(store, found));
             }
         }
-        let lease = Self::raise(store, Kind::Upload, Owner::new(Some(image.into()), None))?;
-        let now = lease.now()?;
-        let collections = if store.has(Fault::UploadLooksFirst) {
+        let lease = Self::create(store, LeaseKind::Upload, LeaseOwner::new(Some(image.into()), None))?;
+        let now = lease.store_time()?;
+        let collections = if store.has_fault(Fault::UploadChecksFirst) {
             Vec::new()
         } else {
-            leases(store, Kind::Collection, now)?
+            leases(store, LeaseKind::Collection, now)?
         };
         match collections.iter().find(|found| found.is_alive()) {
-            Some(found) => Err(collecting(store, found)),
+            Some(found) => Err(collection_active(store, found)),
             None => Ok(lease),
         }
     }
 
     /// Creates the lease of a reader of the image with this key, whose index has this BLAKE3.
     pub(super) fn reader(store: &Arc<Store>, image: &str, index: Digest) -> Result<Self> {
-        Self::raise(store, Kind::Reader, Owner::new(Some(image.into()), Some(index)))
+        Self::create(store, LeaseKind::Reader, LeaseOwner::new(Some(image.into()), Some(index)))
     }
 
     /// Creates the lease of a collection. Fails if another collection or an upload is active.
     pub(super) fn collection(store: &Arc<Store>) -> Result<Self> {
-        let lease = Self::raise(store, Kind::Collection, Owner::new(None, None))?;
-        let now = lease.now()?;
+        let lease = Self::create(store, LeaseKind::Collection, LeaseOwner::new(None, None))?;
+        let now = lease.store_time()?;
         let own = lease.key();
-        let others = leases(store, Kind::Collection, now)?;
+        let others = leases(store, LeaseKind::Collection, now)?;
         let other = others.iter().find(|found| found.is_alive() && found.key != own);
-        if let Some(other) = other.filter(|_| !store.has(Fault::SharedCollection)) {
-            return Err(collecting(store, other));
+        if let Some(other) = other.filter(|_| !store.has_fault(Fault::SharedCollection)) {
+            return Err(collection_active(store, other));
         }
-        let uploads = leases(store, Kind::Upload, now)?;
+        let uploads = leases(store, LeaseKind::Upload, now)?;
         let mut alive = uploads.iter().filter(|found| found.is_alive());
         match alive.next() {
             Some(first) => Err(Error::Uploading {
                 store: store.location().to_string(),
                 count: 1 + alive.count(),
-                owner: first.shown(store),
+                owner: first.describe_owner(store),
             }),
             None => Ok(lease),
         }
     }
 
-    fn raise(store: &Arc<Store>, kind: Kind, owner: Owner) -> Result<Self> {
-        let shared = kind == Kind::Collection && store.has(Fault::SharedCollection);
+    fn create(store: &Arc<Store>, kind: LeaseKind, owner: LeaseOwner) -> Result<Self> {
+        let shared = kind == LeaseKind::Collection && store.has_fault(Fault::SharedCollection);
         let key = if shared { format!("{}/0", kind.directory()) } else { new_key(kind) };
         let begun = store.clock().now();
-        let mode = if shared { Put::Replace } else { Put::Create };
+        let mode = if shared { WriteMode::Replace } else { WriteMode::Create };
         let (objects, bytes) = (store.objects().clone(), owner.bytes()?);
         let put = {
             let key = key.clone();
             async move { objects.put(&key, bytes, mode).await }
         };
         let version = store.wait(put)?;
-        let hold = Hold::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
+        let lease_state =
+            LeaseState::new(store.location().to_string(), store.clock().clone(), begun, store.fault());
         let mut lease = Self {
             store: Arc::clone(store),
-            hold: Arc::new(hold),
+            lease_state: Arc::new(lease_state),
             object: Arc::new(tokio::sync::Mutex::new(LeaseObject { key, owner, version })),
             writes: ConditionalWrites::None,
             alive: Some(Arc::default()),
-            is_left: AtomicBool::new(false),
+            is_kept: AtomicBool::new(false),
         };
-        if kind != Kind::Reader {
+        if kind != LeaseKind::Reader {
             // A reader modifies only its own lease.
-            store.gate().depend_on(&lease.hold);
+            store.guard().require(&lease.lease_state);
             lease.writes = lease.probe()?;
         }
-        lease.keep(kind);
+        lease.start_renewal(kind);
         Ok(lease)
     }
 
@@ -259,7 +260,7 @@ impl Lease {
             let mut object = object.lock().await;
             let wrong = UpdateVersion { e_tag: Some("\"0\"".into()), version: Some("1".into()) };
             object.owner.renewals += 1;
-            let updated = objects.put(&object.key, object.owner.bytes()?, Put::Update(wrong)).await;
+            let updated = objects.put(&object.key, object.owner.bytes()?, WriteMode::Update(wrong)).await;
             match updated {
                 // The store ignores the condition.
                 Ok(version) => {
@@ -268,7 +269,7 @@ impl Lease {
                 }
                 Err(Error::Changed { .. }) => Ok(ConditionalWrites::All),
                 Err(error) if error.is_unsupported() => {
-                    let again = objects.put(&object.key, object.owner.bytes()?, Put::Create).await;
+                    let again = objects.put(&object.key, object.owner.bytes()?, WriteMode::Create).await;
                     match again {
                         Err(Error::Exists { .. }) => Ok(ConditionalWrites::Create),
                         Err(error) => Err(error),
@@ -284,11 +285,11 @@ impl Lease {
     }
 
     /// Starts the renewals.
-    fn keep(&self, kind: Kind) {
+    fn start_renewal(&self, kind: LeaseKind) {
         let alive = self.alive.as_ref().map(Arc::downgrade).unwrap_or_default();
         let renewal = Renewal {
             objects: self.store.objects().clone(),
-            hold: Arc::clone(&self.hold),
+            lease_state: Arc::clone(&self.lease_state),
             object: Arc::clone(&self.object),
             writes: self.writes,
             kind,
@@ -298,20 +299,21 @@ impl Lease {
     }
 
     /// The store's current time: that of the lease itself.
-    pub(super) fn now(&self) -> Result<SystemTime> {
+    pub(super) fn store_time(&self) -> Result<SystemTime> {
         let key = self.key();
         match self.store.find(&key)? {
             Some(found) => Ok(found.last_modified.into()),
             None => {
-                self.hold.lose(format!("{} was removed by another process", self.store.shown(&key)));
-                self.hold.check().map(|()| SystemTime::UNIX_EPOCH)
+                self.lease_state
+                    .mark_lost(format!("{} was removed by another process", self.store.object_name(&key)));
+                self.lease_state.check().map(|()| SystemTime::UNIX_EPOCH)
             }
         }
     }
 
     /// State of the lease.
-    pub(super) fn hold(&self) -> &Arc<Hold> {
-        &self.hold
+    pub(super) fn state(&self) -> &Arc<LeaseState> {
+        &self.lease_state
     }
 
     /// Conditional writes that the store enforces; not detected for readers.
@@ -320,8 +322,8 @@ impl Lease {
     }
 
     /// Keeps the lease in the store after it is dropped, until it expires: a failed request may still arrive.
-    pub(super) fn leave(&self) {
-        self.is_left.store(true, Ordering::Relaxed);
+    pub(super) fn keep_in_store(&self) {
+        self.is_kept.store(true, Ordering::Relaxed);
     }
 
     /// Key of the lease. Waits for a renewal in flight.
@@ -335,12 +337,12 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         self.alive.take();
-        if self.is_left.load(Ordering::Relaxed) {
+        if self.is_kept.load(Ordering::Relaxed) {
             return;
         }
         let (objects, object) = (self.store.objects().clone(), Arc::clone(&self.object));
         // After a renewal in flight, which would recreate it.
-        let removed = self.store.wait_anyway(async move {
+        let removed = self.store.wait_uncancelled(async move {
             let object = object.lock().await;
             objects.remove(&object.key).await
         });
@@ -353,10 +355,10 @@ impl Drop for Lease {
 /// Renews a lease in the background.
 struct Renewal {
     objects: Objects,
-    hold: Arc<Hold>,
+    lease_state: Arc<LeaseState>,
     object: Arc<tokio::sync::Mutex<LeaseObject>>,
     writes: ConditionalWrites,
-    kind: Kind,
+    kind: LeaseKind,
     alive: Weak<()>,
 }
 
@@ -370,19 +372,19 @@ impl Renewal {
                 return;
             }
             let begun = self.objects.clock().now();
-            let heals = self.objects.has(Fault::GapHeals);
-            let renewed = match self.hold.check() {
-                Err(_) if self.kind == Kind::Reader => self.replace(&mut object).await,
+            let heals = self.objects.has_fault(Fault::GapHeals);
+            let renewed = match self.lease_state.check() {
+                Err(_) if self.kind == LeaseKind::Reader => self.replace(&mut object).await,
                 Err(_) if !heals => return,
                 _ => self.renew(&mut object).await,
             };
             interval = match renewed {
                 Ok(()) => {
-                    self.hold.renewed(begun);
+                    self.lease_state.mark_renewed(begun);
                     LEASE_INTERVAL
                 }
                 Err(error) => {
-                    tracing::warn!(%error, lease = self.objects.shown(&object.key), "cannot renew the lease");
+                    tracing::warn!(%error, lease = self.objects.object_name(&object.key), "cannot renew the lease");
                     LEASE_RETRY_INTERVAL
                 }
             };
@@ -393,18 +395,18 @@ impl Renewal {
     async fn renew(&self, object: &mut LeaseObject) -> Result<()> {
         object.owner.renewals += 1;
         let bytes = object.owner.bytes()?;
-        for _ in 0..VERSIONS_MAX {
+        for _ in 0..RENEWAL_ATTEMPTS_MAX {
             if self.writes != ConditionalWrites::All {
                 match self.objects.head(&object.key).await? {
-                    Some(found) => object.version = version(&found),
-                    None if self.objects.has(Fault::GapHeals) => {}
+                    Some(found) => object.version = version_of(&found),
+                    None if self.objects.has_fault(Fault::GapHeals) => {}
                     None => break,
                 }
             }
             // Without conditional updates the check above has to suffice.
             let mode = match self.writes {
-                ConditionalWrites::All => Put::Update(object.version.clone()),
-                ConditionalWrites::Create | ConditionalWrites::None => Put::Replace,
+                ConditionalWrites::All => WriteMode::Update(object.version.clone()),
+                ConditionalWrites::Create | ConditionalWrites::None => WriteMode::Replace,
             };
             match self.objects.put(&object.key, bytes.clone(), mode).await {
                 Ok(version) => {
@@ -413,9 +415,9 @@ impl Renewal {
                 }
                 // The lease was removed, or an earlier attempt arrived and its response was lost.
                 Err(Error::Changed { .. }) => match self.objects.head(&object.key).await? {
-                    Some(found) => object.version = version(&found),
-                    None if self.objects.has(Fault::GapHeals) => {
-                        object.version = self.objects.put(&object.key, bytes, Put::Replace).await?;
+                    Some(found) => object.version = version_of(&found),
+                    None if self.objects.has_fault(Fault::GapHeals) => {
+                        object.version = self.objects.put(&object.key, bytes, WriteMode::Replace).await?;
                         return Ok(());
                     }
                     None => break,
@@ -423,28 +425,28 @@ impl Renewal {
                 Err(error) => return Err(error),
             }
         }
-        let shown = self.objects.shown(&object.key);
-        self.hold.lose(format!("{shown} was removed or replaced by another process"));
-        self.hold.check()
+        let shown = self.objects.object_name(&object.key);
+        self.lease_state.mark_lost(format!("{shown} was removed or replaced by another process"));
+        self.lease_state.check()
     }
 
     /// A reader whose lease was lost continues while its chunks exist, and protects them by a new lease.
     async fn replace(&self, object: &mut LeaseObject) -> Result<()> {
         let key = new_key(self.kind);
         let begun = self.objects.clock().now();
-        object.version = self.objects.put(&key, object.owner.bytes()?, Put::Create).await?;
+        object.version = self.objects.put(&key, object.owner.bytes()?, WriteMode::Create).await?;
         object.key = key;
-        self.hold.replace(begun);
+        self.lease_state.mark_replaced(begun);
         Ok(())
     }
 }
 
-fn new_key(kind: Kind) -> String {
+fn new_key(kind: LeaseKind) -> String {
     format!("{}/{:016x}{:016x}", kind.directory(), fastrand::u64(..), fastrand::u64(..))
 }
 
-fn collecting(store: &Store, found: &FoundLease) -> Error {
-    Error::Collecting { store: store.location().to_string(), owner: found.shown(store) }
+fn collection_active(store: &Store, found: &LeaseEntry) -> Error {
+    Error::Collecting { store: store.location().to_string(), owner: found.describe_owner(store) }
 }
 
 /// Age of an object with this time; never negative.

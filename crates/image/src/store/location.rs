@@ -64,7 +64,7 @@ pub struct Location {
 
 impl Location {
     /// Returns true if `text` begins with the scheme of a store.
-    pub fn is_one(text: &str) -> bool {
+    pub fn has_scheme(text: &str) -> bool {
         Scheme::ALL.iter().any(|(scheme, _)| text.starts_with(scheme))
     }
 
@@ -107,7 +107,7 @@ impl Location {
     }
 
     /// Name of an object of this prefix, for messages.
-    pub(super) fn object(&self, key: &str) -> String {
+    pub(super) fn object_name(&self, key: &str) -> String {
         let shown = self.to_string();
         format!("{}/{key}", shown.strip_suffix('/').unwrap_or(&shown))
     }
@@ -206,7 +206,7 @@ mod tests {
         }
         let location: Location = "store:/srv/images/guest".parse().unwrap();
         assert_eq!(location.parent().directory(), PathBuf::from("/srv/images"));
-        assert_eq!(location.parent().object("chunks"), "store:/srv/images/chunks");
+        assert_eq!(location.parent().object_name("chunks"), "store:/srv/images/chunks");
         let location: Location = "store:guest".parse().unwrap();
         assert_eq!(location.parent().directory(), PathBuf::from("./"));
         assert_eq!(location.to_string(), "store:guest");

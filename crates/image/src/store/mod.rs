@@ -15,7 +15,7 @@
 //! - [`StoredImage`]: a [`towline_migration::Guest`]. Chunks are fetched on request and ahead, and compared
 //!   with their names before any byte is used.
 //! - [`Garbage`]: chunks that no index references.
-//! - [`remove_image`], [`readers`]: removing an image, and finding its readers.
+//! - [`remove_image`], [`readers`]: removing an image, and head_future its readers.
 //!
 //! Out of scope: caching between processes. Limits: no proxies; one HTTP/1.1 connection per concurrent
 //! request; the S3, Google and Azure credentials that `object_store` supports, and static keys in AWS
@@ -32,9 +32,9 @@ mod credentials;
 mod error;
 mod fault;
 mod garbage;
-mod hold;
 mod images;
 mod lease;
+mod lease_state;
 mod location;
 mod objects;
 mod reader;
@@ -51,7 +51,7 @@ mod tests;
 
 use std::time::Duration;
 
-pub use error::{Absence, Error, Place, Result};
+pub use error::{Absence, ChunkPosition, Error, Result};
 pub use garbage::{Garbage, Object};
 pub use images::{InUse, Reader, readers, remove_image};
 pub use lease::ConditionalWrites;
@@ -75,7 +75,7 @@ const RETRIES_MAX: usize = 10;
 /// Capacity of the cache of decompressed chunks.
 const CACHE_BYTES: u64 = 128 << 20;
 /// Maximum memory of chunks that are prefetched, in the cache or being fetched.
-const AHEAD_BYTES: u64 = 32 << 20;
+const PREFETCH_BYTES: u64 = 32 << 20;
 /// Interval at which a lease is renewed.
 const LEASE_INTERVAL: Duration = Duration::from_secs(5 * 60);
 /// Interval at which a failed renewal is retried.

@@ -11,7 +11,7 @@ use object_store::{
 
 use super::clock::Clock;
 use super::fault::Fault;
-use super::hold::Hold;
+use super::lease_state::LeaseState;
 use super::location::{Location, SUFFIX};
 use super::{Error, Result};
 
@@ -20,14 +20,14 @@ use super::{Error, Result};
 pub(super) struct Objects {
     objects: Arc<dyn ObjectStore>,
     prefix: Path,
-    shown: Location,
+    location: Location,
     clock: Clock,
     fault: Option<Fault>,
 }
 
 /// Condition of a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Put {
+pub(super) enum WriteMode {
     /// Replaces an existing object.
     Replace,
     /// Fails if the object exists. A store without conditional writes replaces it.
@@ -37,7 +37,7 @@ pub(super) enum Put {
 }
 
 /// The version of an object with this metadata.
-pub(super) fn version(meta: &ObjectMeta) -> UpdateVersion {
+pub(super) fn version_of(meta: &ObjectMeta) -> UpdateVersion {
     UpdateVersion { e_tag: meta.e_tag.clone(), version: meta.version.clone() }
 }
 
@@ -45,7 +45,7 @@ impl Objects {
     pub(super) fn new(objects: Arc<dyn ObjectStore>, prefix: &Location, clock: Clock) -> Result<Self> {
         let path = Path::parse(prefix.prefix())
             .map_err(|error| Error::Location { text: format!("{prefix}: {error}") })?;
-        Ok(Self { objects, prefix: path, shown: prefix.clone(), clock, fault: None })
+        Ok(Self { objects, prefix: path, location: prefix.clone(), clock, fault: None })
     }
 
     /// Enables a bug.
@@ -60,7 +60,7 @@ impl Objects {
     }
 
     /// Returns true if this bug is enabled; never outside of tests.
-    pub(super) fn has(&self, fault: Fault) -> bool {
+    pub(super) fn has_fault(&self, fault: Fault) -> bool {
         self.fault == Some(fault)
     }
 
@@ -71,12 +71,12 @@ impl Objects {
 
     /// The prefix.
     pub(super) fn location(&self) -> &Location {
-        &self.shown
+        &self.location
     }
 
     /// Name of an object of the prefix, for messages.
-    pub(super) fn shown(&self, key: &str) -> String {
-        self.shown.object(key)
+    pub(super) fn object_name(&self, key: &str) -> String {
+        self.location.object_name(key)
     }
 
     /// Key of an object within the prefix.
@@ -88,7 +88,7 @@ impl Objects {
 
     /// An object's bytes, at most `limit`, and its metadata; `None` if it does not exist.
     pub(super) async fn get(&self, key: &str, limit: u64) -> Result<Option<(Bytes, ObjectMeta)>> {
-        let object = self.shown(key);
+        let object = self.object_name(key);
         let found = match self.objects.get(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             found => found.map_err(Error::store("cannot be read", &object))?,
@@ -113,7 +113,7 @@ impl Objects {
     pub(super) async fn head(&self, key: &str) -> Result<Option<ObjectMeta>> {
         match self.objects.head(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(None),
-            found => Ok(Some(found.map_err(Error::store("cannot be read", self.shown(key)))?)),
+            found => Ok(Some(found.map_err(Error::store("cannot be read", self.object_name(key)))?)),
         }
     }
 
@@ -122,13 +122,13 @@ impl Objects {
     /// # Errors
     /// [`Error::Exists`] and [`Error::Changed`] if the condition of `mode` was not met, else
     /// [`Error::Store`]; the object may have been written unless [`Error::is_final`].
-    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: Put) -> Result<UpdateVersion> {
-        let failed = Error::store("cannot be written", self.shown(key));
+    pub(super) async fn put(&self, key: &str, bytes: Bytes, mode: WriteMode) -> Result<UpdateVersion> {
+        let failed = Error::store("cannot be written", self.object_name(key));
         let refused = match mode {
-            Put::Replace => {
+            WriteMode::Replace => {
                 return self.request(key, bytes, PutMode::Overwrite).await.map(Into::into).map_err(failed);
             }
-            Put::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
+            WriteMode::Create => match self.request(key, bytes.clone(), PutMode::Create).await {
                 // The store has no conditional writes: the caller's earlier check has to suffice.
                 Err(
                     object_store::Error::NotImplemented { .. } | object_store::Error::NotSupported { .. },
@@ -137,21 +137,23 @@ impl Objects {
                     return done.map(Into::into).map_err(failed);
                 }
                 Err(object_store::Error::AlreadyExists { .. }) => {
-                    let object = self.shown(key);
+                    let object = self.object_name(key);
                     Error::Exists { image: object.strip_suffix(SUFFIX).unwrap_or(&object).to_owned() }
                 }
                 done => return done.map(Into::into).map_err(failed),
             },
-            Put::Update(version) => match self.request(key, bytes.clone(), PutMode::Update(version)).await {
-                Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
-                    Error::Changed { object: self.shown(key) }
+            WriteMode::Update(version) => {
+                match self.request(key, bytes.clone(), PutMode::Update(version)).await {
+                    Err(object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. }) => {
+                        Error::Changed { object: self.object_name(key) }
+                    }
+                    done => return done.map(Into::into).map_err(failed),
                 }
-                done => return done.map(Into::into).map_err(failed),
-            },
+            }
         };
         // After an attempt that arrived but whose response was lost, the next one finds its own object.
         match self.get(key, bytes.len() as u64).await {
-            Ok(Some((found, meta))) if found == bytes => Ok(version(&meta)),
+            Ok(Some((found, meta))) if found == bytes => Ok(version_of(&meta)),
             _ => Err(refused),
         }
     }
@@ -162,15 +164,15 @@ impl Objects {
     }
 
     /// As [`Self::put`], if the lease is held. Check and request are one step, without a wait between them.
-    pub(super) async fn put_held(
+    pub(super) async fn put_with_lease(
         &self,
         key: &str,
         bytes: Bytes,
-        mode: Put,
-        hold: &Hold,
+        mode: WriteMode,
+        lease_state: &LeaseState,
     ) -> Result<UpdateVersion> {
-        if !self.has(Fault::IndexUnchecked) {
-            hold.check()?;
+        if !self.has_fault(Fault::IndexUnchecked) {
+            lease_state.check()?;
         }
         self.put(key, bytes, mode).await
     }
@@ -179,14 +181,14 @@ impl Objects {
     pub(super) async fn remove(&self, key: &str) -> Result<()> {
         match self.objects.delete(&self.path(key)).await {
             Err(object_store::Error::NotFound { .. }) => Ok(()),
-            done => done.map_err(Error::store("cannot be removed", self.shown(key))),
+            done => done.map_err(Error::store("cannot be removed", self.object_name(key))),
         }
     }
 
     /// As [`Self::remove`], if the lease is held; in one step as [`Self::put_with_lease`].
-    pub(super) async fn remove_held(&self, key: &str, hold: &Hold) -> Result<()> {
-        if !self.has(Fault::RemovalUnchecked) {
-            hold.check()?;
+    pub(super) async fn remove_with_lease(&self, key: &str, lease_state: &LeaseState) -> Result<()> {
+        if !self.has_fault(Fault::RemovalUnchecked) {
+            lease_state.check()?;
         }
         self.remove(key).await
     }

@@ -24,18 +24,18 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
-use super::cache::{Cache, Turn};
-use super::images::{self, ReadIndex};
+use super::cache::{Acquired, Cache};
+use super::images::{self, LeasedIndex};
 use super::lease::Lease;
 use super::location::Location;
-use super::spool::Number;
-use super::upload::{first_reason, threads};
-use super::{AHEAD_BYTES, Absence, CACHE_BYTES, Error, Place, REQUESTS_MAX, Result, chunk};
+use super::spool::ChunkNumber;
+use super::upload::{first_error, threads};
+use super::{Absence, CACHE_BYTES, ChunkPosition, Error, PREFETCH_BYTES, REQUESTS_MAX, Result, chunk};
 use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
 /// Needed chunks are requested regardless of others.
-const AT_ONCE: (usize, usize) = (usize::MAX, usize::MAX);
+const UNLIMITED: (usize, usize) = (usize::MAX, usize::MAX);
 
 /// An open image in a store.
 #[derive(Debug)]
@@ -50,14 +50,14 @@ pub struct StoredImage {
     blocks: Vec<RamBlock>,
     device_state: DeviceState,
     index_bytes: u64,
-    /// Number of the first chunk of each block.
-    firsts: Vec<Number>,
+    /// ChunkNumber of the first chunk of each block.
+    first_chunks: Vec<ChunkNumber>,
     /// Reserved memory of each block, of which only resident chunks are allocated; `None` for a block without
     /// pages.
     memory: Vec<Option<Region>>,
     cache: Arc<Cache>,
     /// True if prepared memory stays until it is released.
-    is_given_back: bool,
+    retains_until_release: bool,
 }
 
 impl StoredImage {
@@ -72,14 +72,14 @@ impl StoredImage {
 
     /// As [`Self::open`], in an open store.
     pub(super) fn open_in(store: Arc<Store>, image: String, key: &str) -> Result<Self> {
-        let ReadIndex { bytes, lease } = images::read(&store, &image, key)?;
+        let LeasedIndex { bytes, lease } = images::read_leased(&store, &image, key)?;
         let index = Index::parse(&bytes).map_err(|why| Error::Index { image: image.clone(), why })?;
         let device_state = device_state(&store, &image, &index, &lease)?;
         let blocks = index.blocks();
-        let (mut firsts, mut next) = (Vec::with_capacity(blocks.len()), 0);
+        let (mut first_chunks, mut next) = (Vec::with_capacity(blocks.len()), 0);
         let mut memory = Vec::with_capacity(blocks.len());
         for (number, block) in blocks.iter().enumerate() {
-            firsts.push(next);
+            first_chunks.push(next);
             next += index.names(BlockIndex(u32::try_from(number).expect("bounded by BLOCKS_MAX"))).len();
             memory.push(match usize::try_from(block.length) {
                 Ok(0) => None,
@@ -87,7 +87,9 @@ impl StoredImage {
                     Region::reserved(length)
                         .map_err(|why| Error::Host { what: "address space for the guest's memory", why })?,
                 ),
-                Err(_) => return Err(Error::TooLong { object: store.shown(key), limit: usize::MAX as u64 }),
+                Err(_) => {
+                    return Err(Error::TooLong { object: store.object_name(key), limit: usize::MAX as u64 });
+                }
             });
         }
         let (configuration, index_bytes) = (index.configuration(), bytes.len() as u64);
@@ -101,17 +103,17 @@ impl StoredImage {
             blocks,
             device_state,
             index_bytes,
-            firsts,
+            first_chunks,
             memory,
             cache,
-            is_given_back: false,
+            retains_until_release: false,
         })
     }
 
     /// Keeps prepared memory until [`Guest::release`], whichever thread prepared it.
     #[must_use]
-    pub fn given_back(mut self) -> Self {
-        self.is_given_back = true;
+    pub fn retained_until_release(mut self) -> Self {
+        self.retains_until_release = true;
         self
     }
 
@@ -126,11 +128,12 @@ impl StoredImage {
             // More threads than processors: some fetch while others compare.
             let at = |place: usize| numbers.get(place).copied();
             while let Some((block, index)) = at(next.fetch_add(1, Ordering::Relaxed)) {
-                let (name, length, place) = self.chunk(block, index);
+                let (name, length, position) = self.chunk(block, index);
                 let Some(name) = name else { continue };
                 let object = self.store.get(&chunk::key(&name), chunk::object_bytes_max(length))?;
-                let object = object.ok_or_else(|| self.missing(&name, place.clone()))?;
-                chunk::decompress(&object, &name, length).map_err(|why| self.damaged(&name, place, why))?;
+                let object = object.ok_or_else(|| self.missing(&name, position.clone()))?;
+                chunk::decompress(&object, &name, length)
+                    .map_err(|why| self.damaged(&name, position, why))?;
                 progress(length);
             }
             Ok(())
@@ -139,7 +142,7 @@ impl StoredImage {
             let count = REQUESTS_MAX.min(4 * threads());
             let workers: Vec<_> = (0..count).map(|_| scope.spawn(worker)).collect();
             let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
-            first_reason(joined.collect()).map(drop)
+            first_error(joined.collect()).map(drop)
         })
     }
 
@@ -186,47 +189,47 @@ impl StoredImage {
     }
 
     /// Name of a chunk unless it is zero, its length and position.
-    fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, Place) {
+    fn chunk(&self, block: BlockIndex, index: usize) -> (Option<[u8; 32]>, u64, ChunkPosition) {
         let held = &self.blocks[block.index()];
         let offset = index as u64 * self.index.chunk_bytes();
         let name = match self.index.names(block)[index] {
             ChunkHash::Zero => None,
             ChunkHash::Data(name) => Some(name),
         };
-        let place = Place { block: Some(held.name.clone()), offset };
-        (name, self.index.chunk_bytes().min(held.length - offset), place)
+        let position = ChunkPosition { block: Some(held.name.clone()), offset };
+        (name, self.index.chunk_bytes().min(held.length - offset), position)
     }
 
-    fn number(&self, block: BlockIndex, index: usize) -> Number {
-        self.firsts[block.index()] + index
+    fn number(&self, block: BlockIndex, index: usize) -> ChunkNumber {
+        self.first_chunks[block.index()] + index
     }
 
     /// Block and index of the chunk with this number.
-    fn of_number(&self, number: Number) -> (BlockIndex, usize) {
+    fn chunk_at(&self, number: ChunkNumber) -> (BlockIndex, usize) {
         // Blocks without chunks have the same first chunk as the next block; the last of these is the right
         // one.
-        let block = self.firsts.partition_point(|&first| first <= number) - 1;
-        (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.firsts[block])
+        let block = self.first_chunks.partition_point(|&first| first <= number) - 1;
+        (BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX")), number - self.first_chunks[block])
     }
 
-    fn missing(&self, name: &[u8; 32], place: Place) -> Error {
-        let (image, chunk) = (self.image.clone(), self.store.shown(&chunk::key(name)));
-        Error::Missing { image, place, chunk, absence: absence(&self.lease) }
+    fn missing(&self, name: &[u8; 32], position: ChunkPosition) -> Error {
+        let (image, chunk) = (self.image.clone(), self.store.object_name(&chunk::key(name)));
+        Error::Missing { image, position, chunk, absence: absence(&self.lease) }
     }
 
-    fn damaged(&self, name: &[u8; 32], place: Place, why: String) -> Error {
-        let chunk = self.store.shown(&chunk::key(name));
-        Error::Damaged { image: self.image.clone(), place, chunk, why }
+    fn damaged(&self, name: &[u8; 32], position: ChunkPosition, why: String) -> Error {
+        let chunk = self.store.object_name(&chunk::key(name));
+        Error::Damaged { image: self.image.clone(), position, chunk, why }
     }
 
     /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
     /// requested.
-    fn ask(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
-        let (name, length, place) = self.chunk(block, index);
+    fn request(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
+        let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
         let Some(name) = name.filter(|_| self.cache.claim(number, limit, requests)) else { return false };
-        let get = self.store.getting(&chunk::key(&name), chunk::object_bytes_max(length));
-        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, place));
+        let get = self.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
+        let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, position));
         self.store.spawn(async move {
             let result = get.await.and_then(|found| found.ok_or(missing));
             cache.fetched(number, result);
@@ -235,10 +238,10 @@ impl StoredImage {
     }
 
     /// Prefetches the following chunks.
-    fn ask_ahead(&self, block: BlockIndex, behind: usize) {
-        let limit = (AHEAD_BYTES / self.index.chunk_bytes()) as usize;
+    fn prefetch(&self, block: BlockIndex, end: usize) {
+        let limit = (PREFETCH_BYTES / self.index.chunk_bytes()) as usize;
         // Bounded by the number of chunks that may be prefetched, since skipping zeros costs time too.
-        let (mut block, mut index) = (block, behind);
+        let (mut block, mut index) = (block, end);
         for _ in 0..limit {
             while index >= self.index.names(block).len() {
                 (block, index) = (BlockIndex(block.0 + 1), 0);
@@ -246,31 +249,33 @@ impl StoredImage {
                     return;
                 }
             }
-            self.ask(block, index, (limit, REQUESTS_MAX));
+            self.request(block, index, (limit, REQUESTS_MAX));
             index += 1;
         }
     }
 
     /// Waits until a chunk is in memory and pins it for this thread.
     fn fetch(&self, block: BlockIndex, index: usize) -> Result<()> {
-        let (Some(name), length, place) = self.chunk(block, index) else { return Ok(()) };
-        let thread = (!self.is_given_back).then(|| thread::current().id());
+        let (Some(name), length, position) = self.chunk(block, index) else { return Ok(()) };
+        let thread = (!self.retains_until_release).then(|| thread::current().id());
         let number = self.number(block, index);
-        let look = || self.store.check_cancelled();
+        let check_cancelled = || self.store.check_cancelled();
         let object = loop {
-            self.ask(block, index, AT_ONCE);
-            let turn = self.cache.take(thread, number, self.store.runtime(), &look);
+            self.request(block, index, UNLIMITED);
+            let acquired = self.cache.acquire(thread, number, self.store.runtime(), &check_cancelled);
             // The lease may have been lost since the request was sent.
-            let is_missing = matches!(turn, Err(Error::Missing { .. }));
-            match turn.map_err(|error| if is_missing { self.missing(&name, place.clone()) } else { error })? {
+            let is_missing = matches!(acquired, Err(Error::Missing { .. }));
+            match acquired
+                .map_err(|error| if is_missing { self.missing(&name, position.clone()) } else { error })?
+            {
                 None => {}
-                Some(Turn::Here) => return Ok(()),
-                Some(Turn::Fill(object)) => break object,
+                Some(Acquired::Resident) => return Ok(()),
+                Some(Acquired::MustFill(object)) => break object,
             }
         };
-        let filled = self.fill(block, place.offset, &object, &name, length);
+        let filled = self.fill(block, position.offset, &object, &name, length);
         self.cache.filled(thread, number, filled.is_ok());
-        filled.map_err(|why| self.damaged(&name, place, why))
+        filled.map_err(|why| self.damaged(&name, position, why))
     }
 
     fn fill(
@@ -287,30 +292,30 @@ impl StoredImage {
         Ok(())
     }
 
-    pub(super) fn make_ready(&self, page: PageRef, length: u64) -> Result<()> {
+    pub(super) fn prepare_chunks(&self, page: PageRef, length: u64) -> Result<()> {
         let chunk_bytes = self.index.chunk_bytes();
         let limit = (CACHE_BYTES / chunk_bytes) as usize;
-        if !self.is_given_back {
-            self.cache.release(thread::current().id(), limit, |number| self.forget(number));
+        if !self.retains_until_release {
+            self.cache.release_thread(thread::current().id(), limit, |number| self.evict(number));
         }
         let first = (page.offset / chunk_bytes) as usize;
-        let behind = (page.offset + length).div_ceil(chunk_bytes) as usize;
-        for index in first..behind {
-            self.ask(page.block, index, AT_ONCE);
+        let end = (page.offset + length).div_ceil(chunk_bytes) as usize;
+        for index in first..end {
+            self.request(page.block, index, UNLIMITED);
         }
         // With explicit release the caller has prefetching threads of its own.
-        if !self.is_given_back {
-            self.ask_ahead(page.block, behind);
+        if !self.retains_until_release {
+            self.prefetch(page.block, end);
         }
-        (first..behind).try_for_each(|index| self.fetch(page.block, index))
+        (first..end).try_for_each(|index| self.fetch(page.block, index))
     }
 
     /// Deallocates the memory of a chunk.
-    fn forget(&self, number: Number) {
-        let (block, index) = self.of_number(number);
-        let (_, length, place) = self.chunk(block, index);
+    fn evict(&self, number: ChunkNumber) {
+        let (block, index) = self.chunk_at(number);
+        let (_, length, position) = self.chunk(block, index);
         if let Some(memory) = &self.memory[block.index()] {
-            memory.discard(place.offset as usize, length as usize);
+            memory.discard(position.offset as usize, length as usize);
         }
     }
 }
@@ -354,15 +359,15 @@ impl Guest for StoredImage {
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        self.make_ready(page, length).map_err(guest)
+        self.prepare_chunks(page, length).map_err(guest_error)
     }
 
     fn release(&self, page: PageRef, length: u64) {
-        if self.is_given_back {
+        if self.retains_until_release {
             let (block, chunk_bytes) = (page.block, self.index.chunk_bytes());
             let chunks = page.offset / chunk_bytes..(page.offset + length).div_ceil(chunk_bytes);
             let numbers = chunks.map(|index| self.number(block, index as usize));
-            self.cache.give_back(numbers, |number| self.forget(number));
+            self.cache.release(numbers, |number| self.evict(number));
         }
     }
 
@@ -399,7 +404,7 @@ impl Guest for StoredImage {
 fn absence(lease: &Result<Lease, String>) -> Absence {
     match lease {
         Err(why) => Absence::Unleased { why: why.clone() },
-        Ok(lease) => lease.hold().gap().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
+        Ok(lease) => lease.state().loss().map_or(Absence::Leased, |why| Absence::LeaseLost { why }),
     }
 }
 
@@ -418,19 +423,19 @@ fn device_state(
             bytes.resize(bytes.len() + left as usize, 0);
             continue;
         };
-        let place = || Place { block: None, offset: bytes.len() as u64 };
+        let position = || ChunkPosition { block: None, offset: bytes.len() as u64 };
         let key = chunk::key(name);
         let object = store.get(&key, chunk::object_bytes_max(left))?;
         let object = object.ok_or_else(|| Error::Missing {
             image: image.into(),
-            place: place(),
-            chunk: store.shown(&key),
+            position: position(),
+            chunk: store.object_name(&key),
             absence: absence(lease),
         })?;
         let part = chunk::decompress(&object, name, left).map_err(|why| Error::Damaged {
             image: image.into(),
-            place: place(),
-            chunk: store.shown(&key),
+            position: position(),
+            chunk: store.object_name(&key),
             why,
         })?;
         bytes.extend_from_slice(&part);
@@ -443,7 +448,7 @@ fn device_state(
     DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
 }
 
-fn guest(error: Error) -> towline_migration::Error {
+fn guest_error(error: Error) -> towline_migration::Error {
     match error {
         Error::Cancelled => towline_migration::Error::Cancelled,
         error => towline_migration::Error::guest(crate::Error::Store(error)),

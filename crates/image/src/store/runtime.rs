@@ -16,7 +16,7 @@ use super::Error;
 use super::simulation::Actor;
 
 /// Interval at which a waiting thread checks for cancellation.
-const LOOK_INTERVAL: Duration = Duration::from_millis(20);
+const CANCEL_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// As [`CANCEL_CHECK_INTERVAL`], if changes are notified.
 const NOTIFIED_INTERVAL: Duration = Duration::from_millis(50);
 /// Threads for files, which have no asynchronous interface: used by stores in directories.
@@ -26,7 +26,7 @@ pub(super) const FILE_THREADS: usize = 4;
 #[derive(Debug)]
 pub(super) enum Runtime {
     /// A thread of its own.
-    Thread(Worker),
+    Thread(RuntimeThread),
     /// A simulated participant, which does everything in its single thread.
     #[cfg(test)]
     Simulated(Actor),
@@ -34,7 +34,7 @@ pub(super) enum Runtime {
 
 /// A runtime in its own thread; dropping it cancels its tasks.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct RuntimeThread {
     handle: Handle,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -52,7 +52,7 @@ impl Runtime {
             let _ = runtime.block_on(stopped);
         };
         let thread = thread::Builder::new().name("store".into()).spawn(serve)?;
-        Ok(Self::Thread(Worker { handle, stop: Some(stop), thread: Some(thread) }))
+        Ok(Self::Thread(RuntimeThread { handle, stop: Some(stop), thread: Some(thread) }))
     }
 
     /// Runs `work` in the background.
@@ -81,7 +81,7 @@ impl Runtime {
     }
 
     /// Waits until `changed` is notified, or for a short time.
-    pub(super) fn pause<'a, T>(
+    pub(super) fn wait_for_change<'a, T>(
         &self,
         changed: &Condvar,
         mutex: &'a Mutex<T>,
@@ -102,7 +102,7 @@ impl Runtime {
     }
 }
 
-impl Worker {
+impl RuntimeThread {
     fn wait<T: Send + 'static>(
         &self,
         cancel: Option<&Cancel>,
@@ -114,7 +114,7 @@ impl Worker {
             let _ = sender.send(work.await);
         });
         loop {
-            match receiver.recv_timeout(LOOK_INTERVAL) {
+            match receiver.recv_timeout(CANCEL_CHECK_INTERVAL) {
                 Ok(value) => return Ok(value),
                 Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Cancelled),
                 Err(mpsc::RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
@@ -127,7 +127,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for RuntimeThread {
     fn drop(&mut self) {
         self.stop.take();
         // The last owner may be one of its own tasks, which cannot join the thread.

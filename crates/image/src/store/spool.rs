@@ -24,7 +24,7 @@ const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
 const DIRECTORY: &str = "/var/tmp";
 
 /// Index of a chunk among those of all blocks.
-pub(super) type Number = usize;
+pub(super) type ChunkNumber = usize;
 
 /// Memory of a guest that is being stored.
 #[derive(Debug)]
@@ -41,20 +41,20 @@ struct SpoolBlock {
     /// Offset in the file.
     start: u64,
     /// Index of its first chunk.
-    first: Number,
+    first: ChunkNumber,
     /// A bit for each page whose bytes in the file are not zero.
     bitmap: Vec<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
 struct Chunk {
-    /// Number of pages received.
+    /// ChunkNumber of pages received.
     received: AtomicU32,
     version: AtomicU32,
     /// True if a page with content was received.
     has_data: AtomicBool,
     /// Version at which the chunk was stored, and its name.
-    done: Mutex<Option<(u32, ChunkHash)>>,
+    stored: Mutex<Option<(u32, ChunkHash)>>,
 }
 
 impl Spool {
@@ -64,10 +64,10 @@ impl Spool {
         let failed = |why| Error::Spool { path: directory.display().to_string(), why };
         let file = tempfile::tempfile_in(&directory).map_err(failed)?;
         let (mut start, mut first) = (0, 0);
-        let mut laid = Vec::with_capacity(blocks.len());
+        let mut spooled = Vec::with_capacity(blocks.len());
         for block in blocks {
             let words = block.pages().div_ceil(64);
-            laid.push(SpoolBlock {
+            spooled.push(SpoolBlock {
                 length: block.length,
                 start,
                 first,
@@ -79,7 +79,7 @@ impl Spool {
         }
         file.set_len(start).map_err(failed)?;
         let chunks = (0..first).map(|_| Chunk::default()).collect();
-        Ok(Self { file, directory, blocks: laid, chunks })
+        Ok(Self { file, directory, blocks: spooled, chunks })
     }
 
     /// Writes consecutive pages; calls `complete` for each chunk that has all of its pages for the first
@@ -89,15 +89,15 @@ impl Spool {
         block: BlockIndex,
         offset: u64,
         bytes: &[u8],
-        complete: &mut dyn FnMut(Number),
+        complete: &mut dyn FnMut(ChunkNumber),
     ) -> Result<()> {
-        let kept = &self.blocks[block.index()];
-        self.file.write_all_at(bytes, kept.start + offset).map_err(self.failed())?;
+        let spooled = &self.blocks[block.index()];
+        self.file.write_all_at(bytes, spooled.start + offset).map_err(self.failed())?;
         for page in 0..bytes.len() as u64 / PAGE_SIZE {
             let page = offset / PAGE_SIZE + page;
-            kept.bitmap[(page / 64) as usize].fetch_or(1 << (page % 64), Ordering::Relaxed);
+            spooled.bitmap[(page / 64) as usize].fetch_or(1 << (page % 64), Ordering::Relaxed);
         }
-        self.note(kept, offset, bytes.len() as u64 / PAGE_SIZE, true, complete);
+        self.count_pages(spooled, offset, bytes.len() as u64 / PAGE_SIZE, true, complete);
         Ok(())
     }
 
@@ -106,16 +106,16 @@ impl Spool {
         &self,
         block: BlockIndex,
         offset: u64,
-        complete: &mut dyn FnMut(Number),
+        complete: &mut dyn FnMut(ChunkNumber),
     ) -> Result<()> {
-        let kept = &self.blocks[block.index()];
+        let spooled = &self.blocks[block.index()];
         let page = offset / PAGE_SIZE;
         let bit = 1 << (page % 64);
-        if kept.bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+        if spooled.bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
             let zeros = [0; PAGE_SIZE as usize];
-            self.file.write_all_at(&zeros, kept.start + offset).map_err(self.failed())?;
+            self.file.write_all_at(&zeros, spooled.start + offset).map_err(self.failed())?;
         }
-        self.note(kept, offset, 1, false, complete);
+        self.count_pages(spooled, offset, 1, false, complete);
         Ok(())
     }
 
@@ -126,33 +126,33 @@ impl Spool {
 
     /// Passes a chunk's current content (`None`: zeros) to `store`, and records the resulting name with the
     /// chunk's version.
-    pub(super) fn finish(
+    pub(super) fn store_chunk(
         &self,
-        number: Number,
+        number: ChunkNumber,
         buffer: &mut Vec<u8>,
-        make: impl FnOnce(Option<&[u8]>) -> Result<ChunkHash>,
+        store: impl FnOnce(Option<&[u8]>) -> Result<ChunkHash>,
     ) -> Result<()> {
         let chunk = &self.chunks[number];
         // Before the bytes are read: a page that arrives meanwhile makes the result stale.
         let version = chunk.version.load(Ordering::Acquire);
         let hash = match chunk.has_data.load(Ordering::Acquire) {
-            false => make(None)?,
+            false => store(None)?,
             true => {
-                let (kept, offset) = self.block_of(number);
-                buffer.resize(CHUNK_BYTES.min(kept.length - offset) as usize, 0);
-                self.file.read_exact_at(buffer, kept.start + offset).map_err(self.failed())?;
-                make(Some(buffer))?
+                let (block, offset) = self.block_of(number);
+                buffer.resize(CHUNK_BYTES.min(block.length - offset) as usize, 0);
+                self.file.read_exact_at(buffer, block.start + offset).map_err(self.failed())?;
+                store(Some(buffer))?
             }
         };
-        *chunk.done.lock().unwrap_or_else(PoisonError::into_inner) = Some((version, hash));
+        *chunk.stored.lock().unwrap_or_else(PoisonError::into_inner) = Some((version, hash));
         Ok(())
     }
 
     /// Chunks that were not stored yet, or have changed since.
-    pub(super) fn stale(&self) -> Vec<Number> {
+    pub(super) fn stale(&self) -> Vec<ChunkNumber> {
         let is_stale = |chunk: &Chunk| {
-            let done = chunk.done.lock().unwrap_or_else(PoisonError::into_inner);
-            done.is_none_or(|(version, _)| version != chunk.version.load(Ordering::Acquire))
+            let stored = chunk.stored.lock().unwrap_or_else(PoisonError::into_inner);
+            stored.is_none_or(|(version, _)| version != chunk.version.load(Ordering::Acquire))
         };
         (0..self.chunks.len()).filter(|&number| is_stale(&self.chunks[number])).collect()
     }
@@ -160,8 +160,8 @@ impl Spool {
     /// Names of the stored chunks, by block.
     pub(super) fn names(&self) -> Vec<Vec<ChunkHash>> {
         let name = |chunk: &Chunk| {
-            let done = chunk.done.lock().unwrap_or_else(PoisonError::into_inner);
-            done.map_or(ChunkHash::Zero, |(_, hash)| hash)
+            let stored = chunk.stored.lock().unwrap_or_else(PoisonError::into_inner);
+            stored.map_or(ChunkHash::Zero, |(_, hash)| hash)
         };
         let of_block = |block: &SpoolBlock| {
             let count = block.length.div_ceil(CHUNK_BYTES) as usize;
@@ -170,7 +170,7 @@ impl Spool {
         self.blocks.iter().map(of_block).collect()
     }
 
-    fn block_of(&self, number: Number) -> (&SpoolBlock, u64) {
+    fn block_of(&self, number: ChunkNumber) -> (&SpoolBlock, u64) {
         let index = self.blocks.partition_point(|block| block.first <= number) - 1;
         // Blocks without pages have no chunks, and the same first chunk as the next block.
         let block = &self.blocks[index];
@@ -178,13 +178,13 @@ impl Spool {
     }
 
     /// Counts pages that were written.
-    fn note(
+    fn count_pages(
         &self,
         block: &SpoolBlock,
         offset: u64,
         pages: u64,
         has_data: bool,
-        complete: &mut dyn FnMut(Number),
+        complete: &mut dyn FnMut(ChunkNumber),
     ) {
         let (mut page, end) = (offset / PAGE_SIZE, offset / PAGE_SIZE + pages);
         while page < end {
@@ -196,9 +196,9 @@ impl Spool {
                 chunk.has_data.store(true, Ordering::Release);
             }
             chunk.version.fetch_add(1, Ordering::AcqRel);
-            let (came, all) = ((until - page) as u32, self.pages_of(block, index));
-            let before = chunk.received.fetch_add(came, Ordering::AcqRel);
-            if before < all && before + came >= all {
+            let (arrived, all) = ((until - page) as u32, self.pages_of(block, index));
+            let before = chunk.received.fetch_add(arrived, Ordering::AcqRel);
+            if before < all && before + arrived >= all {
                 complete(number);
             }
             page = until;
@@ -228,13 +228,13 @@ mod tests {
         Spool::new(&[block("none", 0), block("a", CHUNK_BYTES + PAGE_SIZE), block("b", CHUNK_BYTES)]).unwrap()
     }
 
-    fn finish(spool: &Spool, number: Number) -> ChunkHash {
+    fn stored(spool: &Spool, number: ChunkNumber) -> ChunkHash {
         let mut hash = None;
-        let make = |bytes: Option<&[u8]>| {
+        let store = |bytes: Option<&[u8]>| {
             hash = Some(bytes.map_or(ChunkHash::Zero, crate::checksum::hash_chunk));
             Ok(hash.unwrap())
         };
-        spool.finish(number, &mut Vec::new(), make).unwrap();
+        spool.store_chunk(number, &mut Vec::new(), store).unwrap();
         hash.unwrap()
     }
 
@@ -253,14 +253,14 @@ mod tests {
         assert_eq!(spool.stale(), [0, 1, 2]);
         let mut expected = vec![0; CHUNK_BYTES as usize];
         expected[CHUNK_BYTES as usize - PAGE..].fill(1);
-        assert_eq!(finish(&spool, 0), crate::checksum::hash_chunk(&expected));
-        assert_eq!(finish(&spool, 1), crate::checksum::hash_chunk(&[1; PAGE]));
-        assert_eq!(finish(&spool, 2), ChunkHash::Zero);
+        assert_eq!(stored(&spool, 0), crate::checksum::hash_chunk(&expected));
+        assert_eq!(stored(&spool, 1), crate::checksum::hash_chunk(&[1; PAGE]));
+        assert_eq!(stored(&spool, 2), ChunkHash::Zero);
         assert!(spool.stale().is_empty());
         // The page becomes zero again.
         spool.zero(a, CHUNK_BYTES, &mut |_| panic!("complete already")).unwrap();
         assert_eq!(spool.stale(), [1]);
-        assert_eq!(finish(&spool, 1), ChunkHash::Zero);
+        assert_eq!(stored(&spool, 1), ChunkHash::Zero);
         assert_eq!(spool.names()[1][1], ChunkHash::Zero);
         assert_eq!(spool.names().iter().map(Vec::len).collect::<Vec<_>>(), [0, 2, 1]);
     }
@@ -270,11 +270,11 @@ mod tests {
         let spool = spool();
         let b = BlockIndex(2);
         spool.write(b, 0, &[3; CHUNK_BYTES as usize], &mut |_| {}).unwrap();
-        let make = |_: Option<&[u8]>| {
+        let store = |_: Option<&[u8]>| {
             spool.write(b, 0, &[4; PAGE], &mut |_| {}).unwrap();
             Ok(ChunkHash::Data([3; 32]))
         };
-        spool.finish(2, &mut Vec::new(), make).unwrap();
+        spool.store_chunk(2, &mut Vec::new(), store).unwrap();
         assert!(spool.stale().contains(&2));
     }
 }

@@ -180,7 +180,7 @@ fn delivered(location: &Location) -> Result<Vec<Vec<u8>>, Error> {
     parts.push(vec![image.ram_section_id() as u8]);
     for (number, block) in image.blocks().iter().enumerate() {
         let page = PageRef { block: BlockIndex(number as u32), offset: 0 };
-        image.make_ready(page, block.length)?;
+        image.prepare_chunks(page, block.length)?;
         let mut bytes = vec![0; block.length as usize];
         gather(&[image.memory(page, block.length)], &mut bytes);
         parts.extend([block.name.clone().into_bytes(), bytes]);

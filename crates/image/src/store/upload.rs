@@ -2,7 +2,7 @@
 //!
 //! Hashing and compression run in the calling thread, which only waits if too many requests are in flight.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ use super::access::Store;
 use super::images;
 use super::lease::Lease;
 use super::location::Location;
-use super::objects::Put;
+use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
@@ -35,42 +35,42 @@ pub(super) struct Upload {
     image: String,
     key: String,
     existing: Existing,
-    shared: Arc<Shared>,
-    tally: Counters,
+    in_flight: Arc<InFlight>,
+    counters: Counters,
     known: Mutex<Known>,
     /// Limits requests to a store in a directory: it has few threads, and requests queued for them cannot be
     /// cancelled.
     slots: Option<Arc<Semaphore>>,
     /// Requests that have not started are dropped.
-    given_up: Arc<AtomicBool>,
+    is_cancelled: Arc<AtomicBool>,
     lease: Lease,
 }
 
 /// Set before the lease is dropped, whose removal would wait for all queued requests.
 impl Drop for Upload {
     fn drop(&mut self) {
-        self.given_up.store(true, Ordering::Relaxed);
+        self.is_cancelled.store(true, Ordering::Relaxed);
     }
 }
 
 #[derive(Debug, Default)]
 struct Known {
     /// Chunks that are in the store or being sent.
-    names: HashMap<[u8; 32], ()>,
+    names: HashSet<[u8; 32]>,
     /// The store has more chunks than are remembered.
-    is_partial: bool,
+    is_incomplete: bool,
 }
 
 /// Requests in flight, shared with the threads that wait for them.
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct InFlight {
+    state: Mutex<InFlightState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    under_way: usize,
+struct InFlightState {
+    count: usize,
     failed: Option<Error>,
 }
 
@@ -111,15 +111,17 @@ impl Upload {
         store.list(chunk::DIRECTORY, &mut |object| {
             // A crash may leave an empty object in a directory.
             match chunk::name(&store.key(&object)).filter(|_| object.size > 0) {
-                Some(_) if known.names.len() >= KNOWN_MAX => known.is_partial = true,
-                Some(name) => drop(known.names.insert(name, ())),
+                Some(_) if known.names.len() >= KNOWN_MAX => known.is_incomplete = true,
+                Some(name) => {
+                    known.names.insert(name);
+                }
                 None => {}
             }
             Ok(())
         })?;
-        let (shared, tally, known) = (Arc::default(), Counters::default(), Mutex::new(known));
-        let (slots, given_up) = (store.file_slots(), Arc::default());
-        Ok(Self { store, image, key, existing, shared, tally, known, slots, given_up, lease })
+        let (in_flight, counters, known) = (Arc::default(), Counters::default(), Mutex::new(known));
+        let (slots, is_cancelled) = (store.file_slots(), Arc::default());
+        Ok(Self { store, image, key, existing, in_flight, counters, known, slots, is_cancelled, lease })
     }
 
     /// Name of the image, for messages.
@@ -128,68 +130,69 @@ impl Upload {
     }
 
     /// Statistics of the upload so far.
-    pub(super) fn tally(&self) -> Uploaded {
+    pub(super) fn uploaded(&self) -> Uploaded {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Uploaded {
-            sent_chunks: read(&self.tally.sent_chunks),
-            sent_bytes: read(&self.tally.sent_bytes),
-            sent_memory_bytes: read(&self.tally.sent_memory_bytes),
-            known_chunks: read(&self.tally.known_chunks),
-            zero_chunks: read(&self.tally.zero_chunks),
+            sent_chunks: read(&self.counters.sent_chunks),
+            sent_bytes: read(&self.counters.sent_bytes),
+            sent_memory_bytes: read(&self.counters.sent_memory_bytes),
+            known_chunks: read(&self.counters.known_chunks),
+            zero_chunks: read(&self.counters.zero_chunks),
         }
     }
 
     /// Sends a chunk (`None`: zeros) unless the store has it, and returns its name.
-    pub(super) fn bring(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
+    pub(super) fn store_chunk(&self, bytes: Option<&[u8]>) -> Result<ChunkHash> {
         let hash = bytes.map_or(ChunkHash::Zero, chunk::hash);
         let (ChunkHash::Data(name), Some(bytes)) = (hash, bytes) else {
-            self.tally.zero_chunks.fetch_add(1, Ordering::Relaxed);
+            self.counters.zero_chunks.fetch_add(1, Ordering::Relaxed);
             return Ok(hash);
         };
         if self.is_known(name)? {
-            self.tally.known_chunks.fetch_add(1, Ordering::Relaxed);
+            self.counters.known_chunks.fetch_add(1, Ordering::Relaxed);
             return Ok(hash);
         }
         let object = chunk::compress(bytes);
-        self.take_turn()?;
-        self.tally.sent_chunks.fetch_add(1, Ordering::Relaxed);
-        self.tally.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
-        self.tally.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        let put = self.store.putting(&chunk::key(&name), object, Put::Replace);
-        let shared = Arc::clone(&self.shared);
-        let (slots, given_up) = (self.slots.clone(), Arc::clone(&self.given_up));
+        self.reserve_request()?;
+        self.counters.sent_chunks.fetch_add(1, Ordering::Relaxed);
+        self.counters.sent_bytes.fetch_add(object.len() as u64, Ordering::Relaxed);
+        self.counters.sent_memory_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        let put = self.store.put_future(&chunk::key(&name), object, WriteMode::Replace);
+        let in_flight = Arc::clone(&self.in_flight);
+        let (slots, is_cancelled) = (self.slots.clone(), Arc::clone(&self.is_cancelled));
         self.store.spawn(async move {
             let _slot = match slots {
                 Some(slots) => slots.acquire_owned().await.ok(),
                 None => None,
             };
-            let result = if given_up.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
-            let mut state = shared.lock();
-            state.under_way -= 1;
+            let result = if is_cancelled.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { put.await };
+            let mut state = in_flight.lock();
+            state.count -= 1;
             if let Err(error) = result {
                 state.failed.get_or_insert(error);
             }
             drop(state);
-            shared.changed.notify_all();
+            in_flight.changed.notify_all();
         });
         Ok(hash)
     }
 
     /// Stores other bytes than memory, in chunks.
-    pub(super) fn bring_all(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
-        bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.bring(Some(bytes))).collect()
+    pub(super) fn store_bytes(&self, bytes: &[u8]) -> Result<Vec<ChunkHash>> {
+        bytes.chunks(CHUNK_BYTES as usize).map(|bytes| self.store_chunk(Some(bytes))).collect()
     }
 
     /// Waits until all chunks are in the store.
-    pub(super) fn settle(&self) -> Result<()> {
-        let mut state = self.shared.lock();
-        while state.under_way > 0 && state.failed.is_none() {
+    pub(super) fn flush(&self) -> Result<()> {
+        let mut state = self.in_flight.lock();
+        while state.count > 0 && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
+            state =
+                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
         }
         match state.failed.take() {
             // Without a lease no request is sent, so its loss is the reason.
-            Some(error) => self.lease.hold().check().and(Err(error)),
+            Some(error) => self.lease.state().check().and(Err(error)),
             None => Ok(()),
         }
     }
@@ -203,22 +206,23 @@ impl Upload {
 
     /// Returns true if the chunk is in the store or being sent; else the caller must send it.
     fn is_known(&self, name: [u8; 32]) -> Result<bool> {
-        let is_partial = {
+        let is_incomplete = {
             let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-            if known.names.insert(name, ()).is_some() {
+            if !known.names.insert(name) {
                 return Ok(true);
             }
-            known.is_partial
+            known.is_incomplete
         };
-        Ok(is_partial && self.store.find(&chunk::key(&name))?.is_some())
+        Ok(is_incomplete && self.store.find(&chunk::key(&name))?.is_some())
     }
 
     /// Waits until another request may be sent.
-    fn take_turn(&self) -> Result<()> {
-        let mut state = self.shared.lock();
-        while state.under_way >= REQUESTS_MAX && state.failed.is_none() {
+    fn reserve_request(&self) -> Result<()> {
+        let mut state = self.in_flight.lock();
+        while state.count >= REQUESTS_MAX && state.failed.is_none() {
             self.store.check_cancelled()?;
-            state = self.store.runtime().pause(&self.shared.changed, &self.shared.state, state);
+            state =
+                self.store.runtime().wait_for_change(&self.in_flight.changed, &self.in_flight.state, state);
         }
         self.store.check_cancelled()?;
         if let Some(error) = state.failed.take() {
@@ -226,13 +230,13 @@ impl Upload {
             state.failed = Some(Error::Cancelled);
             return Err(error);
         }
-        state.under_way += 1;
+        state.count += 1;
         Ok(())
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl InFlight {
+    fn lock(&self) -> MutexGuard<'_, InFlightState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -271,7 +275,7 @@ pub fn store_image(
             let index = BlockIndex(u32::try_from(block).expect("bounded by BLOCKS_MAX"));
             let bytes =
                 image.content(index, offset, length).map_err(|error| Error::Image(Box::new(error)))?;
-            done.push(((block, chunk), upload.bring(bytes.as_deref())?));
+            done.push(((block, chunk), upload.store_chunk(bytes.as_deref())?));
             progress(length);
         }
         Ok(done)
@@ -281,15 +285,15 @@ pub fn store_image(
         let joined = workers.into_iter().map(|worker| worker.join().expect("workers do not panic"));
         // The first error is the reason; later ones may only report cancellation.
         let results: Vec<Result<Vec<_>>> = joined.collect();
-        first_reason(results)
+        first_error(results)
     })?;
     let mut names: Vec<_> = counts.iter().map(|&count| vec![ChunkHash::Zero; count]).collect();
     for ((block, chunk), hash) in done.into_iter().flatten() {
         names[block][chunk] = hash;
     }
     let device_state = image.devices().bytes();
-    let device_state_names = upload.bring_all(device_state)?;
-    upload.settle()?;
+    let device_state_names = upload.store_bytes(device_state)?;
+    upload.flush()?;
     let was_running = image.devices().run_state().map(|state| state == "running");
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
@@ -304,11 +308,11 @@ pub fn store_image(
         device_state_names,
     });
     upload.publish(&index)?;
-    Ok((image.loaded_by_qemu(), upload.tally()))
+    Ok((image.loaded_by_qemu(), upload.uploaded()))
 }
 
 /// All values, or the first error that is not a cancellation.
-pub(super) fn first_reason<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
+pub(super) fn first_error<T>(results: Vec<Result<T>>) -> Result<Vec<T>> {
     let (mut values, mut reason) = (Vec::new(), None);
     for result in results {
         match (result, &reason) {

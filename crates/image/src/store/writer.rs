@@ -22,11 +22,11 @@ use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::location::Location;
-use super::spool::{Number, Spool};
-use super::upload::{Upload, first_reason, threads};
+use super::spool::{ChunkNumber, Spool};
+use super::upload::{Upload, first_error, threads};
 use super::{CHUNK_BYTES, Error, Result};
-use crate::began::Began;
 use crate::index::{Contents, Index};
+use crate::stream_header::StreamHeader;
 use crate::writer::Slices;
 use crate::{Existing, Origin, Uploaded};
 
@@ -35,7 +35,7 @@ use crate::{Existing, Origin, Uploaded};
 pub struct StoreWriter {
     origin: Origin,
     upload: Arc<Upload>,
-    began: Began,
+    header: StreamHeader,
     blocks: OnceLock<Vec<RamBlock>>,
     spool: OnceLock<Arc<Spool>>,
     queue: Arc<Queue>,
@@ -48,17 +48,17 @@ pub struct StoreWriter {
 /// Queue of chunks to be sent.
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: Mutex<Waiting>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
-    chunks: VecDeque<Number>,
+struct QueueState {
+    chunks: VecDeque<ChunkNumber>,
     /// No more chunks are added; workers return after the last one.
     is_closed: bool,
     /// A worker failed, or the writer was dropped.
-    is_given_up: bool,
+    is_aborted: bool,
 }
 
 impl StoreWriter {
@@ -71,7 +71,7 @@ impl StoreWriter {
         Ok(Self {
             origin,
             upload,
-            began: Began::default(),
+            header: StreamHeader::default(),
             blocks: OnceLock::new(),
             spool: OnceLock::new(),
             queue: Arc::default(),
@@ -82,16 +82,16 @@ impl StoreWriter {
     }
 
     /// Statistics of the upload so far.
-    pub fn tally(&self) -> Uploaded {
-        self.upload.tally()
+    pub fn uploaded(&self) -> Uploaded {
+        self.upload.uploaded()
     }
 
-    fn order(&self, what: &'static str) -> Error {
+    fn order_error(&self, what: &'static str) -> Error {
         Error::Order { image: self.upload.image().into(), what }
     }
 
     fn spool(&self) -> Result<&Arc<Spool>> {
-        self.spool.get().ok_or_else(|| self.order("pages arrived before the block list"))
+        self.spool.get().ok_or_else(|| self.order_error("pages arrived before the block list"))
     }
 
     fn begin(&self, blocks: &[RamBlock]) -> Result<()> {
@@ -108,9 +108,9 @@ impl StoreWriter {
             let (queue, upload, spool) =
                 (Arc::clone(&self.queue), Arc::clone(&self.upload), Arc::clone(spool));
             let worker = thread::Builder::new().name("upload".into()).spawn(move || {
-                let result = send_all(&queue, &upload, &spool);
+                let result = send_queued(&queue, &upload, &spool);
                 if result.is_err() {
-                    queue.give_up();
+                    queue.abort();
                 }
                 result
             });
@@ -126,7 +126,7 @@ impl StoreWriter {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
         });
-        first_reason(results.collect()).map(drop)
+        first_error(results.collect()).map(drop)
     }
 
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
@@ -142,12 +142,12 @@ impl StoreWriter {
             }
         }
         self.queue.add(&complete);
-        self.check()
+        self.check_workers()
     }
 
     /// A failure of the store ends the migration with the next pages, not only at its end.
-    fn check(&self) -> Result<()> {
-        match self.queue.lock().is_given_up {
+    fn check_workers(&self) -> Result<()> {
+        match self.queue.lock().is_aborted {
             true => Err(self.join().err().unwrap_or(Error::Cancelled)),
             false => Ok(()),
         }
@@ -163,7 +163,7 @@ impl StoreWriter {
         Ok(())
     }
 
-    fn finish(&self) -> Result<()> {
+    fn complete(&self) -> Result<()> {
         let spool = self.spool()?;
         self.queue.close();
         self.join()?;
@@ -172,12 +172,13 @@ impl StoreWriter {
         self.start_workers(spool)?;
         self.join()?;
         let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let state = state.ok_or_else(|| self.order("the stream has no device state"))?;
-        let device_state_names = self.upload.bring_all(state.bytes())?;
-        self.upload.settle()?;
+        let state = state.ok_or_else(|| self.order_error("the stream has no device state"))?;
+        let device_state_names = self.upload.store_bytes(state.bytes())?;
+        self.upload.flush()?;
         let configuration =
-            self.began.configuration().ok_or_else(|| self.order("the stream has no configuration"))?;
-        let section = self.began.section().ok_or_else(|| self.order("the stream has no `ram` section"))?;
+            self.header.configuration().ok_or_else(|| self.order_error("the stream has no configuration"))?;
+        let section =
+            self.header.section().ok_or_else(|| self.order_error("the stream has no `ram` section"))?;
         let was_running = state.run_state().map(|state| state == "running");
         let index = Index::new(Contents {
             configuration,
@@ -193,15 +194,15 @@ impl StoreWriter {
         Ok(())
     }
 
-    fn show(&self) -> Result<()> {
+    fn publish_index(&self) -> Result<()> {
         let index = self.index.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.upload.publish(&index.ok_or_else(|| self.order("the image was not committed"))?)
+        self.upload.publish(&index.ok_or_else(|| self.order_error("the image was not committed"))?)
     }
 }
 
 impl Drop for StoreWriter {
     fn drop(&mut self) {
-        self.queue.give_up();
+        self.queue.abort();
         // The workers hold references to the upload, whose lease must be removed with it. Their error was
         // reported, or another one is.
         let _ = self.join();
@@ -209,11 +210,11 @@ impl Drop for StoreWriter {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, chunks: &[Number]) {
+    fn add(&self, chunks: &[ChunkNumber]) {
         if !chunks.is_empty() {
             self.lock().chunks.extend(chunks);
             self.changed.notify_all();
@@ -226,69 +227,69 @@ impl Queue {
     }
 
     /// Queues the last chunks.
-    fn reopen(&self, chunks: Vec<Number>) {
+    fn reopen(&self, chunks: Vec<ChunkNumber>) {
         self.lock().chunks = chunks.into();
         self.changed.notify_all();
     }
 
-    fn give_up(&self) {
-        self.lock().is_given_up = true;
+    fn abort(&self) {
+        self.lock().is_aborted = true;
         self.changed.notify_all();
     }
 
     /// The next chunk; `None` after the last one.
-    fn next(&self) -> Option<Number> {
-        let mut waiting = self.lock();
+    fn next(&self) -> Option<ChunkNumber> {
+        let mut state = self.lock();
         loop {
-            if waiting.is_given_up {
+            if state.is_aborted {
                 return None;
             }
-            if let Some(number) = waiting.chunks.pop_front() {
+            if let Some(number) = state.chunks.pop_front() {
                 return Some(number);
             }
-            if waiting.is_closed {
+            if state.is_closed {
                 return None;
             }
-            waiting = self.changed.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
 
 /// Sends queued chunks until the queue is closed.
-fn send_all(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
+fn send_queued(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
     let mut buffer = Vec::new();
     while let Some(number) = queue.next() {
-        spool.finish(number, &mut buffer, |bytes| upload.bring(bytes))?;
+        spool.store_chunk(number, &mut buffer, |bytes| upload.store_chunk(bytes))?;
     }
     Ok(())
 }
 
 impl Sink for StoreWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.began.set_configuration(configuration);
+        self.header.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.began.add_section(section);
+        self.header.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.begin(blocks).map_err(guest)
+        self.begin(blocks).map_err(guest_error)
     }
 
     fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> towline_migration::Result<()> {
-        self.store_pages(pages).map_err(guest)
+        self.store_pages(pages).map_err(guest_error)
     }
 
     fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
-        self.store_zero(block, offsets).map_err(guest)
+        self.store_zero(block, offsets).map_err(guest_error)
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
         let mut read = || self.spool()?.current(page.block, page.offset, content);
-        read().map_err(guest)
+        read().map_err(guest_error)
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
@@ -297,15 +298,15 @@ impl Sink for StoreWriter {
     }
 
     fn commit(&self) -> towline_migration::Result<()> {
-        self.finish().map_err(guest)
+        self.complete().map_err(guest_error)
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.show().map_err(guest)
+        self.publish_index().map_err(guest_error)
     }
 }
 
-fn guest(error: Error) -> towline_migration::Error {
+fn guest_error(error: Error) -> towline_migration::Error {
     match error {
         Error::Cancelled => towline_migration::Error::Cancelled,
         error => towline_migration::Error::guest(crate::Error::Store(error)),

@@ -46,12 +46,12 @@ static RANGES: AtomicPtr<Range> = AtomicPtr::new(ptr::null_mut());
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
 
 /// The previous action for SIGBUS; written once, before the handler is installed.
-static BEFORE: Before = Before(UnsafeCell::new(MaybeUninit::uninit()));
+static PREVIOUS: PreviousAction = PreviousAction(UnsafeCell::new(MaybeUninit::uninit()));
 
-struct Before(UnsafeCell<MaybeUninit<libc::sigaction>>);
+struct PreviousAction(UnsafeCell<MaybeUninit<libc::sigaction>>);
 
 // SAFETY: written once under `OnceLock`, before the handler that reads it is installed.
-unsafe impl Sync for Before {}
+unsafe impl Sync for PreviousAction {}
 
 impl Guard {
     /// Guards the memory of `bytes`, which must stay mapped while the guard exists.
@@ -132,9 +132,9 @@ fn install() -> io::Result<()> {
         }
         // SAFETY: only this closure, which runs once, writes it, and the handler that reads it is not
         // installed yet.
-        let before = unsafe { (*BEFORE.0.get()).as_mut_ptr() };
+        let previous = unsafe { (*PREVIOUS.0.get()).as_mut_ptr() };
         // SAFETY: only reads the current action, into a valid `sigaction`.
-        if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), before) } != 0 {
+        if unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), previous) } != 0 {
             return Err(failed());
         }
         // SAFETY: all zero is a valid `sigaction`: no handler, an empty mask.
@@ -159,16 +159,16 @@ extern "C" fn on_fault(signal: libc::c_int, info: *mut libc::siginfo_t, context:
         start != 0 && start <= address && address < range.end.load(Ordering::Relaxed)
     };
     if let Some(range) = ranges().find(is_hit)
-        && put_zeros(address)
+        && map_zeros(address)
     {
         range.lost.store(true, Ordering::Release);
         return;
     }
-    pass_on(signal, info, context);
+    forward(signal, info, context);
 }
 
 /// Maps a page of zeros at `address`.
-fn put_zeros(address: usize) -> bool {
+fn map_zeros(address: usize) -> bool {
     let bytes = PAGE_BYTES.load(Ordering::Relaxed);
     let page = address - address % bytes;
     // SAFETY: the thread's own `errno`, which the interrupted code may be about to read.
@@ -192,10 +192,10 @@ fn put_zeros(address: usize) -> bool {
 }
 
 /// Calls the previous handler, or does the default action.
-fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+fn forward(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: written before this handler was installed, and never again.
-    let before = unsafe { (*BEFORE.0.get()).assume_init_ref() };
-    match before.sa_sigaction {
+    let previous = unsafe { (*PREVIOUS.0.get()).assume_init_ref() };
+    match previous.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: all zero is the default action; the load is repeated and ends the process, as without a
             // guard.
@@ -204,7 +204,7 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
                 libc::sigaction(signal, &raw const default, ptr::null_mut());
             }
         }
-        handler if before.sa_flags & libc::SA_SIGINFO != 0 => {
+        handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
             // SAFETY: an action with SA_SIGINFO holds a function of this type; the arguments are the kernel's own.
             let handler: extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void) =
                 unsafe { std::mem::transmute(handler) };

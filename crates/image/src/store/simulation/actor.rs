@@ -34,8 +34,8 @@ impl Actor {
     }
 
     /// Returns true if its process has ended: its requests have no effect any more.
-    pub(in crate::store) fn is_dead(&self) -> bool {
-        self.world.is_dead(self.number)
+    pub(in crate::store) fn has_crashed(&self) -> bool {
+        self.world.has_crashed(self.number)
     }
 
     /// `CLOCK_BOOTTIME` of its host.
@@ -45,7 +45,7 @@ impl Actor {
 
     /// Starts a timer of its process.
     pub(in crate::store) fn sleep(&self, time: Duration) -> impl Future<Output = ()> + Send + use<> {
-        Answer(self.world.timer(self.number, time))
+        SlotFuture(self.world.timer(self.number, time))
     }
 
     /// Equivalent of a runtime's `spawn`.
@@ -56,7 +56,7 @@ impl Actor {
     /// Equivalent of a runtime's `block_on`.
     pub(in crate::store) fn wait<T>(&self, mut work: BoxFuture<'static, T>) -> Result<T, Error> {
         loop {
-            if self.is_dead() {
+            if self.has_crashed() {
                 return Err(Error::Cancelled);
             }
             if let Poll::Ready(value) = poll(&mut work) {
@@ -74,14 +74,14 @@ impl Actor {
     /// Yields until an event concerns the actor.
     pub(in crate::store) fn pause(&self) {
         // A completed task may be the one that the caller waits for.
-        if !self.is_dead() && !self.poll_tasks() {
+        if !self.has_crashed() && !self.poll_tasks() {
             self.world.park(self.number);
             self.poll_tasks();
         }
     }
 
     /// Does nothing for `time`, except for background tasks.
-    pub(super) fn rest(&self, time: Duration) {
+    pub(super) fn idle(&self, time: Duration) {
         if !time.is_zero() {
             // Fails if the process has ended.
             let _ = self.wait(Box::pin(self.sleep(time)));
@@ -118,9 +118,9 @@ fn poll<T>(work: &mut BoxFuture<'static, T>) -> Poll<T> {
 }
 
 /// Completes when the slot is filled.
-pub(super) struct Answer<T>(pub(super) Slot<T>);
+pub(super) struct SlotFuture<T>(pub(super) Slot<T>);
 
-impl<T> Future for Answer<T> {
+impl<T> Future for SlotFuture<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<T> {

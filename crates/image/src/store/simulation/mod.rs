@@ -31,7 +31,7 @@ use std::ops::Range;
 
 pub(in crate::store) use actor::Actor;
 use scenario::Scenario;
-use world::{Tally, World};
+use world::{EventCounts, World};
 
 #[cfg(doc)]
 use super::LEASE_AGE_MAX;
@@ -40,7 +40,7 @@ use super::fault::Fault;
 /// Number of scenarios in an ordinary test run.
 const SEEDS: u64 = 600;
 /// Maximum number of scenarios to find a bug.
-const SEEDS_OF_FAULT: u64 = 50_000;
+const SEEDS_PER_BUG_MAX: u64 = 50_000;
 
 fn seeds() -> Range<u64> {
     let Ok(text) = std::env::var("TOWLINE_SEEDS") else { return 0..SEEDS };
@@ -52,7 +52,7 @@ fn seeds() -> Range<u64> {
 }
 
 /// Runs a scenario. A violation names the seed and, if `TOWLINE_TRACE` is set, has all events.
-fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
+fn run_seed(seed: u64, fault: Option<Fault>) -> Result<EventCounts, String> {
     let scenario = Scenario::random(seed);
     let world = World::new(&scenario, fault);
     scenario::run(&scenario, &world).map_err(|error| {
@@ -64,17 +64,17 @@ fn run_seed(seed: u64, fault: Option<Fault>) -> Result<Tally, String> {
 #[test]
 fn every_order_leaves_whole_images_and_no_garbage() {
     let seeds = seeds();
-    let mut tally = Tally::default();
+    let mut counts = EventCounts::default();
     for seed in seeds.clone() {
         match run_seed(seed, None) {
-            Ok(found) => tally += found,
+            Ok(found) => counts += found,
             Err(error) => panic!("{error}"),
         }
     }
-    writeln!(io::stderr(), "{} seeds: {tally:?}", seeds.end - seeds.start).unwrap();
+    writeln!(io::stderr(), "{} seeds: {counts:?}", seeds.end - seeds.start).unwrap();
     if seeds == (0..SEEDS) {
         // A simulation without events would find nothing.
-        for (what, count) in tally.counts() {
+        for (what, count) in counts.all() {
             assert!(count > 0, "no {what}");
         }
     }
@@ -95,7 +95,7 @@ const FAULTS: &[(Fault, u64)] = &[
     (Fault::SuspendedTimeIgnored, 861),
     (Fault::IndexUnchecked, 1253),
     (Fault::RemovalUnchecked, 861),
-    (Fault::UploadLooksFirst, 782),
+    (Fault::UploadChecksFirst, 782),
     (Fault::ReadersIgnored, 1182),
     (Fault::ReadersFirst, 1695),
     (Fault::ReaderUnconfirmed, 227),
@@ -124,7 +124,7 @@ fn every_fault_has_seeds_that_find_it() {
     let is_wanted = |fault: &Fault| wanted == "all" || wanted.contains(&format!("{fault:?}"));
     let mut first = BTreeMap::new();
     for fault in scenario::ALL_FAULTS.into_iter().filter(is_wanted) {
-        let found = (0..SEEDS_OF_FAULT).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
+        let found = (0..SEEDS_PER_BUG_MAX).find_map(|seed| Some((seed, run_seed(seed, Some(fault)).err()?)));
         let shown = found.as_ref().map(|(seed, error)| format!("{seed}: {}", error.lines().next().unwrap()));
         writeln!(io::stderr(), "{fault:?}: {shown:?}").unwrap();
         first.insert(format!("{fault:?}"), found.map(|(seed, _)| seed));

@@ -17,8 +17,8 @@ use object_store::{
 };
 
 use super::super::fault::Fault;
-use super::super::hold::Gate;
-use super::actor::{Actor, Answer};
+use super::super::lease_state::LeaseGuard;
+use super::actor::{Actor, SlotFuture};
 
 /// Objects per page of a listing.
 const PAGE_OBJECTS: usize = 4;
@@ -126,7 +126,7 @@ pub(super) fn unsupported() -> Error {
 #[derive(Debug, Clone)]
 pub(super) struct Model {
     pub(super) actor: Actor,
-    pub(super) gate: Gate,
+    pub(super) guard: LeaseGuard,
 }
 
 impl fmt::Display for Model {
@@ -147,10 +147,10 @@ impl Model {
             }
             // The check did not exist in the version with this bug.
             if request.changes() && self.actor.world.fault() != Some(Fault::GapHeals) {
-                self.gate.check().map_err(|_| failed())?;
+                self.guard.check().map_err(|_| failed())?;
             }
         }
-        Answer(self.actor.world.send(self.actor.number, request)).await
+        SlotFuture(self.actor.world.send(self.actor.number, request)).await
     }
 }
 

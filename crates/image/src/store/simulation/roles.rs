@@ -27,7 +27,7 @@ const NAMES: [&str; 2] = ["a.towline", "b.towline"];
 
 /// Task of a participant, with the maximum pause between its steps in seconds.
 #[derive(Debug, Clone)]
-pub(super) enum Part {
+pub(super) enum Task {
     Upload { image: usize, pages: Vec<u8>, replaces: bool, rest: f64 },
     Read { image: usize, rest: f64 },
     Collect { age_min: Duration, rest: f64 },
@@ -43,7 +43,7 @@ pub(super) enum Removal {
     Foreign,
 }
 
-impl Part {
+impl Task {
     pub(super) fn random(rng: &mut Rng) -> Self {
         let rest = [0.0, 2.0, 60.0, 1200.0, 3000.0][rng.usize(..5)];
         let image = rng.usize(..NAMES.len());
@@ -89,10 +89,10 @@ impl Part {
                 let existing = if replaces { Existing::Replace } else { Existing::Refuse };
                 let uploaded = upload(actor, NAMES[image], &pages, existing, rest);
                 note(actor, "upload", &uploaded);
-                actor.world.count(|tally| match uploaded {
-                    Ok(()) => tally.published += 1,
-                    Err(Error::Collecting { .. }) => tally.uploads_refused += 1,
-                    Err(Error::Lost { .. }) => tally.leases_lost += 1,
+                actor.world.count(|counts| match uploaded {
+                    Ok(()) => counts.published += 1,
+                    Err(Error::Collecting { .. }) => counts.uploads_refused += 1,
+                    Err(Error::Lost { .. }) => counts.leases_lost += 1,
                     Err(_) => {}
                 });
             }
@@ -100,23 +100,23 @@ impl Part {
                 let read = read(actor, NAMES[image], rest);
                 note(actor, "read", &read);
                 let is_broken = matches!(read, Err(Error::Missing { .. } | Error::Damaged { .. }));
-                if is_broken && !actor.is_dead() && !actor.world.lease_expired(actor.number) {
+                if is_broken && !actor.has_crashed() && !actor.world.lease_expired(actor.number) {
                     actor
                         .world
                         .fail(format!("a reader with a valid lease failed: {}", read.as_ref().unwrap_err()));
                 }
                 if let Err(Error::Missing { absence, .. }) = &read
                     && !matches!(absence, Absence::LeaseLost { .. })
-                    && !actor.is_dead()
+                    && !actor.has_crashed()
                 {
                     actor.world.fail(format!(
                         "the error of a reader that lost its lease does not say so: {}",
                         read.as_ref().unwrap_err()
                     ));
                 }
-                actor.world.count(|tally| match read {
-                    Ok(()) => tally.read += 1,
-                    Err(_) => tally.read_failed += 1,
+                actor.world.count(|counts| match read {
+                    Ok(()) => counts.read += 1,
+                    Err(_) => counts.read_failed += 1,
                 });
             }
             Self::Collect { age_min, rest } => {
@@ -143,8 +143,8 @@ fn note<T>(actor: &Actor, what: &str, result: &Result<T, Error>) {
     actor.world.note(actor.number, || format!("{what} ends: {shown}"));
 }
 
-fn rest(actor: &Actor, most: f64) {
-    actor.rest(Duration::from_secs_f64(most * fastrand::f64()));
+fn idle(actor: &Actor, most: f64) {
+    actor.idle(Duration::from_secs_f64(most * fastrand::f64()));
 }
 
 fn page(page: u8) -> Vec<u8> {
@@ -159,14 +159,14 @@ fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64
     let upload = Upload::begin_in(store, key.into(), key.into(), existing)?;
     let mut names = Vec::new();
     for number in pages {
-        rest(actor, pause);
-        names.push(vec![upload.bring(Some(&page(*number)))?]);
+        idle(actor, pause);
+        names.push(vec![upload.store_chunk(Some(&page(*number)))?]);
     }
     let state = device_state::encode(&[("device", 1, &[pages.len() as u8])]);
-    let device_state_names = upload.bring_all(&state)?;
-    rest(actor, pause);
-    upload.settle()?;
-    rest(actor, pause / 2.0);
+    let device_state_names = upload.store_bytes(&state)?;
+    idle(actor, pause);
+    upload.flush()?;
+    idle(actor, pause / 2.0);
     // The block's name is the page, for readers to compare.
     let block = |(index, number): (usize, &u8)| RamBlock {
         name: format!("{index}/{number}"),
@@ -191,9 +191,9 @@ fn upload(actor: &Actor, key: &str, pages: &[u8], existing: Existing, pause: f64
 fn read(actor: &Actor, key: &str, pause: f64) -> Result<(), Error> {
     let image = StoredImage::open_in(actor.world.store(actor), key.into(), key)?;
     for (number, block) in image.blocks().iter().enumerate() {
-        rest(actor, pause);
+        idle(actor, pause);
         let at = PageRef { block: BlockIndex(number as u32), offset: 0 };
-        image.make_ready(at, PAGE_SIZE)?;
+        image.prepare_chunks(at, PAGE_SIZE)?;
         let mut bytes = vec![0; PAGE_SIZE as usize];
         gather(&[image.memory(at, PAGE_SIZE)], &mut bytes);
         let (_, expected) = block.name.split_once('/').unwrap();
@@ -205,16 +205,16 @@ fn read(actor: &Actor, key: &str, pause: f64) -> Result<(), Error> {
 fn collect(actor: &Actor, age_min: Duration, pause: f64) -> Result<Garbage, Error> {
     let store: Arc<Store> = actor.world.store(actor);
     let removed = Garbage::remove_in(&store, age_min, &mut |_| {
-        actor.world.count(|tally| tally.removed += 1);
-        rest(actor, pause);
+        actor.world.count(|counts| counts.removed += 1);
+        idle(actor, pause);
     });
-    actor.world.count(|tally| match &removed {
+    actor.world.count(|counts| match &removed {
         Ok(found) => {
-            tally.collections += 1;
-            tally.kept_for_readers += u64::from(found.kept.0 > 0);
+            counts.collections += 1;
+            counts.kept_for_readers += u64::from(found.kept.0 > 0);
         }
-        Err(Error::Collecting { .. } | Error::Uploading { .. }) => tally.collections_refused += 1,
-        Err(Error::Lost { .. }) => tally.leases_lost += 1,
+        Err(Error::Collecting { .. } | Error::Uploading { .. }) => counts.collections_refused += 1,
+        Err(Error::Lost { .. }) => counts.leases_lost += 1,
         Err(_) => {}
     });
     removed
@@ -229,7 +229,7 @@ pub(super) fn set_up(actor: &Actor) {
 }
 
 /// Operations that must succeed after all other actors have ended: a collection, an upload, a read.
-pub(super) fn tidy(actor: &Actor) {
+pub(super) fn final_checks(actor: &Actor) {
     let result = collect(actor, Duration::ZERO, 0.0)
         .and_then(|_| upload(actor, NAMES[0], &[0, 7, 4], Existing::Replace, 0.0))
         .and_then(|()| read(actor, NAMES[0], 0.0))

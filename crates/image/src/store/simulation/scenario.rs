@@ -7,8 +7,8 @@ use fastrand::Rng;
 use super::super::chunk;
 use super::super::fault::Fault;
 use super::model::Conditions;
-use super::roles::{self, Part};
-use super::world::{Tally, World};
+use super::roles::{self, Task};
+use super::world::{EventCounts, World};
 
 /// All bugs that can be enabled.
 pub(super) const ALL_FAULTS: [Fault; 12] = [
@@ -17,7 +17,7 @@ pub(super) const ALL_FAULTS: [Fault; 12] = [
     Fault::SuspendedTimeIgnored,
     Fault::IndexUnchecked,
     Fault::RemovalUnchecked,
-    Fault::UploadLooksFirst,
+    Fault::UploadChecksFirst,
     Fault::ReadersIgnored,
     Fault::ReadersFirst,
     Fault::ReaderUnconfirmed,
@@ -56,7 +56,7 @@ pub(super) struct Scenario {
     pub(super) seed: u64,
     pub(super) conditions: Conditions,
     pub(super) chaos: Chaos,
-    pub(super) parts: Vec<(Duration, Part)>,
+    pub(super) tasks: Vec<(Duration, Task)>,
 }
 
 impl Scenario {
@@ -71,29 +71,29 @@ impl Scenario {
             crashes: [0.0, 0.1][rng.usize(..2)],
         };
         let span = [1.0, 60.0, 1800.0, 10_000.0][rng.usize(..4)];
-        let mut parts = if rng.u8(..4) > 0 { Part::contended(&mut rng) } else { Vec::new() };
-        let more = if parts.is_empty() { rng.usize(3..=7) } else { rng.usize(0..=2) };
-        parts.extend((0..more).map(|_| Part::random(&mut rng)));
-        let mut starts: Vec<_> = parts.iter().map(|_| span * rng.f64()).collect();
+        let mut tasks = if rng.u8(..4) > 0 { Task::contended(&mut rng) } else { Vec::new() };
+        let more = if tasks.is_empty() { rng.usize(3..=7) } else { rng.usize(0..=2) };
+        tasks.extend((0..more).map(|_| Task::random(&mut rng)));
+        let mut starts: Vec<_> = tasks.iter().map(|_| span * rng.f64()).collect();
         match rng.u8(..3) {
             0 => {}
             1 => starts.sort_by(f64::total_cmp),
             // Actors suspended for this time are considered dead by the others.
             _ => starts.iter_mut().skip(1).for_each(|start| *start = 3600.0 + 9000.0 * rng.f64()),
         }
-        let parts = starts.into_iter().map(Duration::from_secs_f64).zip(parts).collect();
-        Self { seed, conditions: kinds[rng.usize(..4)], chaos, parts }
+        let tasks = starts.into_iter().map(Duration::from_secs_f64).zip(tasks).collect();
+        Self { seed, conditions: kinds[rng.usize(..4)], chaos, tasks }
     }
 }
 
 /// Runs a scenario: creates two images and some garbage, runs all tasks, and checks the remaining objects.
-pub(super) fn run(scenario: &Scenario, world: &World) -> Result<Tally, String> {
+pub(super) fn run(scenario: &Scenario, world: &World) -> Result<EventCounts, String> {
     let at_once = Duration::ZERO;
     world.run(vec![(at_once, Box::new(roles::set_up))], Chaos::CALM)?;
-    let parts = scenario.parts.iter().map(|(start, part)| (*start, part.clone().role())).collect();
-    world.run(parts, scenario.chaos)?;
-    let tally = world.run(vec![(LATER, Box::new(roles::tidy))], Chaos::CALM)?;
-    let named = world.named();
+    let tasks = scenario.tasks.iter().map(|(start, task)| (*start, task.clone().role())).collect();
+    world.run(tasks, scenario.chaos)?;
+    let counts = world.run(vec![(LATER, Box::new(roles::final_checks))], Chaos::CALM)?;
+    let named = world.referenced();
     let left = world.keys().into_iter().find(|key| {
         let key = key.strip_prefix("vm/").unwrap_or(key);
         !key.ends_with(super::super::location::SUFFIX)
@@ -101,6 +101,6 @@ pub(super) fn run(scenario: &Scenario, world: &World) -> Result<Tally, String> {
     });
     match left {
         Some(left) => Err(format!("{left} is never collected")),
-        None => Ok(tally),
+        None => Ok(counts),
     }
 }

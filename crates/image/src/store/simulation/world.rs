@@ -14,7 +14,7 @@ use object_store::PutMode;
 
 use super::super::clock::Clock;
 use super::super::fault::Fault;
-use super::super::hold::Gate;
+use super::super::lease_state::LeaseGuard;
 use super::super::location::SUFFIX;
 use super::super::objects::Objects;
 use super::super::{LEASE_AGE_MAX, Location, access::Store, chunk};
@@ -25,20 +25,20 @@ use crate::index::Index;
 
 /// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
-type Answered = object_store::Result<Reply>;
+type ReplyResult = object_store::Result<Reply>;
 /// Behaviour of a participant.
 pub(super) type Role = Box<dyn FnOnce(&Actor) + Send>;
 
 /// Timeout of a client's request, all attempts together.
-const PATIENCE: Duration = Duration::from_secs(60);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time for which a request is in flight after its client's timeout; see docs/store.md for the
 /// reason.
 const LATE_MAX_S: f64 = 1200.0;
 /// Probability that a request that publishes or removes is late.
-const LATE_DECISIVE: f64 = 0.3;
+const LATE_DECISIVE_RATE: f64 = 0.3;
 /// Maximum number of requests before a planned suspension: as many as a collection sends before it removes an
 /// object.
-const PAUSED_BEHIND_MAX: usize = 16;
+const SUSPENDED_AFTER_MAX: usize = 16;
 /// Maximum length of a scenario.
 const TIME_MAX: Duration = Duration::from_secs(72 * 3600);
 /// Prefix of the simulated images.
@@ -46,7 +46,7 @@ pub(super) const PREFIX: &str = "s3://model/vm";
 
 /// Events counted in a scenario.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Tally {
+pub(super) struct EventCounts {
     pub(super) published: u64,
     pub(super) uploads_refused: u64,
     pub(super) leases_lost: u64,
@@ -61,9 +61,9 @@ pub(super) struct Tally {
     pub(super) crashed: u64,
 }
 
-impl Tally {
+impl EventCounts {
     /// All counters with their names.
-    pub(super) fn counts(self) -> [(&'static str, u64); 12] {
+    pub(super) fn all(self) -> [(&'static str, u64); 12] {
         [
             ("images published", self.published),
             ("uploads refused", self.uploads_refused),
@@ -81,7 +81,7 @@ impl Tally {
     }
 }
 
-impl AddAssign for Tally {
+impl AddAssign for EventCounts {
     fn add_assign(&mut self, other: Self) {
         self.published += other.published;
         self.uploads_refused += other.uploads_refused;
@@ -121,7 +121,7 @@ struct State {
     names: BTreeMap<String, HashSet<[u8; 32]>>,
     actors: Vec<ActorState>,
     violation: Option<String>,
-    tally: Tally,
+    counts: EventCounts,
     trace: Option<String>,
 }
 
@@ -133,11 +133,11 @@ struct ActorState {
     turn: Option<Sender<()>>,
     parked: Option<Parking>,
     is_done: bool,
-    is_dead: bool,
+    has_crashed: bool,
     suspended_until: Duration,
     suspended: Duration,
     /// Number of requests until a planned suspension, and its duration.
-    suspended_behind: Option<(usize, Duration)>,
+    suspended_after: Option<(usize, Duration)>,
     /// Time at which the store received the last renewal of this actor's lease as a reader.
     lease_renewed: Option<Duration>,
     lease_expired: bool,
@@ -145,8 +145,8 @@ struct ActorState {
 
 enum Event {
     Start(usize),
-    Arrive { actor: usize, request: Request, slot: Slot<Answered>, is_lost: bool },
-    Answer { actor: usize, slot: Slot<Answered>, answer: Answered },
+    Arrive { actor: usize, request: Request, slot: Slot<ReplyResult>, is_lost: bool },
+    Reply { actor: usize, slot: Slot<ReplyResult>, reply: ReplyResult },
     Timer { actor: usize, slot: Slot<()> },
     Suspend { actor: usize, time: Duration },
     Crash(usize),
@@ -166,7 +166,7 @@ impl World {
             names: BTreeMap::new(),
             actors: Vec::new(),
             violation: None,
-            tally: Tally::default(),
+            counts: EventCounts::default(),
             trace: std::env::var_os("TOWLINE_TRACE").map(|_| String::new()),
         })))
     }
@@ -178,10 +178,10 @@ impl World {
     /// Opens the prefix for a participant's process.
     pub(super) fn store(&self, actor: &Actor) -> Arc<Store> {
         let location: Location = PREFIX.parse().unwrap();
-        let gate = Gate::default();
-        let model = model::shared(Model { actor: actor.clone(), gate: gate.clone() });
+        let guard = LeaseGuard::default();
+        let model = model::shared(Model { actor: actor.clone(), guard: guard.clone() });
         let objects = Objects::new(model, &location, Clock::Simulated(actor.clone())).unwrap();
-        Arc::new(Store::simulated(objects.with_fault(self.fault()), gate, actor.clone()))
+        Arc::new(Store::simulated(objects.with_fault(self.fault()), guard, actor.clone()))
     }
 
     pub(super) fn fault(&self) -> Option<Fault> {
@@ -202,16 +202,16 @@ impl World {
         self.lock().note(|| format!("actor {actor}: {}", what()));
     }
 
-    pub(super) fn count(&self, what: impl FnOnce(&mut Tally)) {
-        what(&mut self.lock().tally);
+    pub(super) fn count(&self, what: impl FnOnce(&mut EventCounts)) {
+        what(&mut self.lock().counts);
     }
 
     pub(super) fn fail(&self, why: String) {
         self.lock().fail(why);
     }
 
-    pub(super) fn is_dead(&self, actor: usize) -> bool {
-        self.lock().actors[actor].is_dead
+    pub(super) fn has_crashed(&self, actor: usize) -> bool {
+        self.lock().actors[actor].has_crashed
     }
 
     pub(super) fn boot_time(&self, actor: usize) -> Duration {
@@ -236,7 +236,7 @@ impl World {
     }
 
     /// Chunks that the images reference.
-    pub(super) fn named(&self) -> HashSet<[u8; 32]> {
+    pub(super) fn referenced(&self) -> HashSet<[u8; 32]> {
         self.lock().names.values().flatten().copied().collect()
     }
 
@@ -255,23 +255,23 @@ impl World {
     }
 
     /// Sends a request.
-    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<Answered> {
+    pub(super) fn send(&self, actor: usize, request: Request) -> Slot<ReplyResult> {
         let (mut state, slot) = (self.lock(), Slot::default());
         state.count_request(actor);
-        let (now, fate, failing) = (state.now, state.rng.f64(), state.chaos.failing);
-        let failure = Event::Answer { actor, slot: Arc::clone(&slot), answer: Err(model::failed()) };
+        let (now, roll, failing) = (state.now, state.rng.f64(), state.chaos.failing);
+        let failure = Event::Reply { actor, slot: Arc::clone(&slot), reply: Err(model::failed()) };
         // Decisive requests are late more often than others, which would rarely happen otherwise.
-        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE } else { failing };
+        let late = if request.is_decisive() && failing > 0.0 { LATE_DECISIVE_RATE } else { failing };
         let arrive = |is_lost| Event::Arrive { actor, request, slot: Arc::clone(&slot), is_lost };
-        if fate < failing {
+        if roll < failing {
             // The request is lost.
-            state.add(now + PATIENCE, failure);
-        } else if fate < failing + late {
+            state.add(now + REQUEST_TIMEOUT, failure);
+        } else if roll < failing + late {
             let late =
                 if state.rng.bool() { state.delay(0.01, LATE_MAX_S) } else { state.delay(60.0, LATE_MAX_S) };
             state.add(now + late, arrive(true));
-            state.add(now + PATIENCE, failure);
-            state.tally.late += 1;
+            state.add(now + REQUEST_TIMEOUT, failure);
+            state.counts.late += 1;
         } else {
             let slow = if state.rng.f64() < state.chaos.slow { 50.0 } else { 0.5 };
             let latency = state.delay(0.002, slow);
@@ -291,7 +291,7 @@ impl World {
     }
 
     /// Runs these actors, each from its start time, until all have ended and no request is in flight.
-    pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<Tally, String> {
+    pub(super) fn run(&self, roles: Vec<(Duration, Role)>, chaos: Chaos) -> Result<EventCounts, String> {
         let first = self.lock().actors.len();
         let (parked, back) = channel();
         self.lock().chaos = chaos;
@@ -324,7 +324,7 @@ impl World {
             while self.step(&back) {}
         });
         let state = self.lock();
-        state.violation.clone().map_or(Ok(state.tally), Err)
+        state.violation.clone().map_or(Ok(state.counts), Err)
     }
 
     /// Handles one event. Returns false if there is nothing left to do.
@@ -336,7 +336,7 @@ impl World {
                 return false;
             }
             state.violation.get_or_insert_with(|| "an actor does not end".into());
-            state.actors.iter_mut().for_each(|actor| actor.is_dead = true);
+            state.actors.iter_mut().for_each(|actor| actor.has_crashed = true);
             let next = state.actors.iter().position(|actor| !actor.is_done);
             drop(state);
             next.into_iter().for_each(|next| self.resume(next, back));
@@ -348,7 +348,7 @@ impl World {
             }
             return !all_done;
         };
-        let woken = state.happen(at, event);
+        let woken = state.handle(at, event);
         drop(state);
         woken.into_iter().for_each(|actor| self.resume(actor, back));
         true
@@ -407,8 +407,8 @@ impl State {
         } else if self.rng.f64() < chaos.pauses {
             // Between two consecutive requests, which a random time would hardly ever hit.
             let minutes = [1, 5, 15, 28][self.rng.usize(..4)];
-            let requests = self.rng.usize(1..=PAUSED_BEHIND_MAX);
-            self.actors[actor].suspended_behind = Some((requests, Duration::from_secs(60 * minutes)));
+            let requests = self.rng.usize(1..=SUSPENDED_AFTER_MAX);
+            self.actors[actor].suspended_after = Some((requests, Duration::from_secs(60 * minutes)));
         }
         if self.rng.f64() < chaos.crashes {
             let at = start + self.delay(0.1, 10_000.0);
@@ -418,20 +418,20 @@ impl State {
 
     /// Suspends an actor after the planned number of requests.
     fn count_request(&mut self, actor: usize) {
-        let Some((left, time)) = &mut self.actors[actor].suspended_behind else { return };
+        let Some((left, time)) = &mut self.actors[actor].suspended_after else { return };
         *left -= 1;
         let time = (*left == 0).then_some(*time);
         if let Some(time) = time {
-            self.actors[actor].suspended_behind = None;
+            self.actors[actor].suspended_after = None;
             let now = self.now;
             self.add(now, Event::Suspend { actor, time });
         }
     }
 
     /// Handles an event; returns the actor to resume.
-    fn happen(&mut self, at: Duration, event: Event) -> Option<usize> {
+    fn handle(&mut self, at: Duration, event: Event) -> Option<usize> {
         let whose = match &event {
-            Event::Start(actor) | Event::Answer { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
+            Event::Start(actor) | Event::Reply { actor, .. } | Event::Timer { actor, .. } => Some(*actor),
             _ => None,
         };
         if let Some(actor) = whose
@@ -444,8 +444,8 @@ impl State {
         self.now = at;
         match event {
             Event::Start(actor) => Some(actor),
-            Event::Answer { actor, slot, answer } => {
-                put(&slot, answer);
+            Event::Reply { actor, slot, reply } => {
+                put(&slot, reply);
                 Some(actor)
             }
             Event::Timer { actor, slot } => {
@@ -454,10 +454,10 @@ impl State {
             }
             Event::Suspend { actor, time } => {
                 let found = &mut self.actors[actor];
-                if !found.is_done && !found.is_dead && found.suspended_until <= at {
+                if !found.is_done && !found.has_crashed && found.suspended_until <= at {
                     found.suspended_until = at + time;
                     found.suspended += time;
-                    self.tally.suspended += 1;
+                    self.counts.suspended += 1;
                     self.note(|| format!("actor {actor}: suspended for {} s", time.as_secs()));
                 }
                 None
@@ -466,28 +466,28 @@ impl State {
                 if self.actors[actor].is_done {
                     return None;
                 }
-                self.actors[actor].is_dead = true;
-                self.tally.crashed += 1;
+                self.actors[actor].has_crashed = true;
+                self.counts.crashed += 1;
                 self.note(|| format!("actor {actor}: crashes"));
                 Some(actor)
             }
             Event::Arrive { actor, request, slot, is_lost } => {
-                let answer = self.apply(actor, &request);
-                self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&answer, is_lost)));
+                let reply = self.apply(actor, &request);
+                self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&reply, is_lost)));
                 if !is_lost {
                     let back = self.delay(0.002, 1.0);
                     // A response may be lost too.
-                    let is_unheard = request.is_write() && self.rng.f64() < self.chaos.failing;
-                    let answer = if is_unheard { Err(model::failed()) } else { answer };
-                    let at = self.now + if is_unheard { PATIENCE } else { back };
-                    self.add(at, Event::Answer { actor, slot, answer });
+                    let is_reply_lost = request.is_write() && self.rng.f64() < self.chaos.failing;
+                    let reply = if is_reply_lost { Err(model::failed()) } else { reply };
+                    let at = self.now + if is_reply_lost { REQUEST_TIMEOUT } else { back };
+                    self.add(at, Event::Reply { actor, slot, reply });
                 }
                 None
             }
         }
     }
 
-    fn apply(&mut self, actor: usize, request: &Request) -> Answered {
+    fn apply(&mut self, actor: usize, request: &Request) -> ReplyResult {
         match request {
             Request::Put { key, bytes, mode } => {
                 self.may_put(key, mode)?;
@@ -577,8 +577,8 @@ fn shown(request: &Request) -> String {
     }
 }
 
-fn outcome(answer: &Answered, is_lost: bool) -> String {
-    let text = match answer {
+fn outcome(reply: &ReplyResult, is_lost: bool) -> String {
+    let text = match reply {
         Ok(Reply::Page(page)) => format!("{} objects", page.len()),
         Ok(_) => "ok".into(),
         Err(error) => error.to_string(),

@@ -24,22 +24,22 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
-use crate::atomic_file::{self, Existing, Named, Place, write_sidecar};
+use crate::atomic_file::{self, DirectoryEntry, Existing, RenamedFile, write_sidecar};
 use crate::journal::{self, Fault};
-use crate::manifest::{self, FORMAT, Found, Manifest, sidecar_path};
+use crate::manifest::{self, FORMAT, ImageFacts, Manifest, sidecar_path};
 use crate::{Error, Result};
 
 /// Suffix of a manifest whose image has not been renamed yet.
-const PENDING: &str = ".new";
+const STAGED_SUFFIX: &str = ".new";
 /// Suffixes of files that belong to an image.
-const RESERVED: [&str; 3] = [".manifest.json", ".manifest.json.new", ".working-set.json"];
+const RESERVED_SUFFIXES: [&str; 3] = [".manifest.json", ".manifest.json.new", ".working-set.json"];
 /// A manifest is recognised within this many bytes.
-const HEAD_BYTES: u64 = 256;
+const RECOGNISED_BYTES: u64 = 256;
 
 /// Path of the manifest while its image is being replaced.
-pub(crate) fn pending_path(image: &Path) -> PathBuf {
+pub(crate) fn staged_path(image: &Path) -> PathBuf {
     let mut path = sidecar_path(image).into_os_string();
-    path.push(PENDING);
+    path.push(STAGED_SUFFIX);
     path.into()
 }
 
@@ -47,28 +47,31 @@ pub(crate) fn pending_path(image: &Path) -> PathBuf {
 ///
 /// # Errors
 /// A manifest exists but is invalid or belongs to another image.
-pub(crate) fn find(image: &Path, found: &Found<'_>) -> manifest::Result<Option<(Manifest, Settled)>> {
-    let fitting = |path: PathBuf, settled| {
+pub(crate) fn find(
+    image: &Path,
+    found: &ImageFacts<'_>,
+) -> manifest::Result<Option<(Manifest, ManifestName)>> {
+    let fitting = |path: PathBuf, name| {
         let Some((manifest, text)) = Manifest::load_from(&path, found.blocks)? else { return Ok(None) };
         manifest.check(image, found)?;
         manifest.check_seal(image, &path, text, found)?;
-        Ok(Some((manifest, settled)))
+        Ok(Some((manifest, name)))
     };
-    let named = fitting(sidecar_path(image), Settled::Named);
+    let named = fitting(sidecar_path(image), ManifestName::Final);
     if let Ok(Some(_)) = &named {
         return named;
     }
-    match fitting(pending_path(image), Settled::Pending) {
-        Ok(Some(pending)) => Ok(Some(pending)),
+    match fitting(staged_path(image), ManifestName::Staged) {
+        Ok(Some(staged)) => Ok(Some(staged)),
         _ => named,
     }
 }
 
 /// Identities of an image and its manifests: they change with every replacement.
-pub(crate) fn names(image: &Path) -> [Option<(u64, u64)>; 3] {
+pub(crate) fn file_ids(image: &Path) -> [Option<(u64, u64)>; 3] {
     use std::os::unix::fs::MetadataExt as _;
 
-    [image.to_owned(), sidecar_path(image), pending_path(image)].map(|path| {
+    [image.to_owned(), sidecar_path(image), staged_path(image)].map(|path| {
         let metadata = std::fs::metadata(path).ok()?;
         Some((metadata.dev(), metadata.ino()))
     })
@@ -81,7 +84,8 @@ pub(crate) fn names(image: &Path) -> [Option<(u64, u64)>; 3] {
 pub(crate) fn check_name(image: &Path) -> Result<()> {
     let name = image.file_name().unwrap_or_default().as_encoded_bytes();
     let partial = if name.starts_with(b".") { Some(".partial") } else { None };
-    let suffix = RESERVED.into_iter().chain(partial).find(|suffix| name.ends_with(suffix.as_bytes()));
+    let suffix =
+        RESERVED_SUFFIXES.into_iter().chain(partial).find(|suffix| name.ends_with(suffix.as_bytes()));
     match suffix {
         Some(suffix) => Err(atomic_file::Error::Reserved { path: image.into(), suffix }.into()),
         None => Ok(()),
@@ -93,11 +97,11 @@ pub(crate) fn check_name(image: &Path) -> Result<()> {
 /// # Errors
 /// [`atomic_file::Error::Foreign`], [`atomic_file::Error::NotRegular`].
 pub(crate) fn check_parts(image: &Path) -> Result<()> {
-    for path in [sidecar_path(image), pending_path(image)] {
+    for path in [sidecar_path(image), staged_path(image)] {
         check_part(&path, "a manifest", |head| {
-            let is_there = |text: &str| head.windows(text.len()).any(|part| part == text.as_bytes());
+            let contains = |text: &str| head.windows(text.len()).any(|part| part == text.as_bytes());
             // The fields may have been reordered.
-            (is_there("\"format\"") && is_there(FORMAT)) || manifest::is_one(&path)
+            (contains("\"format\"") && contains(FORMAT)) || manifest::is_manifest(&path)
         })?;
     }
     Ok(())
@@ -117,7 +121,7 @@ pub(crate) fn check_part(
         return Ok(());
     }
     let mut head = Vec::new();
-    let read = file.take(HEAD_BYTES).read_to_end(&mut head);
+    let read = file.take(RECOGNISED_BYTES).read_to_end(&mut head);
     match read.is_ok() && is_expected(&head) {
         true => Ok(()),
         false => Err(atomic_file::Error::Foreign { path: path.into(), expected }),
@@ -128,130 +132,134 @@ pub(crate) fn check_part(
 ///
 /// # Errors
 /// The directory cannot be read.
-pub(crate) fn before(image: &Path, place: &Place) -> Result<Option<FileId>> {
-    Ok(place.stat(&name_of(&sidecar_path(image)))?.as_ref().map(FileId::of))
+pub(crate) fn current_manifest(image: &Path, entry: &DirectoryEntry) -> Result<Option<FileId>> {
+    Ok(entry.stat(&name_of(&sidecar_path(image)))?.as_ref().map(FileId::of))
 }
 
 /// A manifest on the disk whose image is about to be renamed.
 #[derive(Debug)]
-pub(crate) struct Pending {
+pub(crate) struct StagedManifest {
     image: PathBuf,
-    settled: OsString,
-    pending: OsString,
+    final_name: OsString,
+    staged_name: OsString,
     /// The manifest under the final name when writing began.
-    before: Option<FileId>,
+    previous: Option<FileId>,
 }
 
 /// Name under which a manifest is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Settled {
+pub(crate) enum ManifestName {
     /// `NAME.manifest.json`.
-    Named,
+    Final,
     /// [`staged_path`], where readers look too.
-    Pending,
+    Staged,
 }
 
 /// Identity of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileId {
     device: u64,
-    number: u64,
+    inode: u64,
 }
 
 impl FileId {
     fn of(stat: &Stat) -> Self {
-        Self { device: stat.st_dev, number: stat.st_ino }
+        Self { device: stat.st_dev, inode: stat.st_ino }
     }
 }
 
-impl Pending {
+impl StagedManifest {
     /// Writes the manifest's text. The caller has the image file locked, and read `previous` when writing
     /// began.
     ///
     /// # Errors
     /// The file cannot be created, or a file that is not a manifest has its name.
-    pub(crate) fn write(image: &Path, before: Option<FileId>, text: &[u8]) -> Result<Self> {
+    pub(crate) fn write(image: &Path, previous: Option<FileId>, text: &[u8]) -> Result<Self> {
         check_parts(image)?;
-        let (settled, pending) = (name_of(&sidecar_path(image)), name_of(&pending_path(image)));
-        write_sidecar(&pending_path(image), text, Existing::Replace)?;
-        Ok(Self { image: image.into(), settled, pending, before })
+        let (final_name, staged_name) = (name_of(&sidecar_path(image)), name_of(&staged_path(image)));
+        write_sidecar(&staged_path(image), text, Existing::Replace)?;
+        Ok(Self { image: image.into(), final_name, staged_name, previous })
     }
 
     /// Removes the manifest: the image will not appear.
-    pub(crate) fn discard(self, place: &Place) {
-        let _ = place.unlink(&self.pending);
+    pub(crate) fn discard(self, entry: &DirectoryEntry) {
+        let _ = entry.unlink(&self.staged_name);
     }
 
     /// Renames the manifest after its image was renamed. On failure it keeps its name, where readers look
     /// too.
-    pub(crate) fn settle(self, place: &Place, named: &Named) -> Settled {
-        match self.try_settle(place, named) {
-            Ok(settled) => settled,
+    pub(crate) fn publish(self, entry: &DirectoryEntry, renamed: &RenamedFile) -> ManifestName {
+        match self.try_publish(entry, renamed) {
+            Ok(name) => name,
             Err(error) => {
                 tracing::warn!(
                     "{}: its manifest keeps the name {}: {error}",
                     self.image.display(),
-                    self.pending.display()
+                    self.staged_name.display()
                 );
-                Settled::Pending
+                ManifestName::Staged
             }
         }
     }
 
-    fn try_settle(&self, place: &Place, named: &Named) -> Result<Settled> {
-        let failed = |errno: Errno| Error::Write { path: pending_path(&self.image), source: errno.into() };
-        let rename = |flags| place.rename(&self.pending, &self.settled, flags);
-        if journal::is_on(Fault::ReplacedUnseen) {
+    fn try_publish(&self, entry: &DirectoryEntry, renamed: &RenamedFile) -> Result<ManifestName> {
+        let failed = |errno: Errno| Error::Write { path: staged_path(&self.image), source: errno.into() };
+        let rename = |flags| entry.rename(&self.staged_name, &self.final_name, flags);
+        if journal::is_on(Fault::ReplacedUnchecked) {
             rename(RenameFlags::empty()).map_err(failed)?;
-            return Ok(Settled::Named);
+            return Ok(ManifestName::Final);
         }
-        if !named.is_named() {
-            return Ok(Settled::Pending);
+        if !renamed.still_has_name() {
+            return Ok(ManifestName::Staged);
         }
-        let now = place.stat(&self.settled)?.as_ref().map(FileId::of);
-        match (now, self.before) {
+        let now = entry.stat(&self.final_name)?.as_ref().map(FileId::of);
+        match (now, self.previous) {
             (None, _) => match rename(RenameFlags::NOREPLACE) {
                 Err(Errno::INVAL | Errno::NOSYS) => rename(RenameFlags::empty()).map_err(failed)?,
                 renamed => renamed.map_err(failed)?,
             },
-            (Some(now), Some(before)) if now == before => match rename(RenameFlags::EXCHANGE) {
-                Ok(()) => return self.remove_before(place, before),
+            (Some(now), Some(previous)) if now == previous => match rename(RenameFlags::EXCHANGE) {
+                Ok(()) => return self.remove_previous(entry, previous),
                 Err(Errno::INVAL | Errno::NOSYS) => rename(RenameFlags::empty()).map_err(failed)?,
                 Err(errno) => return Err(failed(errno)),
             },
             // Another program's, which is about to replace the image too.
-            _ => return Ok(Settled::Pending),
+            _ => return Ok(ManifestName::Staged),
         }
-        place.sync()?;
-        Ok(Settled::Named)
+        entry.sync()?;
+        Ok(ManifestName::Final)
     }
 
     /// Removes the manifest that was exchanged if it is the previous one.
-    fn remove_before(&self, place: &Place, before: FileId) -> Result<Settled> {
-        let failed = |errno: Errno| Error::Write { path: pending_path(&self.image), source: errno.into() };
-        if place.stat(&self.pending)?.as_ref().map(FileId::of) != Some(before) {
-            let back = place.rename(&self.pending, &self.settled, RenameFlags::EXCHANGE);
+    fn remove_previous(&self, entry: &DirectoryEntry, previous: FileId) -> Result<ManifestName> {
+        let failed = |errno: Errno| Error::Write { path: staged_path(&self.image), source: errno.into() };
+        if entry.stat(&self.staged_name)?.as_ref().map(FileId::of) != Some(previous) {
+            let back = entry.rename(&self.staged_name, &self.final_name, RenameFlags::EXCHANGE);
             back.map_err(failed)?;
-            return Ok(Settled::Pending);
+            return Ok(ManifestName::Staged);
         }
         // Without this sync a crash could keep the removal and lose the exchange, leaving the image with the
         // old manifest only.
-        place.sync()?;
-        place.unlink(&self.pending).map_err(failed)?;
-        Ok(Settled::Named)
+        entry.sync()?;
+        entry.unlink(&self.staged_name).map_err(failed)?;
+        Ok(ManifestName::Final)
     }
 }
 
 /// Completes a replacement that a crash interrupted: renames the manifest of the present image. `is_staged`
 /// returns true if that image's manifest is the one at [`staged_path`].
-pub(crate) fn settle_left(image: &Path, place: &Place, is_pending: impl FnOnce() -> bool) -> Result<()> {
-    let (settled, pending) = (name_of(&sidecar_path(image)), name_of(&pending_path(image)));
-    if place.stat(&pending)?.is_none() || !is_pending() {
+pub(crate) fn complete_interrupted(
+    image: &Path,
+    entry: &DirectoryEntry,
+    is_staged: impl FnOnce() -> bool,
+) -> Result<()> {
+    let (final_name, staged_name) = (name_of(&sidecar_path(image)), name_of(&staged_path(image)));
+    if entry.stat(&staged_name)?.is_none() || !is_staged() {
         return Ok(());
     }
-    let failed = |errno: Errno| Error::Write { path: pending_path(image), source: errno.into() };
-    place.rename(&pending, &settled, RenameFlags::empty()).map_err(failed)?;
-    Ok(place.sync()?)
+    let failed = |errno: Errno| Error::Write { path: staged_path(image), source: errno.into() };
+    entry.rename(&staged_name, &final_name, RenameFlags::empty()).map_err(failed)?;
+    Ok(entry.sync()?)
 }
 
 fn name_of(path: &Path) -> OsString {

@@ -16,11 +16,11 @@ use std::path::{Path, PathBuf};
 
 use towline_protocol::RamBlock;
 
-use crate::beside::pending_path;
-use crate::chain::{Chain, LAYERS_MAX, check_blocks, place_of};
+use crate::chain::{Chain, LAYERS_MAX, check_blocks, resolve_base};
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::journal::{self, Fault};
 use crate::manifest::{Base, Manifest, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
 /// Number of chunks that an incremental image stores itself.
@@ -34,36 +34,36 @@ pub struct Increment {
 
 /// The base of an image that is being stored. Its files stay open and locked until the image is complete.
 #[derive(Debug)]
-pub(crate) struct Ground {
+pub(crate) struct BaseImage {
     chain: Chain,
     reference: Base,
     image_path: PathBuf,
     base_path: PathBuf,
     /// Files of the chain and their manifests when the chain was opened.
-    seen: Vec<Seen>,
+    opened: Vec<FileIdentity>,
 }
 
 /// Path and identity of a file; `None` if it does not exist.
 #[derive(Debug, PartialEq, Eq)]
-struct Seen {
+struct FileIdentity {
     path: PathBuf,
-    state: Option<State>,
+    state: Option<FileState>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct State {
+struct FileState {
     device: u64,
-    number: u64,
+    inode: u64,
     length: u64,
     modified: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Seen {
-    fn now(path: &Path) -> Self {
-        let state = |found: std::fs::Metadata| State {
+impl FileIdentity {
+    fn of(path: &Path) -> Self {
+        let state = |found: std::fs::Metadata| FileState {
             device: found.dev(),
-            number: found.ino(),
+            inode: found.ino(),
             length: found.len(),
             modified: (found.mtime(), found.mtime_nsec()),
             changed: (found.ctime(), found.ctime_nsec()),
@@ -72,7 +72,7 @@ impl Seen {
     }
 }
 
-impl Ground {
+impl BaseImage {
     /// Opens the image at `base` as the base of a new one at `image`.
     pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
         let chain = Chain::open(base)?;
@@ -90,39 +90,39 @@ impl Ground {
         let content = chain.top().manifest.as_ref().ok_or_else(missing)?.content();
         chain.layers().iter().try_for_each(crate::layer::Layer::lock)?;
         let reference = Base { path: reference(image, base)?, content };
-        let (paths, seen) = ([image.to_owned(), base.to_owned()], Vec::new());
-        let mut ground = Self { chain, reference, paths, seen };
+        let (image_path, base_path) = (image.to_owned(), base.to_owned());
+        let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };
         // Taken before the base is opened a second time: every later change is detected.
-        ground.seen = ground.look();
-        match ground.has_content() {
-            true => Ok(ground),
+        base_image.opened = base_image.identities();
+        match base_image.content_matches() {
+            true => Ok(base_image),
             false => Err(Error::BaseChanged { path: image.into(), base: base.into() }),
         }
     }
 
     /// Returns true if the image will be readable: its base has not changed and is still in its place.
-    pub(crate) fn is_still_there(&self) -> bool {
-        journal::is_on(Fault::BaseNotSeenAgain) || self.look() == self.seen || self.has_content()
+    pub(crate) fn is_unchanged(&self) -> bool {
+        journal::is_on(Fault::BaseNotRechecked) || self.identities() == self.opened || self.content_matches()
     }
 
     /// Path of the base as given.
     pub(crate) fn path(&self) -> &Path {
-        &self.paths[1]
+        &self.base_path
     }
 
     /// Identities of all files through which the image will be read.
-    fn look(&self) -> Vec<Seen> {
+    fn identities(&self) -> Vec<FileIdentity> {
         let layers = self.chain.layers().iter().map(|layer| layer.path.clone());
-        let layers = layers.chain([place_of(&self.paths[0], &self.reference)]);
+        let layers = layers.chain([resolve_base(&self.image_path, &self.reference)]);
         layers
-            .flat_map(|path| [sidecar_path(&path), pending_path(&path), path])
-            .map(|path| Seen::now(&path))
+            .flat_map(|path| [sidecar_path(&path), staged_path(&path), path])
+            .map(|path| FileIdentity::of(&path))
             .collect()
     }
 
     /// Opens the base as a reader of the image will, and compares its content.
-    fn has_content(&self) -> bool {
-        let chain = Chain::open(&place_of(&self.paths[0], &self.reference));
+    fn content_matches(&self) -> bool {
+        let chain = Chain::open(&resolve_base(&self.image_path, &self.reference));
         let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
         manifest == Some(self.reference.content)
     }
@@ -138,7 +138,7 @@ impl Ground {
     }
 
     /// Ranges of a block whose chunks equal the base's, and the number of chunks in them and outside.
-    pub(crate) fn unchanged(
+    pub(crate) fn unchanged_ranges(
         &self,
         block: usize,
         length: u64,

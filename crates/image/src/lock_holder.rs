@@ -8,7 +8,7 @@ use rustix::fs::{fstat, major, minor};
 const COMMAND_CHARS_MAX: usize = 120;
 
 /// The process that holds a `flock` on `file`, with its command line.
-pub(crate) fn holder(file: &File) -> String {
+pub(crate) fn lock_holder(file: &File) -> String {
     let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let ours = fstat(file)
         .map(|stat| format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino));
@@ -60,7 +60,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let first = File::open(file.path()).unwrap();
         flock(&first, FlockOperation::LockShared).unwrap();
-        let found = holder(file.as_file());
+        let found = lock_holder(file.as_file());
         let ours = format!("process {} (", std::process::id());
         assert!(found.starts_with(&ours) || found == "another process", "{found}");
         // Stacked filesystems may show another device number there.

@@ -9,13 +9,13 @@ use super::{Error, LEASE_GAP_MAX, Result};
 
 /// The owner's view of its lease. A lost lease stays lost.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(super) struct LeaseState {
     /// Prefix of the lease, for errors.
     store: String,
     clock: Clock,
     state: Mutex<State>,
     /// Reason for which an earlier lease was lost.
-    gap: OnceLock<String>,
+    past_loss: OnceLock<String>,
     fault: Option<Fault>,
 }
 
@@ -31,10 +31,16 @@ enum State {
     },
 }
 
-impl Hold {
+impl LeaseState {
     /// State of a lease whose creation was sent at `begun`.
     pub(super) fn new(store: String, clock: Clock, begun: Duration, fault: Option<Fault>) -> Self {
-        Self { store, clock, state: Mutex::new(State::Held { renewed: begun }), gap: OnceLock::new(), fault }
+        Self {
+            store,
+            clock,
+            state: Mutex::new(State::Held { renewed: begun }),
+            past_loss: OnceLock::new(),
+            fault,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -70,7 +76,7 @@ impl Hold {
     }
 
     /// Records a successful renewal that was sent at `begun`.
-    pub(super) fn renewed(&self, begun: Duration) {
+    pub(super) fn mark_renewed(&self, begun: Duration) {
         // A renewal does not end a gap that was too long.
         if self.check().is_ok() || self.fault == Some(Fault::GapHeals) {
             *self.lock() = State::Held { renewed: begun };
@@ -78,7 +84,7 @@ impl Hold {
     }
 
     /// Records that the lease is not in the store any more.
-    pub(super) fn lose(&self, why: String) {
+    pub(super) fn mark_lost(&self, why: String) {
         let mut state = self.lock();
         if matches!(*state, State::Held { .. }) {
             *state = State::Lost { why };
@@ -86,18 +92,18 @@ impl Hold {
     }
 
     /// Records that another lease, whose creation was sent at `begun`, replaces the lost one.
-    pub(super) fn replace(&self, begun: Duration) {
+    pub(super) fn mark_replaced(&self, begun: Duration) {
         let before = std::mem::replace(&mut *self.lock(), State::Held { renewed: begun });
         if let State::Lost { why } = before {
-            self.gap.get_or_init(|| why);
+            self.past_loss.get_or_init(|| why);
         }
     }
 
     /// Reason for which this lease, or an earlier one, was lost; `None` if there was a lease all the time.
-    pub(super) fn gap(&self) -> Option<String> {
+    pub(super) fn loss(&self) -> Option<String> {
         match self.check() {
             Err(Error::Lost { why, .. }) => Some(why),
-            _ => self.gap.get().cloned(),
+            _ => self.past_loss.get().cloned(),
         }
     }
 }
@@ -105,13 +111,13 @@ impl Hold {
 /// Blocks modifying requests once the sender's lease is lost. Every attempt is checked, so that one that is
 /// retried after the host was suspended does not arrive after the lease's end.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Gate(Arc<OnceLock<Arc<Hold>>>);
+pub(super) struct LeaseGuard(Arc<OnceLock<Arc<LeaseState>>>);
 
-impl Gate {
+impl LeaseGuard {
     /// Sets the lease that all modifying requests require.
-    pub(super) fn depend_on(&self, hold: &Arc<Hold>) {
+    pub(super) fn require(&self, lease_state: &Arc<LeaseState>) {
         // A store is opened for one operation, which has one lease.
-        let _ = self.0.set(Arc::clone(hold));
+        let _ = self.0.set(Arc::clone(lease_state));
     }
 
     /// Checks that a modifying request may be sent.
@@ -119,6 +125,6 @@ impl Gate {
     /// # Errors
     /// [`Error::Lost`].
     pub(super) fn check(&self) -> Result<()> {
-        self.0.get().map_or(Ok(()), |hold| hold.check())
+        self.0.get().map_or(Ok(()), |lease_state| lease_state.check())
     }
 }

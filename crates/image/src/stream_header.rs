@@ -7,12 +7,12 @@ use towline_protocol::destination::{RamSection, SectionKind};
 
 /// Configuration and first `ram` section of a stream. Later values are ignored.
 #[derive(Debug, Default)]
-pub(crate) struct Began {
+pub(crate) struct StreamHeader {
     configuration: OnceLock<Configuration>,
     section: OnceLock<RamSection>,
 }
 
-impl Began {
+impl StreamHeader {
     pub(crate) fn set_configuration(&self, configuration: &Configuration) {
         self.configuration.get_or_init(|| configuration.clone());
     }

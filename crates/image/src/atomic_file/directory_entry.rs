@@ -12,20 +12,20 @@ use rustix::io::Errno;
 
 use super::error::failed;
 use super::{Error, Existing, Result};
-use crate::holders::holder;
 use crate::journal::{self, Node, Op};
+use crate::lock_holder::lock_holder;
 
 /// Number of attempts if other writers rename the file between opening and locking it.
-const TAKE_OVER_TRIES_MAX: usize = 16;
+const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
 /// Attempts that find the file locked before another writer is assumed: listing partials locks each for a
 /// moment.
-const LOCKED_TRIES_MAX: usize = 5;
+const LOCKED_ATTEMPTS_MAX: usize = 5;
 /// Pause before each of them; the release of a lock is not notified.
 const LOCKED_PAUSE: Duration = Duration::from_millis(5);
 
 /// A file's directory, its final name and its partial's name.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct DirectoryEntry {
     pub(super) path: PathBuf,
     directory: OwnedFd,
     pub(super) name: OsString,
@@ -34,14 +34,14 @@ pub(crate) struct Place {
 
 /// A partial file. If it has no writer it is locked until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Left {
+pub(crate) struct FoundPartial {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
     pub(crate) writer: Option<String>,
 }
 
-impl Place {
-    pub(crate) fn find(path: &Path) -> Result<Self> {
+impl DirectoryEntry {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let no_name = || Error::NoName { path: path.into() };
         let name = path.file_name().ok_or_else(no_name)?;
         // `file_name` ignores a trailing slash, which denotes a directory.
@@ -108,7 +108,7 @@ impl Place {
         let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
         // Without NONBLOCK, opening a FIFO of that name would block.
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        for attempt in 0..TAKE_OVER_TRIES_MAX {
+        for attempt in 0..TAKE_OVER_ATTEMPTS_MAX {
             let op = || Op::Open { name: text(&self.partial), node };
             let open = || fs::openat(&self.directory, &self.partial, flags, Mode::RUSR | Mode::WUSR);
             let file = match journal::step(op, open) {
@@ -124,7 +124,7 @@ impl Place {
             check_regular(&partial, &stat)?;
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
-                Err(Errno::WOULDBLOCK) if attempt < LOCKED_TRIES_MAX => {
+                Err(Errno::WOULDBLOCK) if attempt < LOCKED_ATTEMPTS_MAX => {
                     sleep(LOCKED_PAUSE);
                     continue;
                 }
@@ -140,7 +140,7 @@ impl Place {
     }
 
     /// Opens the partial, if it exists, and locks it unless a writer has.
-    pub(crate) fn find_partial(&self) -> Result<Option<Left>> {
+    pub(crate) fn find_partial(&self) -> Result<Option<FoundPartial>> {
         let path = self.partial_path();
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match fs::openat(&self.directory, &self.partial, flags, Mode::empty()) {
@@ -156,11 +156,11 @@ impl Place {
         check_regular(&path, &stat)?;
         let writer = match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => None,
-            Err(Errno::WOULDBLOCK) => Some(holder(&file)),
+            Err(Errno::WOULDBLOCK) => Some(lock_holder(&file)),
             Err(errno) => return Err(Error::NoLocks { path, source: errno.into() }),
         };
         // Its writer may have renamed it in between.
-        Ok(self.is_partial(&file)?.then_some(Left { path, file, writer }))
+        Ok(self.is_partial(&file)?.then_some(FoundPartial { path, file, writer }))
     }
 
     /// Removes the partial, which the caller has locked.
@@ -240,7 +240,7 @@ impl Place {
     /// that cannot be opened, or is on a filesystem without locks, is not locked.
     pub(super) fn lock_final(&self, locked: Option<&File>) -> Result<Option<File>> {
         let mut in_use = None;
-        for _ in 0..TAKE_OVER_TRIES_MAX {
+        for _ in 0..TAKE_OVER_ATTEMPTS_MAX {
             let Some(named) = self.stat(&self.name)? else { return Ok(None) };
             let is_named = |file: &File| {
                 fs::fstat(file).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (named.st_dev, named.st_ino))
@@ -270,7 +270,7 @@ impl Place {
         }
         let path = self.path.clone();
         Err(match in_use {
-            Some(file) => Error::InUse { path, holder: holder(&file) },
+            Some(file) => Error::InUse { path, holder: lock_holder(&file) },
             None => Error::Busy { partial: path.clone(), path },
         })
     }
