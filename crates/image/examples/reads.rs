@@ -125,9 +125,10 @@ fn chunks(image: &Image, mut each: impl FnMut(PageRef, u64) -> Result<()>) -> Re
 
 fn check(image: &Image, page: PageRef, found: ChunkHash) -> Result<()> {
     let manifest = image.manifest().ok_or("it has a manifest")?;
-    match found == manifest.chunk_hash(BLOCK, (page.offset / CHUNK_BYTES) as usize) {
-        true => Ok(()),
-        false => Err("another hash".into()),
+    if found == manifest.chunk_hash(BLOCK, (page.offset / CHUNK_BYTES) as usize) {
+        Ok(())
+    } else {
+        Err("another hash".into())
     }
 }
 

@@ -94,9 +94,10 @@ impl BaseImage {
         let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };
         // Taken before the base is opened a second time: every later change is detected.
         base_image.opened = base_image.identities();
-        match base_image.content_matches() {
-            true => Ok(base_image),
-            false => Err(Error::BaseChanged { path: image.into(), base: base.into() }),
+        if base_image.content_matches() {
+            Ok(base_image)
+        } else {
+            Err(Error::BaseChanged { path: image.into(), base: base.into() })
         }
     }
 
@@ -174,9 +175,10 @@ fn reference(image: &Path, base: &Path) -> Result<String> {
         Some(parent) if parent != Path::new("") => parent.canonicalize().map_err(io)?,
         _ => PathBuf::from(".").canonicalize().map_err(io)?,
     };
-    let path = match base.parent() == Some(&directory) {
-        true => base.file_name().map(Path::new).unwrap_or(&base),
-        false => &base,
+    let path = if base.parent() == Some(&directory) {
+        base.file_name().map(Path::new).unwrap_or(&base)
+    } else {
+        &base
     };
     path.to_str().map(str::to_owned).ok_or_else(|| Error::BasePath { path: base.clone() })
 }

@@ -53,17 +53,17 @@ pub(crate) fn hash(bytes: &[u8], runs: &[Run]) -> ChunkHash {
             continue;
         }
         // Hash as many whole buffers of one run as there are.
-        let whole = match run.range.end == bytes.len() {
-            true => bytes.len(),
-            false => at + (run.range.end - at) / BUFFER_BYTES * BUFFER_BYTES,
+        let whole = if run.range.end == bytes.len() {
+            bytes.len()
+        } else {
+            at + (run.range.end - at) / BUFFER_BYTES * BUFFER_BYTES
         };
-        match run.has_content {
-            true => {
-                hasher.update(&bytes[at..whole]);
-            }
-            false => (at..whole).step_by(BUFFER_BYTES).for_each(|at| {
+        if run.has_content {
+            hasher.update(&bytes[at..whole]);
+        } else {
+            (at..whole).step_by(BUFFER_BYTES).for_each(|at| {
                 hasher.update(&ZEROS[..BUFFER_BYTES.min(whole - at)]);
-            }),
+            });
         }
         at = whole;
     }
@@ -75,10 +75,7 @@ fn gather(bytes: &[u8], runs: &[Run], range: Range<usize>, into: &mut [u8]) {
     for run in runs.iter().take_while(|run| run.range.start < range.end) {
         let part = run.range.start.max(range.start)..run.range.end.min(range.end);
         let target = &mut into[part.start - range.start..part.end - range.start];
-        match run.has_content {
-            true => target.copy_from_slice(&bytes[part]),
-            false => target.fill(0),
-        }
+        if run.has_content { target.copy_from_slice(&bytes[part]) } else { target.fill(0) }
     }
 }
 

@@ -224,9 +224,10 @@ pub(crate) fn memory_end(section_id: u32) -> Vec<u8> {
 fn check_intact(path: &Path, file: &File, map: &Mapping) -> Result<()> {
     let expected = map.len() as u64;
     let found = file.metadata().map_or(0, |metadata| metadata.len());
-    match map.is_lost() || found < expected {
-        true => Err(Error::Lost { path: path.into(), found, expected }),
-        false => Ok(()),
+    if map.is_lost() || found < expected {
+        Err(Error::Lost { path: path.into(), found, expected })
+    } else {
+        Ok(())
     }
 }
 

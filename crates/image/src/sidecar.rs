@@ -122,9 +122,10 @@ pub(crate) fn check_part(
     }
     let mut head = Vec::new();
     let read = file.take(RECOGNISED_BYTES).read_to_end(&mut head);
-    match read.is_ok() && is_expected(&head) {
-        true => Ok(()),
-        false => Err(atomic_file::Error::Foreign { path: path.into(), expected }),
+    if read.is_ok() && is_expected(&head) {
+        Ok(())
+    } else {
+        Err(atomic_file::Error::Foreign { path: path.into(), expected })
     }
 }
 

@@ -137,12 +137,11 @@ impl Model {
 }
 
 fn put(writer: &ImageWriter, block: BlockIndex, offset: u64, content: &[u8]) {
-    match content.iter().all(|byte| *byte == 0) {
-        true => writer.zero(Stream::Main, block, &[offset]).unwrap(),
-        false => {
-            let pages = Pages { block, offsets: &[offset], contents: &[content] };
-            writer.pages(Stream::Main, &pages).unwrap();
-        }
+    if content.iter().all(|byte| *byte == 0) {
+        writer.zero(Stream::Main, block, &[offset]).unwrap();
+    } else {
+        let pages = Pages { block, offsets: &[offset], contents: &[content] };
+        writer.pages(Stream::Main, &pages).unwrap();
     }
 }
 

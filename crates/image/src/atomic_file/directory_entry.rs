@@ -214,9 +214,12 @@ impl DirectoryEntry {
 
     /// Renames within the directory; [`RenameFlags::EXCHANGE`] swaps the two files.
     pub(crate) fn rename(&self, from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<(), Errno> {
-        let op = || match flags.contains(RenameFlags::EXCHANGE) {
-            true => Op::Exchange { first: text(from), second: text(to) },
-            false => Op::Rename { from: text(from), to: text(to) },
+        let op = || {
+            if flags.contains(RenameFlags::EXCHANGE) {
+                Op::Exchange { first: text(from), second: text(to) }
+            } else {
+                Op::Rename { from: text(from), to: text(to) }
+            }
         };
         journal::step(op, || fs::renameat_with(&self.directory, from, &self.directory, to, flags))
     }

@@ -44,9 +44,12 @@ impl Write {
 }
 
 fn expected(block: &[u8]) -> Vec<ChunkHash> {
-    let hash = |chunk: &[u8]| match chunk.iter().all(|&byte| byte == 0) {
-        true => ChunkHash::Zero,
-        false => ChunkHash::Data(*blake3::hash(chunk).as_bytes()),
+    let hash = |chunk: &[u8]| {
+        if chunk.iter().all(|&byte| byte == 0) {
+            ChunkHash::Zero
+        } else {
+            ChunkHash::Data(*blake3::hash(chunk).as_bytes())
+        }
     };
     block.chunks(CHUNK_BYTES as usize).map(hash).collect()
 }

@@ -63,18 +63,17 @@ pub(super) fn races(scenario: &Scenario, fault: Option<Fault>) -> Result<usize, 
     let mut runs = 0;
     let mut one = |moments: [usize; 2], image_first: bool| {
         copy_files(from.path(), directory);
-        let parts: [fn(&Path) -> PathBuf; 2] = match image_first {
-            true => [Path::to_owned, sidecar_path],
-            false => [sidecar_path, Path::to_owned],
-        };
+        let parts: [fn(&Path) -> PathBuf; 2] =
+            if image_first { [Path::to_owned, sidecar_path] } else { [sidecar_path, Path::to_owned] };
         let comes = |index: usize| (moments[index], foreign.comes(directory, parts[index]));
         let plan = Plan { before: vec![comes(0), comes(1)], fault, ..Plan::default() };
         let (written, _) = record(plan, || (scenario.write)(directory));
         runs += 1;
         let found = image(directory);
-        match found == foreign.outcome || (written.is_ok() && found == whole) {
-            true => Ok(()),
-            false => Err(format!("{}: moments {moments:?}, {written:?}: {found:?}", scenario.name)),
+        if found == foreign.outcome || (written.is_ok() && found == whole) {
+            Ok(())
+        } else {
+            Err(format!("{}: moments {moments:?}, {written:?}: {found:?}", scenario.name))
         }
     };
     for first in 0..steps {

@@ -77,10 +77,7 @@ impl Store {
         {
             return Err(Error::Cancelled);
         }
-        match self.cancel.as_ref().is_some_and(Cancel::is_cancelled) {
-            true => Err(Error::Cancelled),
-            false => Ok(()),
-        }
+        if self.cancel.as_ref().is_some_and(Cancel::is_cancelled) { Err(Error::Cancelled) } else { Ok(()) }
     }
 
     /// For a store in a directory: a slot per thread, for requests that would be queued for them and could

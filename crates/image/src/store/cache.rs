@@ -179,15 +179,14 @@ impl Cache {
     /// Records that the chunk of [`Acquired::MustFill`] is resident and used by the thread, or could not be filled.
     pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber, is_here: bool) {
         let mut state = self.lock();
-        match is_here {
-            true => {
-                state.chunks.insert(number, Chunk::Resident { users: 1 });
-                if let Some(thread) = thread {
-                    state.used.entry(thread).or_default().push(number);
-                    state.resident.push_back(number);
-                }
+        if is_here {
+            state.chunks.insert(number, Chunk::Resident { users: 1 });
+            if let Some(thread) = thread {
+                state.used.entry(thread).or_default().push(number);
+                state.resident.push_back(number);
             }
-            false => drop(state.chunks.remove(&number)),
+        } else {
+            drop(state.chunks.remove(&number))
         }
         drop(state);
         self.changed.notify_all();

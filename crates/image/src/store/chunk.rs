@@ -48,10 +48,7 @@ pub(super) fn decompress(object: &[u8], name: &[u8; 32], length: u64) -> Result<
         return Err(format!("it has {} bytes, expected {length}", bytes.len()));
     }
     let found = blake3::hash(&bytes);
-    match found.as_bytes() == name {
-        true => Ok(bytes),
-        false => Err(format!("its BLAKE3 is {}", found.to_hex())),
-    }
+    if found.as_bytes() == name { Ok(bytes) } else { Err(format!("its BLAKE3 is {}", found.to_hex())) }
 }
 
 #[cfg(test)]

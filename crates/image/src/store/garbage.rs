@@ -245,11 +245,12 @@ fn referenced(store: &Arc<Store>, garbage: &mut Garbage) -> Result<Referenced> {
         if key.ends_with(SUFFIX) {
             keys.push(key);
         }
-        match keys.len() > IMAGES_MAX {
-            true => Err(Error::Location {
+        if keys.len() > IMAGES_MAX {
+            Err(Error::Location {
                 text: format!("{}: more than {IMAGES_MAX} images; use several prefixes", store.location()),
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     })?;
     let mut referenced = Referenced::default();

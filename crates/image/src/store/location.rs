@@ -165,11 +165,12 @@ fn check_segment(segment: &str, scheme: Scheme) -> Result<(), String> {
     }
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.+=,".contains(c);
     let plain = segment.chars().all(is_plain) && !segment.chars().all(|c| c == '.');
-    match plain && segment.len() <= SEGMENT_BYTES_MAX {
-        true => Ok(()),
-        false => Err(format!(
+    if plain && segment.len() <= SEGMENT_BYTES_MAX {
+        Ok(())
+    } else {
+        Err(format!(
             "{segment:?} is not valid in a name, which has up to {SEGMENT_BYTES_MAX} letters, digits and -_.+=,"
-        )),
+        ))
     }
 }
 

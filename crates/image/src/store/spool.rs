@@ -135,14 +135,13 @@ impl Spool {
         let chunk = &self.chunks[number];
         // Before the bytes are read: a page that arrives meanwhile makes the result stale.
         let version = chunk.version.load(Ordering::Acquire);
-        let hash = match chunk.has_data.load(Ordering::Acquire) {
-            false => store(None)?,
-            true => {
-                let (block, offset) = self.block_of(number);
-                buffer.resize(CHUNK_BYTES.min(block.length - offset) as usize, 0);
-                self.file.read_exact_at(buffer, block.start + offset).map_err(self.failed())?;
-                store(Some(buffer))?
-            }
+        let hash = if chunk.has_data.load(Ordering::Acquire) {
+            let (block, offset) = self.block_of(number);
+            buffer.resize(CHUNK_BYTES.min(block.length - offset) as usize, 0);
+            self.file.read_exact_at(buffer, block.start + offset).map_err(self.failed())?;
+            store(Some(buffer))?
+        } else {
+            store(None)?
         };
         *chunk.stored.lock().unwrap_or_else(PoisonError::into_inner) = Some((version, hash));
         Ok(())

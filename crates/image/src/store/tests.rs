@@ -43,12 +43,11 @@ fn store(location: &Location, memory: &[Vec<u8>], random: &mut fastrand::Rng) {
     }
     let put = |block: usize, page: usize, bytes: &[u8]| {
         let (block, offsets) = (BlockIndex(block as u32), [(page * PAGE) as u64]);
-        match bytes.iter().all(|&byte| byte == 0) {
-            true => writer.zero(Stream::Main, block, &offsets).unwrap(),
-            false => {
-                let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
-                writer.pages(Stream::Main, &pages).unwrap();
-            }
+        if bytes.iter().all(|&byte| byte == 0) {
+            writer.zero(Stream::Main, block, &offsets).unwrap();
+        } else {
+            let pages = Pages { block, offsets: &offsets, contents: &[bytes] };
+            writer.pages(Stream::Main, &pages).unwrap();
         }
     };
     for &(block, page) in pages.iter().filter(|_| random.bool()) {

@@ -147,10 +147,7 @@ impl StoreWriter {
 
     /// A failure of the store ends the migration with the next pages, not only at its end.
     fn check_workers(&self) -> Result<()> {
-        match self.queue.lock().is_aborted {
-            true => Err(self.join().err().unwrap_or(Error::Cancelled)),
-            false => Ok(()),
-        }
+        if self.queue.lock().is_aborted { Err(self.join().err().unwrap_or(Error::Cancelled)) } else { Ok(()) }
     }
 
     fn store_zero(&self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
