@@ -208,10 +208,9 @@ pub enum Error {
     /// The image's file cannot be created.
     #[error(transparent)]
     AtomicFile(#[from] crate::atomic_file::Error),
-    /// Error of a store, or of an image in one.
-    #[cfg(feature = "store")]
+    /// Error of a store, or of an image in one: `store::Error`, with the feature `store`.
     #[error(transparent)]
-    Store(#[from] crate::store::Error),
+    Store(Box<dyn std::error::Error + Send + Sync>),
     /// The stream's items arrived in an unexpected order.
     #[error("{}: {what}", path.display())]
     Order {
@@ -220,6 +219,13 @@ pub enum Error {
         /// The missing item.
         what: &'static str,
     },
+}
+
+#[cfg(feature = "store")]
+impl From<crate::store::Error> for Error {
+    fn from(error: crate::store::Error) -> Self {
+        Self::Store(Box::new(error))
+    }
 }
 
 /// The result of every operation on an image.

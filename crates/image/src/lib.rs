@@ -26,6 +26,7 @@
 
 pub mod atomic_file;
 mod base_image;
+mod bitmap;
 mod chain;
 pub mod checksum;
 #[cfg(test)]
@@ -39,15 +40,17 @@ pub mod index;
 mod journal;
 mod layer;
 pub mod leftover;
+mod lock;
 mod lock_holder;
 pub mod manifest;
+mod page_runs;
 mod reader;
 mod seal;
 mod sidecar;
 #[cfg(feature = "store")]
 pub mod store;
 mod stored;
-mod stream_header;
+mod stream_items;
 #[allow(unsafe_code, reason = "mapping a file has no safe form")]
 mod sys;
 #[cfg(test)]

@@ -1,12 +1,13 @@
 //! Chunks that have been compared with their checksum: each is hashed once, however many copies read it at
 //! the same time.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use towline_protocol::{BlockIndex, RamBlock};
 
+use crate::bitmap::Bitmap;
 use crate::checksum::chunk_count;
+use crate::lock::lock;
 
 /// Maximum number of chunks compared at the same time; chunks that share a lock wait for each other.
 const LOCKS: usize = 64;
@@ -15,17 +16,14 @@ const LOCKS: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Verified {
     locks: Vec<Mutex<()>>,
-    done: Vec<Vec<AtomicU64>>,
+    done: Vec<Bitmap>,
 }
 
 impl Verified {
     pub(crate) fn new(blocks: &[RamBlock]) -> Self {
-        let words = |block: &RamBlock| {
-            (0..chunk_count(block.length).div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
-        };
         Self {
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
-            done: blocks.iter().map(words).collect(),
+            done: blocks.iter().map(|block| Bitmap::new(chunk_count(block.length))).collect(),
         }
     }
 
@@ -36,24 +34,22 @@ impl Verified {
         chunk: usize,
         verify: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        let (word, bit) = (&self.done[block.index()][chunk / 64], 1 << (chunk % 64));
-        let is_done = || word.load(Ordering::Acquire) & bit != 0;
-        if is_done() {
+        let (done, bit) = (&self.done[block.index()], chunk as u64);
+        if done.is_set(bit) {
             return Ok(());
         }
-        let _lock = self.locks[chunk % LOCKS].lock().unwrap_or_else(PoisonError::into_inner);
-        if is_done() {
-            return Ok(());
+        let _lock = lock(&self.locks[chunk % LOCKS]);
+        if !done.is_set(bit) {
+            verify()?;
+            done.set(bit);
         }
-        verify()?;
-        word.fetch_or(bit, Ordering::Release);
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
 

@@ -17,8 +17,8 @@
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, RwLock};
 
 use rustix::io::Errno;
 use towline_migration::{Pages, Sink, Stream};
@@ -30,13 +30,16 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use crate::atomic_file::{AtomicFile, Existing};
 use crate::base_image::{BaseImage, Increment};
+use crate::bitmap::Bitmap;
 use crate::checksum::{BlockHasher, ChunkHash, OpenBudget};
 use crate::frame::{Frame, ImageKind};
 use crate::layer::Layer;
+use crate::lock::{lock, lock_exclusive, lock_shared};
 use crate::manifest::{Contents, Digest, Manifest, Origin, sidecar_path};
+use crate::page_runs::page_runs;
 use crate::reader::write_error;
 use crate::sidecar::{self, FileId, ManifestName, StagedManifest};
-use crate::stream_header::StreamHeader;
+use crate::stream_items::{Missing, StreamItems};
 use crate::{Error, Result};
 
 /// Minimum length of runs that are written past the page cache: below it, a device's latency costs more than
@@ -61,10 +64,9 @@ pub struct ImageWriter {
     /// `None` after the commit.
     file: RwLock<Option<AtomicFile>>,
     direct: AtomicBool,
-    header: StreamHeader,
+    items: StreamItems,
     layout: OnceLock<Layout>,
     hashers: RwLock<Vec<BlockHasher>>,
-    device_state: Mutex<Option<DeviceState>>,
     /// The manifest under the final name when writing began.
     previous_manifest: Option<FileId>,
     /// The complete and synced image, not renamed yet.
@@ -77,7 +79,7 @@ pub struct ImageWriter {
 struct Layout {
     frame: Frame,
     /// A bit for each page that has content.
-    bitmaps: Vec<Vec<AtomicU64>>,
+    bitmaps: Vec<Bitmap>,
 }
 
 /// A complete image without its final name.
@@ -112,10 +114,9 @@ impl ImageWriter {
             increment: OnceLock::new(),
             file: RwLock::new(Some(file)),
             direct,
-            header: StreamHeader::default(),
+            items: StreamItems::default(),
             layout: OnceLock::new(),
             hashers: RwLock::default(),
-            device_state: Mutex::default(),
             previous_manifest,
             complete: Mutex::default(),
             notices: Mutex::default(),
@@ -139,15 +140,19 @@ impl ImageWriter {
 
     /// Deviations from what was requested, as text for the user.
     pub fn notices(&self) -> Vec<String> {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.notices).clone()
     }
 
     fn notice(&self, text: String) {
-        self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+        lock(&self.notices).push(text);
     }
 
     fn order_error(&self, what: &'static str) -> Error {
         Error::Order { path: self.path.clone(), what }
+    }
+
+    fn missing(&self, Missing(what): Missing) -> Error {
+        self.order_error(what)
     }
 
     fn layout(&self) -> Result<&Layout> {
@@ -155,14 +160,14 @@ impl ImageWriter {
     }
 
     fn with_file<T>(&self, work: impl FnOnce(&AtomicFile) -> io::Result<T>) -> Result<T> {
-        let file = self.file.read().unwrap_or_else(PoisonError::into_inner);
+        let file = lock_shared(&self.file);
         let file =
             file.as_ref().ok_or_else(|| self.order_error("pages arrived after the end of the stream"))?;
         work(file).map_err(write_error(&self.path))
     }
 
     fn configuration(&self) -> Result<&Configuration> {
-        self.header.configuration().ok_or_else(|| self.order_error("the stream has no configuration"))
+        self.items.configuration().map_err(|missing| self.missing(missing))
     }
 
     fn plan_layout(&self, blocks: &[RamBlock]) -> Result<Layout> {
@@ -174,17 +179,15 @@ impl ImageWriter {
             }
             None => ImageKind::Whole,
         };
-        let section =
-            self.header.section().ok_or_else(|| self.order_error("the stream has no `ram` section"))?;
-        let frame = Frame::new(configuration, section.id, blocks, kind);
+        let section_id = self.items.section_id().map_err(|missing| self.missing(missing))?;
+        let frame = Frame::new(configuration, section_id, blocks, kind);
         let found = frame.total();
         if found > RAM_BYTES_MAX {
             return Err(Error::TooLarge { path: self.path.clone(), found, limit: RAM_BYTES_MAX });
         }
         // Fails on a filesystem with too little space before memory is allocated for it.
         self.with_file(|file| Ok(file.set_length(frame.end())?))?;
-        let words = |block: &RamBlock| (0..block.pages().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        let bitmaps = frame.blocks().iter().map(words).collect();
+        let bitmaps = frame.blocks().iter().map(|block| Bitmap::new(block.pages())).collect();
         Ok(Layout { frame, bitmaps })
     }
 
@@ -224,7 +227,7 @@ impl ImageWriter {
 
     /// Hashes of all chunks, after re-reading those whose pages were sent again.
     fn hashes(&self, layout: &Layout) -> Result<Vec<Vec<ChunkHash>>> {
-        let hashers = std::mem::take(&mut *self.hashers.write().unwrap_or_else(PoisonError::into_inner));
+        let hashers = std::mem::take(&mut *lock_exclusive(&self.hashers));
         let finish = |(hasher, block): (BlockHasher, &RamBlock)| {
             let pages_offset = block.mapped.expect("laid out").pages_offset;
             hasher.finish(REREAD_THREADS, |offset, buffer| {
@@ -257,23 +260,22 @@ impl ImageWriter {
     fn manifest(
         &self,
         frame: &Frame,
-        bitmaps: &[PageBitmap],
+        bitmaps: &[Bitmap],
         hashes: Vec<Vec<ChunkHash>>,
         device_state: &DeviceState,
         base: Option<&BaseImage>,
     ) -> Result<Manifest> {
         let image_bytes = self.with_file(|file| Ok(file.file().metadata()?.len()))?;
-        let was_running = device_state.run_state().map(|state| state == "running");
         Ok(Manifest::new(Contents {
-            origin: &Origin { was_running, ..self.origin.clone() },
+            origin: &self.origin.clone().with_run_state(device_state),
             machine_type: &self.configuration()?.machine_type,
             blocks: frame.blocks(),
-            plain_pages: bitmaps.iter().map(|bitmap| bitmap.plain_pages).collect(),
+            plain_pages: bitmaps.iter().map(Bitmap::count).collect(),
             hashes,
             device_state,
             image_bytes,
             head: &frame.up_to_bitmap(),
-            bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.bytes)).collect(),
+            bitmaps: bitmaps.iter().map(|bitmap| Digest::of(&bitmap.to_bytes())).collect(),
             seal: frame.seal_offset(),
             base: base.map(|base| base.reference().clone()),
         }))
@@ -294,8 +296,7 @@ impl ImageWriter {
 
     fn complete(&self) -> Result<()> {
         let layout = self.layout()?;
-        let device_state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let device_state = device_state.ok_or_else(|| self.order_error("the stream has no device state"))?;
+        let device_state = self.items.take_device_state().map_err(|missing| self.missing(missing))?;
         let hashes = self.hashes(layout)?;
         let base = self.unchanged_base();
         let (frame, kind) = match (base, &self.base) {
@@ -306,29 +307,27 @@ impl ImageWriter {
             (None, Some(_)) => (layout.frame.whole(self.configuration()?), ImageKind::Whole),
             (None, None) => (layout.frame.clone(), ImageKind::Whole),
         };
-        let bitmaps: Vec<_> = layout.bitmaps.iter().map(|words| PageBitmap::new(words)).collect();
-        let bytes = bitmaps.iter().map(|bitmap| &bitmap.bytes[..]);
-        let parts = frame.parts(bytes, device_state.bytes());
+        let bitmaps: Vec<_> = layout.bitmaps.iter().map(Bitmap::to_bytes).collect();
+        let parts = frame.parts(bitmaps.iter().map(Vec::as_slice), device_state.bytes());
         self.with_file(|file| {
             parts.iter().try_for_each(|(at, bytes)| file.write_all_at(bytes, *at))?;
             let end = parts.last().map_or(0, |(at, bytes)| at + bytes.len() as u64);
             Ok(file.set_length(end)?)
         })?;
-        let manifest = self.manifest(&frame, &bitmaps, hashes, &device_state, base)?;
+        let manifest = self.manifest(&frame, &layout.bitmaps, hashes, &device_state, base)?;
         let manifest = manifest.to_json(&sidecar_path(&self.path))?;
         if let Some((at, seal)) = frame.seal(&manifest) {
             self.with_file(|file| file.write_all_at(&seal, at))?;
         }
-        let file = self.file.write().unwrap_or_else(PoisonError::into_inner).take();
+        let file = lock_exclusive(&self.file).take();
         let file = file.ok_or_else(|| self.order_error("the image was committed twice"))?;
         file.sync().map_err(|errno| write_error(&self.path)(errno.into()))?;
-        *self.complete.lock().unwrap_or_else(PoisonError::into_inner) =
-            Some(CompleteImage { file, manifest, kind });
+        *lock(&self.complete) = Some(CompleteImage { file, manifest, kind });
         Ok(())
     }
 
     fn rename(&self) -> Result<()> {
-        let complete = self.complete.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let complete = lock(&self.complete).take();
         let CompleteImage { file, manifest, kind } =
             complete.ok_or_else(|| self.order_error("the image was not committed"))?;
         #[cfg(test)]
@@ -368,35 +367,21 @@ impl ImageWriter {
     }
 }
 
-/// A page bitmap as it is in the file.
-struct PageBitmap {
-    bytes: Vec<u8>,
-    plain_pages: u64,
-}
-
-impl PageBitmap {
-    fn new(words: &[AtomicU64]) -> Self {
-        let words = words.iter().map(|word| word.load(Ordering::Relaxed));
-        let plain_pages = words.clone().map(|word| u64::from(word.count_ones())).sum();
-        Self { bytes: words.flat_map(u64::to_le_bytes).collect(), plain_pages }
-    }
-}
-
 impl Sink for ImageWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.header.set_configuration(configuration);
+        self.items.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.header.add_section(section);
+        self.items.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
         let layout = self.plan_layout(blocks).map_err(towline_migration::Error::guest)?;
         let budget = OpenBudget::default();
-        *self.hashers.write().unwrap_or_else(PoisonError::into_inner) =
+        *lock_exclusive(&self.hashers) =
             blocks.iter().map(|block| BlockHasher::with_budget(block.length, budget.clone())).collect();
         self.layout.get_or_init(|| layout);
         Ok(())
@@ -420,7 +405,7 @@ impl Sink for ImageWriter {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        self.items.set_device_state(state);
         Ok(())
     }
 
@@ -437,20 +422,14 @@ impl ImageWriter {
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let layout = self.layout()?;
         let block = &layout.frame.blocks()[pages.block.index()];
-        let hashers = self.hashers.read().unwrap_or_else(PoisonError::into_inner);
-        let mut contents = Slices::new(pages.contents);
-        for run in pages.offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
-            let slices = contents.take(run.len() * PAGE_SIZE as usize);
-            self.write_run(block, run[0], &slices)?;
-            let mut offset = run[0];
-            for slice in slices {
+        let hashers = lock_shared(&self.hashers);
+        for run in page_runs(pages) {
+            self.write_run(block, run.offset, &run.contents)?;
+            for (offset, slice) in run.slices() {
                 hashers[pages.block.index()].data(offset, slice);
-                offset += slice.len() as u64;
             }
-            let bitmap = &layout.bitmaps[pages.block.index()];
-            for page in run[0] / PAGE_SIZE..run[0] / PAGE_SIZE + run.len() as u64 {
-                bitmap[(page / 64) as usize].fetch_or(1 << (page % 64), Ordering::Relaxed);
-            }
+            let first = run.offset / PAGE_SIZE;
+            (first..first + run.pages).for_each(|page| layout.bitmaps[pages.block.index()].set(page));
         }
         Ok(())
     }
@@ -458,46 +437,15 @@ impl ImageWriter {
     fn store_zero(&self, block: BlockIndex, offsets: &[u64]) -> Result<()> {
         let layout = self.layout()?;
         let bitmap = &layout.bitmaps[block.index()];
-        let hashers = self.hashers.read().unwrap_or_else(PoisonError::into_inner);
+        let hashers = lock_shared(&self.hashers);
         for run in offsets.chunk_by(|first, second| first + PAGE_SIZE == *second) {
             hashers[block.index()].zero(run[0], run.len() as u64 * PAGE_SIZE);
             for &offset in run {
-                let page = offset / PAGE_SIZE;
-                let bit = 1 << (page % 64);
-                if bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+                if bitmap.clear(offset / PAGE_SIZE) {
                     self.clear(&layout.frame.blocks()[block.index()], offset, PAGE_SIZE)?;
                 }
             }
         }
         Ok(())
-    }
-}
-
-/// Iterator over a list of slices by bytes.
-pub(crate) struct Slices<'a> {
-    left: &'a [&'a [u8]],
-    /// Bytes consumed of the first slice.
-    taken: usize,
-}
-
-impl<'a> Slices<'a> {
-    pub(crate) fn new(slices: &'a [&'a [u8]]) -> Self {
-        Self { left: slices, taken: 0 }
-    }
-
-    pub(crate) fn take(&mut self, length: usize) -> Vec<&'a [u8]> {
-        let mut slices = Vec::new();
-        let mut wanted = length;
-        while let (Some(first), 1..) = (self.left.first(), wanted) {
-            let rest = &first[self.taken..];
-            let part = &rest[..rest.len().min(wanted)];
-            slices.push(part);
-            wanted -= part.len();
-            self.taken += part.len();
-            if self.taken == first.len() {
-                (self.left, self.taken) = (&self.left[1..], 0);
-            }
-        }
-        slices
     }
 }

@@ -8,6 +8,7 @@ use towline_protocol::ram::PAGE_SIZE;
 
 use super::subtree::{Node, OpenChunk, Subtree, subtrees};
 use super::{CHUNK_BYTES, ChunkHash, chunk_count, hash_chunk};
+use crate::lock::lock;
 
 /// Default memory for open chunks in an [`OpenBudget`]: some 27,000 chunks with a run of pages missing (53
 /// GiB of guest memory), or 1,700 chunks of which every second page has arrived.
@@ -234,7 +235,7 @@ impl BlockHasher {
     }
 
     fn chunk(&self, index: usize) -> MutexGuard<'_, Chunk> {
-        self.chunks[index].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.chunks[index])
     }
 }
 

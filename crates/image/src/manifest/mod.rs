@@ -150,6 +150,13 @@ pub struct Origin {
     pub was_running: Option<bool>,
 }
 
+impl Origin {
+    /// The same origin, with the run state in the guest's device state.
+    pub(crate) fn with_run_state(self, state: &DeviceState) -> Self {
+        Self { was_running: state.run_state().map(|state| state == "running"), ..self }
+    }
+}
+
 /// Reference to the base of an incremental image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {

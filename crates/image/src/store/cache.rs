@@ -8,13 +8,14 @@
 //! thread are used until they are released. This module neither fetches nor decompresses.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::thread::ThreadId;
 
 use bytes::Bytes;
 
 use super::spool::ChunkNumber;
 use super::{Error, Result, Runtime};
+use crate::lock::lock;
 
 /// State of all chunks that are not absent.
 #[derive(Debug, Default)]
@@ -48,18 +49,27 @@ enum Chunk {
     Failed(Error),
 }
 
+/// Limits within which a chunk is fetched.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FetchLimits {
+    /// Maximum number of chunks that are fetching or fetched.
+    pub(super) chunks: usize,
+    /// Maximum number of chunks that are fetching.
+    pub(super) requests: usize,
+}
+
 /// Result of acquiring a chunk.
 #[derive(Debug)]
 pub(super) enum Acquired {
     /// The chunk is resident and used by the thread from now on.
     Resident,
-    /// The caller must decompress it and call [`Cache::filled`].
+    /// The caller must decompress it and call [`Cache::filled`] or [`Cache::fill_failed`].
     MustFill(Bytes),
 }
 
 impl Cache {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Ends the thread's uses. Evicts unused chunks, oldest first, until at most `limit` are resident.
@@ -104,11 +114,10 @@ impl Cache {
         }
     }
 
-    /// Marks an absent chunk as being fetched, unless `limit` chunks are fetching or fetched, or `requests`
-    /// are fetching. Returns true if the caller must fetch it.
-    pub(super) fn claim(&self, number: ChunkNumber, limit: usize, requests: usize) -> bool {
+    /// Marks an absent chunk as being fetched if the limits permit. Returns true if the caller must fetch it.
+    pub(super) fn claim(&self, number: ChunkNumber, limits: FetchLimits) -> bool {
         let mut state = self.lock();
-        let is_limited = state.outstanding >= limit || state.fetching >= requests;
+        let is_limited = state.outstanding >= limits.chunks || state.fetching >= limits.requests;
         if is_limited || state.chunks.contains_key(&number) {
             return false;
         }
@@ -176,19 +185,21 @@ impl Cache {
         }
     }
 
-    /// Records that the chunk of [`Acquired::MustFill`] is resident and used by the thread, or could not be filled.
-    pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber, is_here: bool) {
+    /// Marks the chunk of [`Acquired::MustFill`] as resident and used by the thread.
+    pub(super) fn filled(&self, thread: Option<ThreadId>, number: ChunkNumber) {
         let mut state = self.lock();
-        if is_here {
-            state.chunks.insert(number, Chunk::Resident { users: 1 });
-            if let Some(thread) = thread {
-                state.used.entry(thread).or_default().push(number);
-                state.resident.push_back(number);
-            }
-        } else {
-            drop(state.chunks.remove(&number))
+        state.chunks.insert(number, Chunk::Resident { users: 1 });
+        if let Some(thread) = thread {
+            state.used.entry(thread).or_default().push(number);
+            state.resident.push_back(number);
         }
         drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Marks the chunk of [`Acquired::MustFill`] as absent, since it could not be filled.
+    pub(super) fn fill_failed(&self, number: ChunkNumber) {
+        self.lock().chunks.remove(&number);
         self.changed.notify_all();
     }
 
@@ -212,12 +223,16 @@ mod tests {
         Runtime::start().unwrap()
     }
 
+    fn limits(chunks: usize, requests: usize) -> FetchLimits {
+        FetchLimits { chunks, requests }
+    }
+
     fn load(cache: &Cache, number: ChunkNumber) {
-        assert!(cache.claim(number, 9, 9));
+        assert!(cache.claim(number, limits(9, 9)));
         cache.fetched(number, Ok(Bytes::from_static(b"x")));
         let acquired = cache.acquire(Some(thread()), number, &runtime(), &|| Ok(())).unwrap();
         assert!(matches!(acquired, Some(Acquired::MustFill(_))), "{acquired:?}");
-        cache.filled(Some(thread()), number, true);
+        cache.filled(Some(thread()), number);
     }
 
     #[test]
@@ -240,10 +255,10 @@ mod tests {
     #[test]
     fn a_chunk_acquired_without_a_thread_stays_until_it_is_released() {
         let cache = Cache::default();
-        assert!(cache.claim(4, 9, 9));
+        assert!(cache.claim(4, limits(9, 9)));
         cache.fetched(4, Ok(Bytes::from_static(b"x")));
         assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::MustFill(_)))));
-        cache.filled(None, 4, true);
+        cache.filled(None, 4);
         assert!(matches!(cache.acquire(None, 4, &runtime(), &|| Ok(())), Ok(Some(Acquired::Resident))));
         let mut evicted = Vec::new();
         cache.release_thread(thread(), 0, |number| evicted.push(number));
@@ -258,19 +273,22 @@ mod tests {
     fn fetches_are_limited_and_a_failure_is_returned_once() {
         let cache = Cache::default();
         assert!(
-            cache.claim(1, 1, 9) && !cache.claim(1, 9, 9) && !cache.claim(2, 1, 9) && !cache.claim(2, 9, 1)
+            cache.claim(1, limits(1, 9))
+                && !cache.claim(1, limits(9, 9))
+                && !cache.claim(2, limits(1, 9))
+                && !cache.claim(2, limits(9, 1))
         );
         cache.fetched(1, Err(Error::Cancelled));
-        assert!(cache.claim(2, 1, 1));
+        assert!(cache.claim(2, limits(1, 1)));
         assert!(matches!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())), Err(Error::Cancelled)));
         assert!(cache.acquire(Some(thread()), 1, &runtime(), &|| Ok(())).unwrap().is_none());
-        assert!(cache.claim(1, 2, 2));
+        assert!(cache.claim(1, limits(2, 2)));
     }
 
     #[test]
     fn a_wait_can_be_cancelled() {
         let cache = Cache::default();
-        assert!(cache.claim(1, 1, 1));
+        assert!(cache.claim(1, limits(1, 1)));
         let error = cache.acquire(Some(thread()), 1, &runtime(), &|| Err(Error::Cancelled)).unwrap_err();
         assert!(matches!(error, Error::Cancelled));
     }

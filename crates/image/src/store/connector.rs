@@ -138,8 +138,9 @@ mod tests {
     }
 
     #[test]
-    fn once_the_lease_is_lost_no_attempt_that_changes_something_is_sent() {
-        let lease_state = Arc::new(LeaseState::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
+    fn no_modifying_request_is_sent_after_the_lease_was_lost() {
+        let lease_state =
+            Arc::new(LeaseState::new("s3://b/vm".into(), Clock::System, Clock::System.now(), None));
         let guard = LeaseGuard::default();
         guard.require(&lease_state);
         let options = ClientOptions::new().with_allow_http(true);

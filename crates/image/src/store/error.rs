@@ -240,6 +240,14 @@ impl Error {
         move |error| Self::Store { op, object, error: Box::new(error) }
     }
 
+    /// The same error as one of the engine.
+    pub(super) fn into_migration(self) -> towline_migration::Error {
+        match self {
+            Self::Cancelled => towline_migration::Error::Cancelled,
+            error => towline_migration::Error::guest(crate::Error::from(error)),
+        }
+    }
+
     /// Returns true if the request had and will have no effect. After other failures it may still arrive.
     pub(super) fn is_final(&self) -> bool {
         use object_store::Error as Cause;

@@ -1,11 +1,12 @@
 //! State of a lease, and the guard of requests that require it.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use super::clock::Clock;
 use super::fault::Fault;
 use super::{Error, LEASE_GAP_MAX, Result};
+use crate::lock::lock;
 
 /// The owner's view of its lease. A lost lease stays lost.
 #[derive(Debug)]
@@ -44,7 +45,7 @@ impl LeaseState {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Checks that the lease was renewed without a gap since its creation, so that no process considered its

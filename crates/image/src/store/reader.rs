@@ -24,7 +24,7 @@ use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 use super::access::Store;
-use super::cache::{Acquired, Cache};
+use super::cache::{Acquired, Cache, FetchLimits};
 use super::images::{self, LeasedIndex};
 use super::lease::Lease;
 use super::location::Location;
@@ -35,7 +35,7 @@ use crate::index::Index;
 use crate::{ChunkHash, PageCount, StoredGuest};
 
 /// Needed chunks are requested regardless of others.
-const UNLIMITED: (usize, usize) = (usize::MAX, usize::MAX);
+const UNLIMITED: FetchLimits = FetchLimits { chunks: usize::MAX, requests: usize::MAX };
 
 /// An open image in a store.
 #[derive(Debug)]
@@ -224,10 +224,10 @@ impl StoredImage {
 
     /// Requests a chunk unless it is present or in flight, or a limit is reached. Returns true if it was
     /// requested.
-    fn request(&self, block: BlockIndex, index: usize, (limit, requests): (usize, usize)) -> bool {
+    fn request(&self, block: BlockIndex, index: usize, limits: FetchLimits) -> bool {
         let (name, length, position) = self.chunk(block, index);
         let number = self.number(block, index);
-        let Some(name) = name.filter(|_| self.cache.claim(number, limit, requests)) else { return false };
+        let Some(name) = name.filter(|_| self.cache.claim(number, limits)) else { return false };
         let get = self.store.get_future(&chunk::key(&name), chunk::object_bytes_max(length));
         let (cache, missing) = (Arc::clone(&self.cache), self.missing(&name, position));
         self.store.spawn(async move {
@@ -249,7 +249,7 @@ impl StoredImage {
                     return;
                 }
             }
-            self.request(block, index, (limit, REQUESTS_MAX));
+            self.request(block, index, FetchLimits { chunks: limit, requests: REQUESTS_MAX });
             index += 1;
         }
     }
@@ -274,8 +274,12 @@ impl StoredImage {
             }
         };
         let filled = self.fill(block, position.offset, &object, &name, length);
-        self.cache.filled(thread, number, filled.is_ok());
-        filled.map_err(|why| self.damaged(&name, position, why))
+        if let Err(why) = filled {
+            self.cache.fill_failed(number);
+            return Err(self.damaged(&name, position, why));
+        }
+        self.cache.filled(thread, number);
+        Ok(())
     }
 
     fn fill(
@@ -359,7 +363,7 @@ impl Guest for StoredImage {
     }
 
     fn prepare(&self, page: PageRef, length: u64) -> towline_migration::Result<()> {
-        self.prepare_chunks(page, length).map_err(guest_error)
+        self.prepare_chunks(page, length).map_err(Error::into_migration)
     }
 
     fn release(&self, page: PageRef, length: u64) {
@@ -446,11 +450,4 @@ fn device_state(
         return Err(wrong(format!("its BLAKE3 is {found}, the index says {hash}")));
     }
     DeviceState::parse(&bytes).map_err(|error| wrong(error.to_string()))
-}
-
-fn guest_error(error: Error) -> towline_migration::Error {
-    match error {
-        Error::Cancelled => towline_migration::Error::Cancelled,
-        error => towline_migration::Error::guest(crate::Error::Store(error)),
-    }
 }

@@ -96,7 +96,7 @@ impl Runtime {
             Self::Simulated(actor) => {
                 drop(guard);
                 actor.pause();
-                mutex.lock().unwrap_or_else(PoisonError::into_inner)
+                crate::lock::lock(mutex)
             }
         }
     }

@@ -8,14 +8,16 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use towline_protocol::ram::PAGE_SIZE;
 use towline_protocol::{BlockIndex, RamBlock};
 
 use super::{CHUNK_BYTES, Error, Result};
 use crate::ChunkHash;
+use crate::bitmap::Bitmap;
+use crate::lock::lock;
 
 /// Pages per chunk.
 const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_SIZE;
@@ -43,7 +45,7 @@ struct SpoolBlock {
     /// Index of its first chunk.
     first: ChunkNumber,
     /// A bit for each page whose bytes in the file are not zero.
-    bitmap: Vec<AtomicU64>,
+    bitmap: Bitmap,
 }
 
 #[derive(Debug, Default)]
@@ -66,12 +68,11 @@ impl Spool {
         let (mut start, mut first) = (0, 0);
         let mut spooled = Vec::with_capacity(blocks.len());
         for block in blocks {
-            let words = block.pages().div_ceil(64);
             spooled.push(SpoolBlock {
                 length: block.length,
                 start,
                 first,
-                bitmap: (0..words).map(|_| AtomicU64::new(0)).collect(),
+                bitmap: Bitmap::new(block.pages()),
             });
             let chunks = block.length.div_ceil(CHUNK_BYTES);
             start += chunks * CHUNK_BYTES;
@@ -94,8 +95,7 @@ impl Spool {
         let spooled = &self.blocks[block.index()];
         self.file.write_all_at(bytes, spooled.start + offset).map_err(self.failed())?;
         for page in 0..bytes.len() as u64 / PAGE_SIZE {
-            let page = offset / PAGE_SIZE + page;
-            spooled.bitmap[(page / 64) as usize].fetch_or(1 << (page % 64), Ordering::Relaxed);
+            spooled.bitmap.set(offset / PAGE_SIZE + page);
         }
         self.count_pages(spooled, offset, bytes.len() as u64 / PAGE_SIZE, true, complete);
         Ok(())
@@ -109,9 +109,7 @@ impl Spool {
         complete: &mut dyn FnMut(ChunkNumber),
     ) -> Result<()> {
         let spooled = &self.blocks[block.index()];
-        let page = offset / PAGE_SIZE;
-        let bit = 1 << (page % 64);
-        if spooled.bitmap[(page / 64) as usize].fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+        if spooled.bitmap.clear(offset / PAGE_SIZE) {
             let zeros = [0; PAGE_SIZE as usize];
             self.file.write_all_at(&zeros, spooled.start + offset).map_err(self.failed())?;
         }
@@ -143,14 +141,14 @@ impl Spool {
         } else {
             store(None)?
         };
-        *chunk.stored.lock().unwrap_or_else(PoisonError::into_inner) = Some((version, hash));
+        *lock(&chunk.stored) = Some((version, hash));
         Ok(())
     }
 
     /// Chunks that were not stored yet, or have changed since.
     pub(super) fn stale(&self) -> Vec<ChunkNumber> {
         let is_stale = |chunk: &Chunk| {
-            let stored = chunk.stored.lock().unwrap_or_else(PoisonError::into_inner);
+            let stored = lock(&chunk.stored);
             stored.is_none_or(|(version, _)| version != chunk.version.load(Ordering::Acquire))
         };
         (0..self.chunks.len()).filter(|&number| is_stale(&self.chunks[number])).collect()
@@ -159,7 +157,7 @@ impl Spool {
     /// Names of the stored chunks, by block.
     pub(super) fn names(&self) -> Vec<Vec<ChunkHash>> {
         let name = |chunk: &Chunk| {
-            let stored = chunk.stored.lock().unwrap_or_else(PoisonError::into_inner);
+            let stored = lock(&chunk.stored);
             stored.map_or(ChunkHash::Zero, |(_, hash)| hash)
         };
         let of_block = |block: &SpoolBlock| {

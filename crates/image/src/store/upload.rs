@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 use tokio::sync::Semaphore;
@@ -20,6 +20,7 @@ use super::location::Location;
 use super::objects::WriteMode;
 use super::{CHUNK_BYTES, Error, REQUESTS_MAX, Result, chunk};
 use crate::index::{Contents, Index};
+use crate::lock::lock;
 use crate::{ChunkHash, Existing, Image, Origin, Uploaded};
 
 /// Maximum number of the store's chunks that are remembered, at 32 bytes each; others are looked up one by
@@ -207,7 +208,7 @@ impl Upload {
     /// Returns true if the chunk is in the store or being sent; else the caller must send it.
     fn is_known(&self, name: [u8; 32]) -> Result<bool> {
         let is_incomplete = {
-            let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = lock(&self.known);
             if !known.names.insert(name) {
                 return Ok(true);
             }
@@ -237,7 +238,7 @@ impl Upload {
 
 impl InFlight {
     fn lock(&self) -> MutexGuard<'_, InFlightState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 
@@ -294,13 +295,12 @@ pub fn store_image(
     let device_state = image.devices().bytes();
     let device_state_names = upload.store_bytes(device_state)?;
     upload.flush()?;
-    let was_running = image.devices().run_state().map(|state| state == "running");
     let from = Origin { source: format!("image {}", image.path().display()), ..Origin::default() };
     let origin = image.manifest().map_or(from, |manifest| manifest.origin().clone());
     let index = Index::new(Contents {
         configuration: image.configuration(),
         section_id: image.ram_section_id(),
-        origin: &Origin { was_running, ..origin },
+        origin: &origin.with_run_state(image.devices()),
         chunk_bytes: CHUNK_BYTES,
         blocks,
         names,

@@ -26,8 +26,9 @@ use super::spool::{ChunkNumber, Spool};
 use super::upload::{Upload, first_error, threads};
 use super::{CHUNK_BYTES, Error, Result};
 use crate::index::{Contents, Index};
-use crate::stream_header::StreamHeader;
-use crate::writer::Slices;
+use crate::lock::lock;
+use crate::page_runs::page_runs;
+use crate::stream_items::{Missing, StreamItems};
 use crate::{Existing, Origin, Uploaded};
 
 /// A guest that is being stored.
@@ -35,12 +36,11 @@ use crate::{Existing, Origin, Uploaded};
 pub struct StoreWriter {
     origin: Origin,
     upload: Arc<Upload>,
-    header: StreamHeader,
+    items: StreamItems,
     blocks: OnceLock<Vec<RamBlock>>,
     spool: OnceLock<Arc<Spool>>,
     queue: Arc<Queue>,
     workers: Mutex<Vec<JoinHandle<Result<()>>>>,
-    device_state: Mutex<Option<DeviceState>>,
     /// Index whose chunks are all stored.
     index: Mutex<Option<Index>>,
 }
@@ -71,12 +71,11 @@ impl StoreWriter {
         Ok(Self {
             origin,
             upload,
-            header: StreamHeader::default(),
+            items: StreamItems::default(),
             blocks: OnceLock::new(),
             spool: OnceLock::new(),
             queue: Arc::default(),
             workers: Mutex::default(),
-            device_state: Mutex::default(),
             index: Mutex::default(),
         })
     }
@@ -103,7 +102,7 @@ impl StoreWriter {
     }
 
     fn start_workers(&self, spool: &Arc<Spool>) -> Result<()> {
-        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = lock(&self.workers);
         for _ in 0..threads() {
             let (queue, upload, spool) =
                 (Arc::clone(&self.queue), Arc::clone(&self.upload), Arc::clone(spool));
@@ -121,7 +120,7 @@ impl StoreWriter {
 
     /// Joins the workers.
     fn join(&self) -> Result<()> {
-        let workers = std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner));
+        let workers = std::mem::take(&mut *lock(&self.workers));
         let results = workers.into_iter().map(|worker| match worker.join() {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -132,13 +131,9 @@ impl StoreWriter {
     fn store_pages(&self, pages: &Pages<'_>) -> Result<()> {
         let spool = self.spool()?;
         let mut complete = Vec::new();
-        let mut contents = Slices::new(pages.contents);
-        let page = towline_protocol::ram::PAGE_SIZE;
-        for run in pages.offsets.chunk_by(|first, second| first + page == *second) {
-            let mut offset = run[0];
-            for slice in contents.take(run.len() * page as usize) {
+        for run in page_runs(pages) {
+            for (offset, slice) in run.slices() {
                 spool.write(pages.block, offset, slice, &mut |number| complete.push(number))?;
-                offset += slice.len() as u64;
             }
         }
         self.queue.add(&complete);
@@ -168,31 +163,26 @@ impl StoreWriter {
         self.queue.reopen(spool.stale());
         self.start_workers(spool)?;
         self.join()?;
-        let state = self.device_state.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let state = state.ok_or_else(|| self.order_error("the stream has no device state"))?;
+        let missing = |Missing(what)| self.order_error(what);
+        let state = self.items.take_device_state().map_err(missing)?;
         let device_state_names = self.upload.store_bytes(state.bytes())?;
         self.upload.flush()?;
-        let configuration =
-            self.header.configuration().ok_or_else(|| self.order_error("the stream has no configuration"))?;
-        let section =
-            self.header.section().ok_or_else(|| self.order_error("the stream has no `ram` section"))?;
-        let was_running = state.run_state().map(|state| state == "running");
         let index = Index::new(Contents {
-            configuration,
-            section_id: section.id,
-            origin: &Origin { was_running, ..self.origin.clone() },
+            configuration: self.items.configuration().map_err(missing)?,
+            section_id: self.items.section_id().map_err(missing)?,
+            origin: &self.origin.clone().with_run_state(&state),
             chunk_bytes: CHUNK_BYTES,
             blocks: self.blocks.get().map_or(&[], Vec::as_slice),
             names: spool.names(),
             device_state: state.bytes(),
             device_state_names,
         });
-        *self.index.lock().unwrap_or_else(PoisonError::into_inner) = Some(index);
+        *lock(&self.index) = Some(index);
         Ok(())
     }
 
     fn publish_index(&self) -> Result<()> {
-        let index = self.index.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let index = lock(&self.index).take();
         self.upload.publish(&index.ok_or_else(|| self.order_error("the image was not committed"))?)
     }
 }
@@ -208,7 +198,7 @@ impl Drop for StoreWriter {
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn add(&self, chunks: &[ChunkNumber]) {
@@ -263,49 +253,42 @@ fn send_queued(queue: &Queue, upload: &Upload, spool: &Spool) -> Result<()> {
 
 impl Sink for StoreWriter {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.header.set_configuration(configuration);
+        self.items.set_configuration(configuration);
         Ok(())
     }
 
     fn section_start(&self, section: RamSection) -> towline_migration::Result<()> {
-        self.header.add_section(section);
+        self.items.add_section(section);
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.begin(blocks).map_err(guest_error)
+        self.begin(blocks).map_err(Error::into_migration)
     }
 
     fn pages(&self, _stream: Stream, pages: &Pages<'_>) -> towline_migration::Result<()> {
-        self.store_pages(pages).map_err(guest_error)
+        self.store_pages(pages).map_err(Error::into_migration)
     }
 
     fn zero(&self, _stream: Stream, block: BlockIndex, offsets: &[u64]) -> towline_migration::Result<()> {
-        self.store_zero(block, offsets).map_err(guest_error)
+        self.store_zero(block, offsets).map_err(Error::into_migration)
     }
 
     fn current(&self, page: PageRef, content: &mut [u8]) -> towline_migration::Result<()> {
         let mut read = || self.spool()?.current(page.block, page.offset, content);
-        read().map_err(guest_error)
+        read().map_err(Error::into_migration)
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        *self.device_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
+        self.items.set_device_state(state);
         Ok(())
     }
 
     fn commit(&self) -> towline_migration::Result<()> {
-        self.complete().map_err(guest_error)
+        self.complete().map_err(Error::into_migration)
     }
 
     fn publish(&self) -> towline_migration::Result<()> {
-        self.publish_index().map_err(guest_error)
-    }
-}
-
-fn guest_error(error: Error) -> towline_migration::Error {
-    match error {
-        Error::Cancelled => towline_migration::Error::Cancelled,
-        error => towline_migration::Error::guest(crate::Error::Store(error)),
+        self.publish_index().map_err(Error::into_migration)
     }
 }

@@ -4,7 +4,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use futures_util::future::BoxFuture;
 
 use super::super::Error;
 use super::world::{Slot, World};
+use crate::lock::lock;
 
 /// A participant. Clones are the same one.
 #[derive(Clone)]
@@ -89,7 +90,7 @@ impl Actor {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<BoxFuture<'static, ()>>> {
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tasks)
     }
 
     /// Polls the tasks. Returns true if one of them has completed.
@@ -124,7 +125,7 @@ impl<T> Future for SlotFuture<T> {
     type Output = T;
 
     fn poll(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<T> {
-        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let found = lock(&self.0).take();
         found.map_or(Poll::Pending, Poll::Ready)
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::AddAssign;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::Duration;
 
@@ -22,6 +22,7 @@ use super::actor::Actor;
 use super::model::{self, Conditions, Model, Reply, Request, Stored};
 use super::scenario::{Chaos, Scenario};
 use crate::index::Index;
+use crate::lock::lock;
 
 /// Slot for the result of an operation.
 pub(super) type Slot<T> = Arc<Mutex<Option<T>>>;
@@ -172,7 +173,7 @@ impl World {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Opens the prefix for a participant's process.
@@ -286,7 +287,7 @@ impl World {
         if let Some((parked, turn)) = parked {
             // The world has ended if the other end is closed.
             let _ = parked.send(());
-            let _ = turn.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let _ = lock(&turn).recv();
         }
     }
 
@@ -311,7 +312,7 @@ impl World {
                 let (parked, seed) = (parked.clone(), self.lock().rng.u64(..));
                 scope.spawn(move || {
                     fastrand::seed(seed);
-                    let _ = taken.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                    let _ = lock(&taken).recv();
                     let done = catch_unwind(AssertUnwindSafe(|| role(&actor)));
                     actor.end();
                     if done.is_err() {
@@ -564,7 +565,7 @@ impl Request {
 }
 
 fn put<T>(slot: &Slot<T>, value: T) {
-    *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+    *lock(slot) = Some(value);
 }
 
 fn shown(request: &Request) -> String {
