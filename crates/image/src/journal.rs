@@ -1,7 +1,7 @@
 //! Every modification of files and directories, as a step. Compiled to nothing outside of this crate's tests.
 //!
 //! Everything that writers change on disk goes through [`step`]. A test records the steps and derives from
-//! them every state that a crash may leave ([`crate::crash_tests`]), makes a step fail, or runs a function
+//! them every state that a crash may leave (`crash_tests`), makes a step fail, or runs a function
 //! between two of them.
 
 use rustix::io::Errno;

@@ -89,7 +89,7 @@ impl DirectoryEntry {
         match fs::statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
             Err(Errno::NOENT) => Ok(None),
-            Err(errno) => Err(failed("look at", &self.path.with_file_name(name), errno)),
+            Err(errno) => Err(failed("stat", &self.path.with_file_name(name), errno)),
         }
     }
 
@@ -120,7 +120,7 @@ impl DirectoryEntry {
                 }
                 Err(errno) => return Err(failed("create", &partial, errno)),
             };
-            let stat = fs::fstat(&file).map_err(|errno| failed("look at", &partial, errno))?;
+            let stat = fs::fstat(&file).map_err(|errno| failed("stat", &partial, errno))?;
             check_regular(&partial, &stat)?;
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
@@ -152,7 +152,7 @@ impl DirectoryEntry {
                 return Err(failed("open", &path, errno));
             }
         };
-        let stat = fs::fstat(&file).map_err(|errno| failed("look at", &path, errno))?;
+        let stat = fs::fstat(&file).map_err(|errno| failed("stat", &path, errno))?;
         check_regular(&path, &stat)?;
         let writer = match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => None,
@@ -171,7 +171,7 @@ impl DirectoryEntry {
     /// Returns true if the partial's name still belongs to `file`, and fails if the file has other names:
     /// truncating and renaming must not affect another program's file.
     pub(super) fn is_partial(&self, file: impl AsFd) -> Result<bool> {
-        let ours = fs::fstat(file).map_err(|errno| failed("look at", &self.partial_path(), errno))?;
+        let ours = fs::fstat(file).map_err(|errno| failed("stat", &self.partial_path(), errno))?;
         let Some(named) = self.stat(&self.partial)? else { return Ok(false) };
         if named.st_nlink > 1 {
             return Err(Error::NotRegular { path: self.partial_path(), found: "file with several names" });

@@ -30,13 +30,13 @@ pub(super) struct Disk {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct State {
     /// File of each name: an earlier one, or one that was opened.
-    names: BTreeMap<String, FileId>,
+    names: BTreeMap<String, DiskFile>,
     /// Steps of each of these files that were kept; the second of a pair is true for a half-written one.
-    contents: BTreeMap<FileId, Vec<(usize, bool)>>,
+    contents: BTreeMap<DiskFile, Vec<(usize, bool)>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum FileId {
+enum DiskFile {
     Existing(String),
     Opened(Node),
 }
@@ -75,7 +75,7 @@ impl Disk {
         for entry in std::fs::read_dir(directory).unwrap() {
             std::fs::remove_file(entry.unwrap().path()).unwrap();
         }
-        let mut made: BTreeMap<&FileId, &str> = BTreeMap::new();
+        let mut made: BTreeMap<&DiskFile, &str> = BTreeMap::new();
         for (name, id) in &state.names {
             let path = directory.join(name);
             if let Some(first) = made.get(id) {
@@ -84,7 +84,7 @@ impl Disk {
             }
             made.insert(id, name);
             let file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
-            if let FileId::Existing(before) = id {
+            if let DiskFile::Existing(before) = id {
                 write_sparse(&file, &self.files[before]);
             }
             for &(step, half) in state.contents.get(id).into_iter().flatten() {
@@ -93,9 +93,9 @@ impl Disk {
         }
     }
 
-    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, FileId> {
+    fn names(&self, ops: &[Op], steps: impl Iterator<Item = usize>) -> BTreeMap<String, DiskFile> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), FileId::Existing(name.clone()))).collect();
+            self.files.keys().map(|name| (name.clone(), DiskFile::Existing(name.clone()))).collect();
         // Files of the names when each step was executed, whether or not the step is kept.
         let affected = self.affected(ops);
         for step in steps {
@@ -125,14 +125,14 @@ impl Disk {
     }
 
     /// Files affected by each step on names.
-    fn affected(&self, ops: &[Op]) -> BTreeMap<usize, Vec<FileId>> {
+    fn affected(&self, ops: &[Op]) -> BTreeMap<usize, Vec<DiskFile>> {
         let mut names: BTreeMap<_, _> =
-            self.files.keys().map(|name| (name.clone(), FileId::Existing(name.clone()))).collect();
+            self.files.keys().map(|name| (name.clone(), DiskFile::Existing(name.clone()))).collect();
         let mut affected = BTreeMap::new();
         for (step, op) in ops.iter().enumerate() {
             let ids = match op {
                 Op::Open { name, node } => {
-                    vec![names.entry(name.clone()).or_insert(FileId::Opened(*node)).clone()]
+                    vec![names.entry(name.clone()).or_insert(DiskFile::Opened(*node)).clone()]
                 }
                 Op::Rename { from, to } => {
                     let id = names.remove(from).unwrap();
@@ -157,9 +157,9 @@ impl Disk {
     fn contents(
         &self,
         ops: &[Op],
-        names: &BTreeMap<String, FileId>,
+        names: &BTreeMap<String, DiskFile>,
         random: &mut fastrand::Rng,
-    ) -> Vec<BTreeMap<FileId, Vec<(usize, bool)>>> {
+    ) -> Vec<BTreeMap<DiskFile, Vec<(usize, bool)>>> {
         let opened = self.opened(ops);
         let mut all = vec![BTreeMap::new()];
         // Partial files are never read.
@@ -172,7 +172,7 @@ impl Disk {
             let synced = steps.iter().rposition(|&at| is_sync(at)).map_or(0, |at| at + 1);
             let (kept, open) = steps.split_at(synced);
             let subsets = subsets(open, random);
-            let with = |contents: &BTreeMap<FileId, Vec<(usize, bool)>>| {
+            let with = |contents: &BTreeMap<DiskFile, Vec<(usize, bool)>>| {
                 let one = |subset: &Vec<(usize, bool)>| {
                     let steps = kept.iter().map(|&at| (at, false)).chain(subset.iter().copied());
                     let mut contents = contents.clone();
@@ -187,7 +187,7 @@ impl Disk {
     }
 
     /// File opened by each node.
-    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, FileId> {
+    fn opened(&self, ops: &[Op]) -> BTreeMap<Node, DiskFile> {
         let affected = self.affected(ops);
         let opened = |(at, op): (usize, &Op)| match op {
             Op::Open { node, .. } => Some((*node, affected[&at][0].clone())),

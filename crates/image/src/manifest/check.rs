@@ -6,7 +6,7 @@ use std::path::Path;
 use towline_protocol::limits;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::error::shown;
+use super::error::truncated;
 use super::{Block, Digest, Error, ImageFacts, Manifest, Result, VERSION, sidecar_path};
 use crate::checksum::{CHUNK_BYTES, chunk_count};
 use crate::journal::{self, Fault};
@@ -127,7 +127,7 @@ impl Manifest {
 
     fn check_guest(&self, path: &Path, found: &ImageFacts<'_>) -> Result<()> {
         let differs = |field: String, found: &dyn Display, expected: &dyn Display| {
-            let (found, expected) = (shown(&found.to_string()), shown(&expected.to_string()));
+            let (found, expected) = (truncated(&found.to_string()), truncated(&expected.to_string()));
             Err(Error::Differs { path: path.into(), field, found, expected })
         };
         if self.machine_type != found.machine_type {
@@ -230,7 +230,7 @@ impl Block {
             let expected = at_most(limits::NAME_BYTES_MAX as u64, "bytes");
             return bad(
                 "name",
-                &format!("{} bytes long ({:?})", self.name.len(), shown(&self.name)),
+                &format!("{} bytes long ({:?})", self.name.len(), truncated(&self.name)),
                 &expected,
             );
         }

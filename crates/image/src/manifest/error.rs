@@ -183,11 +183,11 @@ pub enum Error {
 
 impl Error {
     pub(super) fn invalid_json(path: &Path, error: &serde_json::Error) -> Self {
-        Self::Json { path: path.into(), why: shown(&error.to_string()) }
+        Self::Json { path: path.into(), why: truncated(&error.to_string()) }
     }
 
     pub(super) fn format(path: &Path, found: &str) -> Self {
-        Self::Format { path: path.into(), found: shown(found) }
+        Self::Format { path: path.into(), found: truncated(found) }
     }
 
     pub(super) fn field(
@@ -199,14 +199,14 @@ impl Error {
         Self::Field {
             path: path.into(),
             field,
-            found: shown(&found.to_string()),
+            found: truncated(&found.to_string()),
             expected: expected.to_string(),
         }
     }
 }
 
 /// Truncates untrusted text for an error.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn truncated(text: &str) -> String {
     if text.len() <= SHOWN_BYTES_MAX {
         return text.into();
     }

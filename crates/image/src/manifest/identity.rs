@@ -87,7 +87,7 @@ impl TryFrom<String> for Digest {
     fn try_from(text: String) -> Result<Self, String> {
         let hash = blake3::Hash::from_hex(&text);
         let hash =
-            hash.map_err(|_| format!("a hash has 64 hex digits, not {:?}", super::error::shown(&text)))?;
+            hash.map_err(|_| format!("a hash has 64 hex digits, not {:?}", super::error::truncated(&text)))?;
         Ok(Self(*hash.as_bytes()))
     }
 }

@@ -436,7 +436,7 @@ fn read(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(failed("open"))?,
     };
-    let metadata = file.metadata().map_err(failed("look at"))?;
+    let metadata = file.metadata().map_err(failed("stat"))?;
     if !metadata.is_file() {
         return Err(Error::NotRegular { path: path.into() });
     }

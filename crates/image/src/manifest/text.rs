@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use super::error::shown;
+use super::error::truncated;
 
 /// Last second of the year 9999: RFC 3339 has four digits for a year.
 const SECONDS_MAX: u64 = 253_402_300_799;
@@ -57,7 +57,7 @@ impl TryFrom<String> for Timestamp {
     fn try_from(text: String) -> Result<Self, String> {
         let time = humantime::parse_rfc3339(&text);
         let time = time.map_err(|why| {
-            format!("a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not {:?}: {why}", shown(&text))
+            format!("a time is RFC 3339 in UTC, as 2025-11-21T09:30:00Z, not {:?}: {why}", truncated(&text))
         })?;
         Ok(time.into())
     }

@@ -167,18 +167,18 @@ impl Store {
 
     /// Calls `visit` for each object below `directory`, or, for `""`, for each object directly in the prefix.
     pub(super) fn list(&self, directory: &str, visit: ObjectVisitor<'_>) -> Result<()> {
-        let failed = |shown: String| move |error| Error::store("cannot be listed", shown)(error);
+        let failed = |name: String| move |error| Error::store("cannot be listed", name)(error);
         if directory.is_empty() {
-            let (objects, shown) = (self.objects.clone(), self.location().to_string());
-            let listed = self.wait(async move { objects.list_top().await.map_err(failed(shown)) })?;
+            let (objects, name) = (self.objects.clone(), self.location().to_string());
+            let listed = self.wait(async move { objects.list_top().await.map_err(failed(name)) })?;
             return listed.into_iter().try_for_each(visit);
         }
         let mut pages = self.objects.listing(directory).try_chunks(PAGE_OBJECTS);
         loop {
-            let shown = self.object_name(directory);
+            let name = self.object_name(directory);
             let next = async move {
                 let page = pages.next().await.transpose();
-                Ok((page.map_err(|error| failed(shown)(error.1))?, pages))
+                Ok((page.map_err(|error| failed(name)(error.1))?, pages))
             };
             let page;
             (page, pages) = self.wait(next)?;

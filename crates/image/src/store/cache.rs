@@ -31,9 +31,9 @@ struct State {
     resident: VecDeque<ChunkNumber>,
     /// Chunks used by each thread.
     used: HashMap<ThreadId, Vec<ChunkNumber>>,
-    /// ChunkNumber of chunks that are fetching or fetched.
+    /// Number of chunks that are fetching or fetched.
     outstanding: usize,
-    /// ChunkNumber of chunks that are fetching.
+    /// Number of chunks that are fetching.
     fetching: usize,
 }
 

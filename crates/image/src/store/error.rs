@@ -55,7 +55,7 @@ pub enum Error {
         why: index::Error,
     },
     /// A chunk that the index references is missing.
-    #[error("{image}: {position}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", position = shown(position))]
+    #[error("{image}: {position}: chunk {chunk} is missing in the store: {absence}; take another image, or store the guest again", position = position_text(position))]
     Missing {
         /// The image.
         image: String,
@@ -67,7 +67,7 @@ pub enum Error {
         absence: Absence,
     },
     /// A chunk's content does not match its name.
-    #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = shown(position))]
+    #[error("{image}: {position}: chunk {chunk} is damaged in the store: {why}; remove that object and store the guest again, or take another image", position = position_text(position))]
     Damaged {
         /// The image.
         image: String,
@@ -296,7 +296,7 @@ impl Error {
     }
 }
 
-fn shown(position: &ChunkPosition) -> String {
+fn position_text(position: &ChunkPosition) -> String {
     match &position.block {
         Some(block) => format!("block {block:?}, from byte {:#x}", position.offset),
         None => format!("the device state, from byte {:#x}", position.offset),

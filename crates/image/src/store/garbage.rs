@@ -30,18 +30,33 @@ pub struct Object {
     pub age: Duration,
 }
 
+/// A number of chunks and their length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ChunkTotals {
+    /// Number of chunks.
+    pub chunks: u64,
+    /// Length of their objects in bytes.
+    pub bytes: u64,
+}
+
+impl ChunkTotals {
+    fn add(&mut self, bytes: u64) {
+        self.chunks += 1;
+        self.bytes += bytes;
+    }
+}
+
 /// Contents of a prefix, and the garbage in it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Garbage {
     /// Number of images.
     pub images: usize,
-    /// Number of chunks referenced by the images, and their bytes.
-    pub used: (u64, u64),
-    /// Number of unreferenced chunks that are too young to be garbage, since an upload may still reference
-    /// them, and their bytes.
-    pub young: (u64, u64),
-    /// Number of chunks that only readers of replaced or removed images need, and their bytes.
-    pub kept: (u64, u64),
+    /// Chunks referenced by the images.
+    pub used: ChunkTotals,
+    /// Unreferenced chunks that are too young to be garbage, since an upload may still reference them.
+    pub young: ChunkTotals,
+    /// Chunks that only readers of replaced or removed images need.
+    pub kept: ChunkTotals,
     /// Descriptions of the readers for which they are kept.
     pub kept_for: Vec<String>,
     /// Number of active uploads.
@@ -66,7 +81,7 @@ impl Garbage {
     }
 
     /// Removes the objects that [`Self::find`] would find, unless an upload or another collection is active;
-    /// calls `removed` for each. Returns the removed objects.
+    /// calls `removed` for each. Returns what was found, with the removed objects.
     ///
     /// # Errors
     /// As [`Self::find`]; [`Error::Uploading`] and [`Error::Collecting`]; [`Error::Lost`] if the remaining
@@ -175,13 +190,12 @@ fn find(store: &Arc<Store>, age_min: Duration, now: SystemTime) -> Result<Garbag
     let needed: HashSet<_> = needs.indexes.iter().map(|index| retired_key(*index)).collect();
     garbage.objects.extend(copies.into_iter().filter(|copy| !needed.contains(&copy.key)));
     for (name, bytes, age) in chunks {
-        let add = |(count, sum): (u64, u64)| (count + 1, sum + bytes);
         if referenced.chunks.contains(&name) {
-            garbage.used = add(garbage.used);
+            garbage.used.add(bytes);
         } else if needs.is_unknown || needs.chunks.contains(&name) {
-            garbage.kept = add(garbage.kept);
+            garbage.kept.add(bytes);
         } else if age < age_min {
-            garbage.young = add(garbage.young);
+            garbage.young.add(bytes);
         } else {
             garbage.objects.push(Object { key: chunk::key(&name), bytes, age });
         }

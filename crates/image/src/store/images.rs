@@ -43,9 +43,9 @@ pub enum InUse {
 
 /// A process that reads an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reader {
+pub struct ImageReader {
     /// Description of process, host and lease.
-    pub shown: String,
+    pub description: String,
     /// BLAKE3 of the index that it reads.
     pub index: Digest,
 }
@@ -54,7 +54,7 @@ pub struct Reader {
 ///
 /// # Errors
 /// The store is unreachable or refuses access.
-pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
     let store = Arc::new(Store::open(&image.parent(), cancel)?);
     readers_in(&store, &key(image)?)
 }
@@ -64,7 +64,7 @@ pub fn readers(image: &Location, cancel: Option<Cancel>) -> Result<Vec<Reader>> 
 ///
 /// # Errors
 /// [`Error::NoImage`]; [`Error::InUse`] with [`InUse::Refuse`]; the store is unreachable or refuses access.
-pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<Reader>> {
+pub fn remove_image(image: &Location, in_use: InUse, cancel: Option<Cancel>) -> Result<Vec<ImageReader>> {
     if !image.scheme().is_writable() {
         return Err(Error::Location { text: format!("{image}: http:// and https:// are read-only") });
     }
@@ -77,7 +77,12 @@ pub(super) fn key(image: &Location) -> Result<String> {
     Ok(format!("{}{SUFFIX}", image.name()?))
 }
 
-pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+pub(super) fn remove_in(
+    store: &Arc<Store>,
+    image: &str,
+    key: &str,
+    in_use: InUse,
+) -> Result<Vec<ImageReader>> {
     if store.find(key)?.is_none() {
         return Err(Error::NoImage { image: image.into(), object: store.object_name(key) });
     }
@@ -88,21 +93,21 @@ pub(super) fn remove_in(store: &Arc<Store>, image: &str, key: &str, in_use: InUs
 
 /// Readers of the image with this key. Expired leases are included: without a lease of its own this process
 /// does not know the store's time.
-fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<Reader>> {
+fn readers_in(store: &Arc<Store>, key: &str) -> Result<Vec<ImageReader>> {
     let mut readers = Vec::new();
     for lease in leases(store, LeaseKind::Reader, SystemTime::UNIX_EPOCH)? {
         let Some(Ok(owner)) = lease.owner(store)? else { continue };
         if let (Some(image), Some(index)) = (&owner.image, owner.index)
             && image == key
         {
-            readers.push(Reader { shown: lease.describe_owner(store), index });
+            readers.push(ImageReader { description: lease.describe_owner(store), index });
         }
     }
     Ok(readers)
 }
 
 /// Copies the index with this key for its readers, and returns them.
-fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
+fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<ImageReader>> {
     let mut readers = readers_in(store, key)?;
     if readers.is_empty() {
         return Ok(readers);
@@ -112,7 +117,7 @@ fn retire(store: &Arc<Store>, key: &str, in_use: InUse) -> Result<Vec<Reader>> {
     readers.retain(|reader| reader.index == index);
     if in_use == InUse::Refuse && !readers.is_empty() {
         let image = store.object_name(key.strip_suffix(SUFFIX).unwrap_or(key));
-        let readers = readers.into_iter().map(|reader| reader.shown).collect();
+        let readers = readers.into_iter().map(|reader| reader.description).collect();
         return Err(Error::InUse { image, readers });
     }
     if !readers.is_empty() {
@@ -150,7 +155,7 @@ pub(super) fn publish(
         };
         for reader in readers {
             tracing::info!(
-                reader = reader.shown,
+                reader = reader.description,
                 image = key,
                 "keeping the chunks of the replaced image for its reader"
             );

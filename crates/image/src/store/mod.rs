@@ -52,8 +52,8 @@ mod tests;
 use std::time::Duration;
 
 pub use error::{Absence, ChunkPosition, Error, Result};
-pub use garbage::{Garbage, Object};
-pub use images::{InUse, Reader, readers, remove_image};
+pub use garbage::{ChunkTotals, Garbage, Object};
+pub use images::{ImageReader, InUse, readers, remove_image};
 pub use lease::ConditionalWrites;
 pub use location::{Location, Scheme};
 pub use reader::StoredImage;
@@ -61,8 +61,6 @@ pub use upload::store_image;
 pub use writer::StoreWriter;
 
 use runtime::Runtime;
-#[cfg(doc)]
-use spool::Spool;
 
 /// Bytes of memory per chunk. Measured: docs/store.md.
 pub const CHUNK_BYTES: u64 = 256 << 10;

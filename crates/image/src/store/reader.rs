@@ -50,7 +50,7 @@ pub struct StoredImage {
     blocks: Vec<RamBlock>,
     device_state: DeviceState,
     index_bytes: u64,
-    /// ChunkNumber of the first chunk of each block.
+    /// Number of the first chunk of each block.
     first_chunks: Vec<ChunkNumber>,
     /// Reserved memory of each block, of which only resident chunks are allocated; `None` for a block without
     /// pages.

@@ -50,7 +50,7 @@ struct SpoolBlock {
 
 #[derive(Debug, Default)]
 struct Chunk {
-    /// ChunkNumber of pages received.
+    /// Number of pages received.
     received: AtomicU32,
     version: AtomicU32,
     /// True if a page with content was received.

@@ -268,12 +268,12 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     let found = readers(&location, None).unwrap();
     assert_eq!(found.len(), 1, "{found:?}");
     let error = remove_image(&location, InUse::Refuse, None).unwrap_err();
-    assert!(error.to_string().contains(&found[0].shown), "{error}");
+    assert!(error.to_string().contains(&found[0].description), "{error}");
     assert_eq!(remove_image(&location, InUse::KeepChunks, None).unwrap(), found);
     let prefix = location.parent();
     let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert_eq!(
-        (collected.kept.0, collected.kept_for.len(), collected.objects.len()),
+        (collected.kept.chunks, collected.kept_for.len(), collected.objects.len()),
         (2, 1, 0),
         "{collected:?}"
     );
@@ -281,7 +281,7 @@ fn an_image_that_is_read_is_removed_only_if_its_chunks_may_stay() {
     // Removed by another program, without a copy of the index: all chunks are kept while it is read.
     std::fs::remove_dir_all(directory.path().join("vm/retired")).unwrap();
     let collected = Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
-    assert_eq!((collected.kept.0, collected.objects.len()), (2, 0), "{collected:?}");
+    assert_eq!((collected.kept.chunks, collected.objects.len()), (2, 0), "{collected:?}");
     drop(reader);
     Garbage::remove(&prefix, Duration::ZERO, None, &mut |_| {}).unwrap();
     assert!(objects(directory.path()).is_empty());

@@ -211,7 +211,7 @@ fn collect(actor: &Actor, age_min: Duration, pause: f64) -> Result<Garbage, Erro
     actor.world.count(|counts| match &removed {
         Ok(found) => {
             counts.collections += 1;
-            counts.kept_for_readers += u64::from(found.kept.0 > 0);
+            counts.kept_for_readers += u64::from(found.kept.chunks > 0);
         }
         Err(Error::Collecting { .. } | Error::Uploading { .. }) => counts.collections_refused += 1,
         Err(Error::Lost { .. }) => counts.leases_lost += 1,

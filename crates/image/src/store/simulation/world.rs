@@ -474,7 +474,9 @@ impl State {
             }
             Event::Arrive { actor, request, slot, is_lost } => {
                 let reply = self.apply(actor, &request);
-                self.note(|| format!("actor {actor}: {} -> {}", shown(&request), outcome(&reply, is_lost)));
+                self.note(|| {
+                    format!("actor {actor}: {} -> {}", request_text(&request), reply_text(&reply, is_lost))
+                });
                 if !is_lost {
                     let back = self.delay(0.002, 1.0);
                     // A response may be lost too.
@@ -568,7 +570,7 @@ fn put<T>(slot: &Slot<T>, value: T) {
     *lock(slot) = Some(value);
 }
 
-fn shown(request: &Request) -> String {
+fn request_text(request: &Request) -> String {
     let short = |key: &str| key.get(..30).unwrap_or(key).to_owned();
     match request {
         Request::Put { key, mode, .. } => format!("put {} {mode:?}", short(key)),
@@ -578,7 +580,7 @@ fn shown(request: &Request) -> String {
     }
 }
 
-fn outcome(reply: &ReplyResult, is_lost: bool) -> String {
+fn reply_text(reply: &ReplyResult, is_lost: bool) -> String {
     let text = match reply {
         Ok(Reply::Page(page)) => format!("{} objects", page.len()),
         Ok(_) => "ok".into(),
