@@ -9,7 +9,6 @@ const PENDING: [&str; 9] = [
     "bench",
     "crates/cli",
     "crates/control",
-    "crates/image",
     "crates/net",
     "crates/vhost-user",
     "crates/vsock",
