@@ -26,7 +26,7 @@ use crate::device::{ConfigSource, Device};
 use crate::features::{self, ProtocolFeatures};
 use crate::log::{DirtyLog, LogSwitch};
 use crate::memory::{Memory, REGIONS_MAX, Region};
-use crate::message::{Direction, LogMemory, RegionInfo, Reply, Request, VringAddress};
+use crate::message::{LogMemory, RegionInfo, Reply, Request, VringAddress};
 use crate::ring::{RingFault, RingSetup};
 use crate::sys::Userfaultfd;
 use postcopy::Postcopy;
@@ -377,47 +377,6 @@ impl<R: Rings> Session<R> {
         self.status = 0;
         self.device.reset();
         Ok(())
-    }
-
-    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
-    fn begin_transfer(&mut self, direction: Direction, fd: OwnedFd) -> u64 {
-        const NO_FD: u64 = 1 << 8;
-        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
-            tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
-            return NO_FD | 1;
-        }
-        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
-            tracing::error!(
-                "SET_DEVICE_STATE_FD during a transfer; close its descriptor and send CHECK_DEVICE_STATE first"
-            );
-            return NO_FD | 1;
-        }
-        // A finished transfer without CHECK_DEVICE_STATE is dropped.
-        self.transfer = None;
-        match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
-            Ok(transfer) => {
-                self.transfer = Some(transfer);
-                NO_FD
-            }
-            Err(reason) => {
-                tracing::error!(%reason, "cannot begin the transfer of the device's state");
-                NO_FD | 1
-            }
-        }
-    }
-
-    fn check_transfer(&mut self) -> u64 {
-        let Some(transfer) = self.transfer.take() else {
-            tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
-            return 1;
-        };
-        match transfer.finish(self.cancel.as_ref()) {
-            Ok(()) => 0,
-            Err(reason) => {
-                tracing::error!(%reason, "the transfer of the device's state failed");
-                1
-            }
-        }
     }
 }
 

@@ -15,11 +15,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use towline_channel::Cancel;
 
+use super::{Rings, Session};
 use crate::device::{BackendError, Device};
 use crate::message::Direction;
 
 /// Maximum size of a state. A device's own state is small, because rings and memory travel with the guest.
-pub(super) const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
+const DEVICE_STATE_BYTES_MAX: u64 = 64 << 20;
 /// Time limit without progress. On a migration's destination the frontend waits for its own stream.
 const QUIET_MAX: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 /// Time limit of CHECK_DEVICE_STATE for the rest of the transfer. The frontend has seen its end already.
@@ -34,6 +35,50 @@ const READ_BYTES: usize = 64 << 10;
 /// Loaded state; `None` for a save.
 type Outcome = io::Result<Option<Vec<u8>>>;
 
+impl<R: Rings> Session<R> {
+    /// Begins a transfer of the device's state. Reply: bits 0–7 are 0 on success; bit 8 is set without a descriptor.
+    pub(super) fn begin_transfer(&mut self, direction: Direction, fd: OwnedFd) -> u64 {
+        const NO_FD: u64 = 1 << 8;
+        if let Some(ring) = self.vrings.iter().position(|vring| vring.running) {
+            tracing::error!(ring, "SET_DEVICE_STATE_FD while a ring runs; stop it first");
+            return NO_FD | 1;
+        }
+        if self.transfer.as_ref().is_some_and(StateTransfer::is_under_way) {
+            tracing::error!(
+                "SET_DEVICE_STATE_FD during a transfer; close its descriptor and send CHECK_DEVICE_STATE first"
+            );
+            return NO_FD | 1;
+        }
+        // A finished transfer without CHECK_DEVICE_STATE is dropped.
+        self.transfer = None;
+        match StateTransfer::begin(Arc::clone(&self.device), direction, fd) {
+            Ok(transfer) => {
+                self.transfer = Some(transfer);
+                NO_FD
+            }
+            Err(reason) => {
+                tracing::error!(%reason, "cannot begin the transfer of the device's state");
+                NO_FD | 1
+            }
+        }
+    }
+
+    /// Waits for the end of the transfer. Reply: 0 on success.
+    pub(super) fn check_transfer(&mut self) -> u64 {
+        let Some(transfer) = self.transfer.take() else {
+            tracing::error!("CHECK_DEVICE_STATE without SET_DEVICE_STATE_FD");
+            return 1;
+        };
+        match transfer.finish(self.cancel.as_ref()) {
+            Ok(()) => 0,
+            Err(reason) => {
+                tracing::error!(%reason, "the transfer of the device's state failed");
+                1
+            }
+        }
+    }
+}
+
 /// A transfer under way.
 pub(super) struct StateTransfer {
     device: Arc<dyn Device>,
@@ -44,11 +89,7 @@ pub(super) struct StateTransfer {
 
 impl StateTransfer {
     /// Begins a transfer in a thread: a pipe holds less than a state, and the frontend reads only after our reply.
-    pub(super) fn begin(
-        device: Arc<dyn Device>,
-        direction: Direction,
-        fd: OwnedFd,
-    ) -> Result<Self, BackendError> {
+    fn begin(device: Arc<dyn Device>, direction: Direction, fd: OwnedFd) -> Result<Self, BackendError> {
         let saved = match direction {
             Direction::Save => Some(device.save()?),
             Direction::Load => None,
@@ -72,7 +113,7 @@ impl StateTransfer {
     }
 
     /// Returns true while its descriptor is in use.
-    pub(super) fn is_under_way(&self) -> bool {
+    fn is_under_way(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
@@ -80,7 +121,7 @@ impl StateTransfer {
     ///
     /// # Errors
     /// If it failed, or does not end because the frontend keeps its end of the pipe open.
-    pub(super) fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
+    fn finish(self, cancel: Option<&Cancel>) -> Result<(), BackendError> {
         let until = Instant::now() + CHECK_WITHIN;
         let transferred = loop {
             match self.outcome.recv_timeout(CANCEL_INTERVAL) {

@@ -5,7 +5,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::device::{BackendError, Worker};
-use crate::message::{VringFd, VringState};
+use crate::message::{Direction, VringFd, VringState};
 
 /// Records the calls of the session.
 #[derive(Default)]
