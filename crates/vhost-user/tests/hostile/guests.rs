@@ -12,7 +12,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-fn descriptor(memory: &Memory, at: u64, (guest, len): (u64, u32), flags: u16, next: u16) {
+fn write_descriptor(memory: &Memory, at: u64, guest: u64, len: u32, flags: u16, next: u16) {
     memory.write(at, &guest.to_le_bytes());
     memory.write(at + 8, &len.to_le_bytes());
     memory.write(at + 12, &flags.to_le_bytes());
@@ -43,18 +43,20 @@ fn chains_with_loops_are_faults() {
     causes_fault("more than 16 descriptors, or a loop", |memory, addresses| {
         for index in 0..SIZE {
             let at = addresses.table + 16 * u64::from(index);
-            descriptor(memory, at, (GUEST_BASE, 8), NEXT, (index + 1) % SIZE);
+            write_descriptor(memory, at, GUEST_BASE, 8, NEXT, (index + 1) % SIZE);
         }
     });
     causes_fault("more than 4 descriptors, or a loop", |memory, addresses| {
         // An indirect table whose last descriptor links to its first.
         let table = GUEST_BASE + (1 << 19);
-        (0..4).for_each(|at| descriptor(memory, table + 16 * at, (GUEST_BASE, 1), NEXT, (at as u16 + 1) % 4));
-        descriptor(memory, addresses.table, (table, 64), INDIRECT, 0);
+        (0..4).for_each(|at| {
+            write_descriptor(memory, table + 16 * at, GUEST_BASE, 1, NEXT, (at as u16 + 1) % 4)
+        });
+        write_descriptor(memory, addresses.table, table, 64, INDIRECT, 0);
     });
     causes_fault("an indirect table within another", |memory, addresses| {
         // A table that contains itself.
-        descriptor(memory, addresses.table, (addresses.table, 16), INDIRECT, 0);
+        write_descriptor(memory, addresses.table, addresses.table, 16, INDIRECT, 0);
     });
 }
 
@@ -69,7 +71,9 @@ fn empty_and_oversized_buffers_are_faults() {
         (u64::MAX - 3, 8, "is not in the guest's memory"),
         (0, 8, "is not in the guest's memory"),
     ] {
-        causes_fault(fault, |memory, addresses| descriptor(memory, addresses.table, (guest, len), WRITE, 0));
+        causes_fault(fault, |memory, addresses| {
+            write_descriptor(memory, addresses.table, guest, len, WRITE, 0)
+        });
     }
 }
 

@@ -28,6 +28,26 @@ pub(crate) const NEXT: u16 = 1;
 pub(crate) const WRITE: u16 = 2;
 pub(crate) const INDIRECT: u16 = 4;
 
+/// A descriptor (`struct virtq_desc`).
+#[derive(Clone, Copy)]
+pub(crate) struct Descriptor {
+    pub(crate) address: u64,
+    pub(crate) len: u32,
+    pub(crate) flags: u16,
+    pub(crate) next: u16,
+}
+
+impl Descriptor {
+    pub(crate) fn new(address: u64, len: u32, flags: u16, next: u16) -> Self {
+        Self { address, len, flags, next }
+    }
+
+    pub(crate) fn bytes(self) -> Vec<u8> {
+        let Self { address, len, flags, next } = self;
+        [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
+    }
+}
+
 /// The driver's state and its memory.
 pub(crate) struct Driver {
     pub(crate) file: File,
@@ -94,17 +114,8 @@ impl Driver {
     }
 
     /// Writes a descriptor of a table.
-    pub(crate) fn descriptor(
-        &self,
-        table: u64,
-        index: u16,
-        (address, len): (u64, u32),
-        (flags, next): (u16, u16),
-    ) {
-        let bytes =
-            [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()]
-                .concat();
-        self.put(table + 16 * u64::from(index), &bytes);
+    pub(crate) fn write_descriptor(&self, table: u64, index: u16, descriptor: Descriptor) {
+        self.put(table + 16 * u64::from(index), &descriptor.bytes());
     }
 
     /// Makes a head available.
@@ -139,12 +150,12 @@ impl Driver {
             let buffer = if indirect { Self::buffer(head) + 64 * at as u64 } else { Self::buffer(here) };
             let flags = if *writable { WRITE } else { 0 } | if at < last { NEXT } else { 0 };
             let table = if indirect { TABLES + u64::from(head) * TABLE_BYTES } else { TABLE };
-            self.descriptor(table, here, (GUEST + buffer, *len), (flags, link));
+            self.write_descriptor(table, here, Descriptor::new(GUEST + buffer, *len, flags, link));
         }
         if indirect {
             let bytes = 16 * u32::try_from(buffers.len()).unwrap();
             let table = GUEST + TABLES + u64::from(head) * TABLE_BYTES;
-            self.descriptor(TABLE, head, (table, bytes), (INDIRECT, 0));
+            self.write_descriptor(TABLE, head, Descriptor::new(table, bytes, INDIRECT, 0));
         }
         self.chains[usize::from(head)] = indices;
         self.make_available(head);

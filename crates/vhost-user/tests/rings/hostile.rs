@@ -18,7 +18,7 @@ const SIZE: u16 = 8;
 fn fault_of(descriptors: &[(u64, u32, u16, u16)], features: u64) -> RingFault {
     let mut driver = Driver::new(SIZE);
     for (index, (address, len, flags, next)) in (0..).zip(descriptors) {
-        driver.descriptor(TABLE, index, (*address, *len), (*flags, *next));
+        driver.write_descriptor(TABLE, index, Descriptor::new(*address, *len, *flags, *next));
     }
     driver.make_available(0);
     fault(&mut driver.ring(features).unwrap())
@@ -96,13 +96,17 @@ fn invalid_indirect_tables_are_named() {
 }
 
 /// Makes `heads` chains available, all with one indirect table of `descriptors` descriptors.
-fn make_tables_available(driver: &mut Driver, heads: u16, descriptors: u16, (address, len): (u64, u32)) {
+fn make_tables_available(driver: &mut Driver, heads: u16, descriptors: u16, address: u64, len: u32) {
     for index in 0..descriptors {
         let flags = if index + 1 < descriptors { NEXT } else { 0 };
-        driver.descriptor(TABLE_AT - GUEST, index, (address, len), (flags, index + 1));
+        driver.write_descriptor(TABLE_AT - GUEST, index, Descriptor::new(address, len, flags, index + 1));
     }
     for head in 0..heads {
-        driver.descriptor(TABLE, head, (TABLE_AT, 16 * u32::from(descriptors)), (INDIRECT, 0));
+        driver.write_descriptor(
+            TABLE,
+            head,
+            Descriptor::new(TABLE_AT, 16 * u32::from(descriptors), INDIRECT, 0),
+        );
         driver.make_available(head);
     }
 }
@@ -111,7 +115,7 @@ fn make_tables_available(driver: &mut Driver, heads: u16, descriptors: u16, (add
 fn a_batch_has_a_bounded_number_of_segments() {
     let (heads, descriptors) = (64, CHAIN_DESCRIPTORS_MAX as u16);
     let mut driver = Driver::new(heads);
-    make_tables_available(&mut driver, heads, descriptors, (BUFFER_AT, 1));
+    make_tables_available(&mut driver, heads, descriptors, BUFFER_AT, 1);
     let mut ring = driver.ring(BOTH).unwrap();
     let mut batch = Batch::new();
     let mut popped = 0;
@@ -145,10 +149,10 @@ fn a_chain_with_too_many_segments_is_named() {
     let memory = Arc::new(Memory::new(vec![region(0), region(half)]).unwrap());
     // Each buffer lies across the border of two regions.
     let fits = u16::try_from(CHAIN_SEGMENTS_MAX / 2).unwrap();
-    make_tables_available(&mut driver, 1, fits, (GUEST + half - 1, 2));
+    make_tables_available(&mut driver, 1, fits, GUEST + half - 1, 2);
     let mut ring = Ring::new(driver.setup(BOTH), Arc::clone(&memory), 1).unwrap();
     assert_eq!(ring.pop(&mut Batch::new(), 1), 1);
-    make_tables_available(&mut driver, 1, fits + 1, (GUEST + half - 1, 2));
+    make_tables_available(&mut driver, 1, fits + 1, GUEST + half - 1, 2);
     let mut ring = Ring::new(driver.setup(BOTH), memory, 1).unwrap();
     assert_eq!(fault(&mut ring), RingFault::TooManySegments { head: 0 });
 }
@@ -158,9 +162,9 @@ fn nested_tables_and_loops_in_tables_are_named() {
     let within = |first: (u64, u32, u16, u16), second: (u64, u32, u16, u16)| {
         let mut driver = Driver::new(SIZE);
         for (index, (address, len, flags, next)) in [(0, first), (1, second)] {
-            driver.descriptor(0x1_0000, index, (address, len), (flags, next));
+            driver.write_descriptor(0x1_0000, index, Descriptor::new(address, len, flags, next));
         }
-        driver.descriptor(TABLE, 0, (TABLE_AT, 32), (INDIRECT, 0));
+        driver.write_descriptor(TABLE, 0, Descriptor::new(TABLE_AT, 32, INDIRECT, 0));
         driver.make_available(0);
         fault(&mut driver.ring(BOTH).unwrap())
     };
@@ -195,7 +199,7 @@ fn an_available_index_that_jumps_is_named() {
 #[test]
 fn a_chain_in_flight_cannot_be_made_available_again() {
     let mut driver = Driver::new(SIZE);
-    driver.descriptor(TABLE, 3, (BUFFER_AT, 1), (0, 0));
+    driver.write_descriptor(TABLE, 3, Descriptor::new(BUFFER_AT, 1, 0, 0));
     driver.make_available(3);
     driver.make_available(3);
     let mut ring = driver.ring(BOTH).unwrap();
@@ -211,7 +215,7 @@ fn a_chain_in_flight_cannot_be_made_available_again() {
 #[test]
 fn a_ring_has_no_more_chains_in_flight_than_entries() {
     let mut driver = Driver::new(2);
-    (0..2).for_each(|index| driver.descriptor(TABLE, index, (BUFFER_AT, 1), (0, 0)));
+    (0..2).for_each(|index| driver.write_descriptor(TABLE, index, Descriptor::new(BUFFER_AT, 1, 0, 0)));
     driver.make_available(0);
     driver.make_available(1);
     let mut ring = driver.ring(BOTH).unwrap();
@@ -249,7 +253,7 @@ fn overlapping_parts_of_a_ring_stay_within_bounds() {
     let mut setup = driver.setup(BOTH);
     setup.address.used = setup.address.descriptors;
     let mut ring = Ring::new(setup, driver.memory(), 1).unwrap();
-    driver.descriptor(TABLE, 7, (BUFFER_AT, 8), (WRITE, 0));
+    driver.write_descriptor(TABLE, 7, Descriptor::new(BUFFER_AT, 8, WRITE, 0));
     let mut batch = Batch::new();
     for _ in 0..100 {
         driver.make_available(7);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use towline_vhost_user::message::{Code, Header};
 
-use crate::driver::{INDIRECT, NEXT, WRITE};
+use crate::driver::{Descriptor, INDIRECT, NEXT, WRITE};
 use crate::harness;
 
 /// Seeds of a target, by name.
@@ -67,14 +67,12 @@ fn sessions() -> Seeds {
 }
 
 fn rings() -> Seeds {
-    let descriptor = |(address, len, flags, next): (u64, u32, u16, u16)| {
-        [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()].concat()
-    };
     let ring = |mode: u8, table: &[(u64, u32, u16, u16)]| {
         let mut memory = vec![0; 2048];
-        for (at, entry) in table.iter().enumerate() {
-            memory[16 * at..][..16].copy_from_slice(&descriptor(*entry));
-            memory[512 + 16 * at..][..16].copy_from_slice(&descriptor(*entry));
+        for (at, &(address, len, flags, next)) in table.iter().enumerate() {
+            let bytes = Descriptor::new(address, len, flags, next).bytes();
+            memory[16 * at..][..16].copy_from_slice(&bytes);
+            memory[512 + 16 * at..][..16].copy_from_slice(&bytes);
         }
         // One available entry, with head 0.
         memory[130] = 1;

@@ -12,7 +12,7 @@ use towline_channel::{Channel as _, ChannelExt as _, IoBufMut, UnixChannel};
 use towline_vhost_user::message::{Code, HEADER_BYTES, Header};
 use towline_vhost_user::{Cancel, Device, ServeError, features, serve};
 
-use crate::driver::{AVAILABLE, Driver, GUEST, MEMORY_BYTES, TABLE, USED, USER};
+use crate::driver::{AVAILABLE, Descriptor, Driver, GUEST, MEMORY_BYTES, TABLE, USED, USER};
 use crate::harness::Echo;
 
 const FEATURES: u64 = features::VERSION_1 | features::EVENT_IDX | features::PROTOCOL_FEATURES;
@@ -150,7 +150,8 @@ fn add_request(driver: &mut Driver, at: u64, text: &[u8]) -> u16 {
     let head = driver.add(&[(len, false), (len, true)], false).unwrap();
     let second = driver.word(TABLE + 16 * u64::from(head) + 14);
     for (index, flags, next) in [(head, 1, second), (second, 2, 0)] {
-        driver.descriptor(TABLE, index, (GUEST + at + Driver::buffer(index), len), (flags, next));
+        let address = GUEST + at + Driver::buffer(index);
+        driver.write_descriptor(TABLE, index, Descriptor::new(address, len, flags, next));
     }
     driver.put(Driver::buffer(head), text);
     second
