@@ -282,3 +282,23 @@ impl From<std::io::Error> for BackendError {
 pub(crate) fn is_exhausted(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn errors_are_exhausted_temporary_or_permanent() {
+        let states = |error: &BackendError| (error.is_exhausted(), error.is_temporary());
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
+            let error = BackendError::from(io::Error::from_raw_os_error(errno));
+            assert_eq!(states(&error), (true, false), "{error}");
+        }
+        let refused = BackendError::from(io::Error::from_raw_os_error(libc::EACCES));
+        assert_eq!(states(&refused), (false, false), "{refused}");
+        assert_eq!(states(&BackendError::new("it has no state")), (false, false));
+        assert_eq!(states(&BackendError::temporary("a card still reads")), (false, true));
+    }
+}

@@ -236,3 +236,77 @@ impl Drop for WorkerHandle {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{BackendError, Next};
+    use crate::worker::Queues;
+
+    /// A device of three queues, two of which share a worker.
+    struct Idle;
+
+    impl Device for Idle {
+        fn name(&self) -> &str {
+            "idle"
+        }
+
+        fn queue_count(&self) -> usize {
+            3
+        }
+
+        fn queues_per_worker(&self) -> usize {
+            2
+        }
+
+        fn features(&self) -> u64 {
+            0
+        }
+
+        fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
+            Ok(Box::new(Idle))
+        }
+    }
+
+    impl Worker for Idle {
+        fn run(&mut self, _: &mut Queues<'_>) -> Next {
+            Next::Wait
+        }
+    }
+
+    fn pool() -> WorkerPool {
+        WorkerPool::new(&Idle, None, &Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_command_is_executed_by_the_worker_of_its_ring() {
+        let pool = pool();
+        for (ring, queue, slots) in [(0, 0, 2), (1, 1, 2), (2, 0, 1)] {
+            let reply =
+                pool.call(ring, |thread, queue| (thread.slots[queue].number, queue, thread.slots.len()));
+            assert_eq!(reply.unwrap(), (ring, queue, slots));
+        }
+    }
+
+    #[test]
+    fn a_panic_is_the_reply_to_this_command_and_later_ones() {
+        let pool = pool();
+        let panicked = pool.call(2, |_, _| -> usize { panic!("of a test") });
+        assert!(matches!(panicked, Err(SessionError::WorkerPanicked { index: 1 })), "{panicked:?}");
+        let later = pool.call(2, |_, queue| queue);
+        assert!(matches!(later, Err(SessionError::WorkerPanicked { index: 1 })), "{later:?}");
+        assert_eq!(pool.call(0, |_, queue| queue).unwrap(), 0, "the other worker runs on");
+    }
+
+    #[test]
+    fn cancellation_ends_the_wait_for_a_blocked_worker() {
+        let mut pool = pool();
+        let cancel = Cancel::new().unwrap();
+        pool.set_cancel(&cancel);
+        // Dropped before the pool, which ends the command.
+        let (_unblock, blocked) = channel::<()>();
+        cancel.cancel();
+        let cancelled = pool.call(0, move |_, _| blocked.recv());
+        assert!(matches!(cancelled, Err(SessionError::Cancelled { index: 0 })), "{cancelled:?}");
+    }
+}

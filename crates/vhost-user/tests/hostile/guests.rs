@@ -50,7 +50,7 @@ fn chains_with_loops_are_faults() {
         // An indirect table whose last descriptor links to its first.
         let table = GUEST_BASE + (1 << 19);
         (0..4).for_each(|at| {
-            write_descriptor(memory, table + 16 * at, GUEST_BASE, 1, NEXT, (at as u16 + 1) % 4)
+            write_descriptor(memory, table + 16 * at, GUEST_BASE, 1, NEXT, (at as u16 + 1) % 4);
         });
         write_descriptor(memory, addresses.table, table, 64, INDIRECT, 0);
     });
@@ -72,7 +72,7 @@ fn empty_and_oversized_buffers_are_faults() {
         (0, 8, "is not in the guest's memory"),
     ] {
         causes_fault(fault, |memory, addresses| {
-            write_descriptor(memory, addresses.table, guest, len, WRITE, 0)
+            write_descriptor(memory, addresses.table, guest, len, WRITE, 0);
         });
     }
 }
