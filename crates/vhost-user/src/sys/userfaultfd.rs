@@ -1,7 +1,7 @@
-//! Page faults of ours that somebody else resolves: a userfaultfd over shared memory.
+//! A userfaultfd over shared memory, whose faults the frontend resolves.
 //!
-//! Nobody here reads the descriptor: the frontend does, fetches the page into the shared file and wakes who waits. Formats
-//! and numbers: `include/uapi/linux/userfaultfd.h`. (The crate `userfaultfd` wants libclang to build.)
+//! The frontend reads the descriptor, fetches the page into the shared file and wakes the waiting thread. Formats and numbers:
+//! `include/uapi/linux/userfaultfd.h`. (The crate `userfaultfd` needs libclang to build.)
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,27 +15,26 @@ use rustix::mm::{UserfaultfdFlags, userfaultfd};
 
 use super::Mapping;
 
-/// `UFFDIO`, the ioctls' type.
+/// Type of the ioctls (`UFFDIO`).
 const TYPE: u8 = 0xaa;
 
-// The numbers hold the sizes of the structures: both are as in the header, or this does not compile.
+// The numbers include the sizes of the structures, so this checks both against the header.
 const _: () = {
     assert!(UFFDIO_API == opcode::read_write::<uffdio_api>(TYPE, 0x3f));
     assert!(UFFDIO_REGISTER == opcode::read_write::<uffdio_register>(TYPE, 0x00));
 };
 
-/// A userfaultfd. When the last of its descriptors is closed, nothing is watched any more, and pages that are not there
-/// read as zeros.
+/// A userfaultfd. When the last of its descriptors is closed, its registrations end, and missing pages read as zeros.
 #[derive(Debug)]
-pub(crate) struct Faults(OwnedFd);
+pub(crate) struct Userfaultfd(OwnedFd);
 
-impl Faults {
-    /// A new one, also for faults within system calls: devices hand guest memory to the kernel.
+impl Userfaultfd {
+    /// Creates a userfaultfd, also for faults within system calls, because devices pass guest memory to the kernel.
     ///
     /// # Errors
     /// `EPERM` without CAP_SYS_PTRACE where `vm.unprivileged_userfaultfd` is 0; `ENOSYS`.
     pub(crate) fn new() -> io::Result<Self> {
-        // SAFETY: the descriptor is used for regions only that `watch` is given.
+        // SAFETY: the descriptor is used only for the regions of `register`.
         let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
         let mut api = uffdio_api { api: UFFD_API.into(), features: 0, ioctls: 0 };
         // SAFETY: the number belongs to this structure (asserted above), which the kernel fills in.
@@ -43,20 +42,20 @@ impl Faults {
         Ok(Self(fd))
     }
 
-    /// Whoever touches a page of it that is in no process yet waits until it is.
+    /// Registers a mapping: a thread that accesses a missing page of it waits until the page arrives.
     ///
     /// # Errors
-    /// `EINVAL`: the kernel cannot watch this kind of memory.
-    pub(crate) fn watch(&self, mapping: &Mapping) -> io::Result<()> {
+    /// `EINVAL`: the kernel does not support this kind of memory.
+    pub(crate) fn register(&self, mapping: &Mapping) -> io::Result<()> {
         let (start, len) = mapping.span();
         let range = uffdio_range { start: start.addr() as u64, len: len as u64 };
         let mut register = uffdio_register { range, mode: UFFDIO_REGISTER_MODE_MISSING.into(), ioctls: 0 };
-        // SAFETY: the number belongs to this structure (asserted above). The range is mapped, by `mapping`; whoever touches
-        // it afterwards waits, and reads what the frontend put there, as everybody who shares the file would.
+        // SAFETY: the number belongs to this structure (asserted above). The range is mapped, by `mapping`; later accesses
+        // wait, and read what the frontend writes there, like those of any process that shares the file.
         Ok(unsafe { ioctl(&self.0, Updater::<{ UFFDIO_REGISTER }, _>::new(&mut register)) }?)
     }
 
-    /// The descriptor once more, for who resolves the faults.
+    /// A duplicate of the descriptor, for the frontend.
     pub(crate) fn descriptor(&self) -> io::Result<OwnedFd> {
         self.0.try_clone()
     }
