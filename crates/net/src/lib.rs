@@ -15,6 +15,7 @@
 //! ring, so a process that dies loses frames in flight and no descriptor: its successor continues at the used index.
 //! See `docs/net.md`.
 
+mod chains;
 mod device;
 mod features;
 mod lock;

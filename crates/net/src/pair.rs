@@ -35,7 +35,7 @@ pub(crate) struct QueuePair {
     counted: [BatchCounters; 2],
     /// True while the receive ring runs.
     receives: bool,
-    pulse: Pulse,
+    poller: Pulse,
     traffic: Traffic,
     pinned: bool,
 }
@@ -43,7 +43,7 @@ pub(crate) struct QueuePair {
 impl QueuePair {
     pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
         let xdp = shared.xdp.is_some().then(|| XdpTransmitter::new(index, Arc::clone(&shared)));
-        let pulse = Pulse::new(shared.options.busy_poll);
+        let poller = Pulse::new(shared.options.busy_poll);
         Ok(Self {
             index,
             shared,
@@ -53,7 +53,7 @@ impl QueuePair {
             xdp: xdp.transpose()?,
             counted: Default::default(),
             receives: false,
-            pulse,
+            poller,
             traffic: Traffic::default(),
             pinned: false,
         })
@@ -130,10 +130,10 @@ impl QueuePair {
         self.traffic.from_guest += sent.packets;
         self.traffic.to_guest += received.packets;
         if sent.bytes.max(received.bytes) > REQUEST_BYTES_MAX {
-            self.pulse.flows(self.traffic);
+            self.poller.flows(self.traffic);
             return Next::Wait;
         }
-        if self.pulse.goes_on(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
+        if self.poller.goes_on(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
     }
 }
 

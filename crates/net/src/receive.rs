@@ -13,9 +13,10 @@
 
 use std::io;
 
-use towline_channel::{IOV_MAX, IoBufMut, gather};
-use towline_vhost_user::{Batch, Chain, Next, Ring};
+use towline_channel::{IoBufMut, gather};
+use towline_vhost_user::{Batch, Next, Ring};
 
+use crate::chains::{Gathered, complete, gather_chains, recycled, write_chains};
 use crate::statistics::{BatchCounters, DropReason};
 use crate::tap::{FrameFormat, LinkState, TapContext};
 use crate::{FRAME_BYTES_MAX, PUBLISHED_BYTES};
@@ -30,8 +31,6 @@ const WINDOW: std::ops::RangeInclusive<usize> = 8..=256;
 const DEFERRED_CHAINS_MAX: usize = 4096;
 /// Frames after which the longest of them becomes the expected length.
 const PREDICTION_FRAMES: usize = 64;
-/// Offset of `num_buffers` in the virtio header.
-const NUM_BUFFERS: usize = 10;
 /// Consecutive errors after which a tap is considered gone.
 const FAILURES_MAX: usize = 16;
 
@@ -84,15 +83,6 @@ enum ShortBatch {
     Refill,
     /// Read into those that there are.
     Use,
-}
-
-/// Chains of the batch into which a frame is read.
-#[derive(Clone, Copy)]
-struct Gathered {
-    first: usize,
-    chains: usize,
-    /// Sum of their writable bytes.
-    bytes: usize,
 }
 
 /// A batch into which frames were received.
@@ -363,69 +353,18 @@ impl LengthPrediction {
     }
 }
 
-/// Appends the buffers of as many chains, from `first` on, as a frame of the expected length takes.
-fn gather_chains<'b>(
-    batch: &'b Batch,
-    first: usize,
-    format: FrameFormat,
-    expected: usize,
-    bufs: &mut Vec<IoBufMut<'b>>,
-) -> Gathered {
-    let mut gathered = Gathered { first, chains: 0, bytes: 0 };
-    let chains_max = if format.mergeable { batch.len() - first } else { 1 };
-    for chain in (first..first + chains_max).map(|index| batch.chain(index)) {
-        let enough = gathered.bytes >= expected && gathered.bytes > 0;
-        if enough || bufs.len() + chain.writable().len() >= IOV_MAX {
-            break;
-        }
-        bufs.extend(chain.writable());
-        gathered.bytes += chain.writable_bytes() as usize;
-        gathered.chains += 1;
-    }
-    gathered
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// Writes `bytes` to the chains from `first` on. Returns false, and writes nothing, if they are too short.
-fn write_chains(batch: &Batch, first: usize, bytes: &[u8]) -> bool {
-    let room: usize = batch.chains().skip(first).map(|chain| chain.writable_bytes() as usize).sum();
-    if room < bytes.len() {
-        return false;
+    #[test]
+    fn the_expected_length_is_that_of_the_longest_recent_frame() {
+        let mut lengths = LengthPrediction::default();
+        [60, 1514, 90].into_iter().for_each(|length| lengths.record(length));
+        assert_eq!(lengths.expected, 1514);
+        (3..PREDICTION_FRAMES).for_each(|_| lengths.record(90));
+        assert_eq!(lengths.expected, 1514, "the longest of these frames");
+        (0..PREDICTION_FRAMES).for_each(|_| lengths.record(90));
+        assert_eq!(lengths.expected, 90);
     }
-    let mut done = 0;
-    for chain in batch.chains().skip(first) {
-        if done == bytes.len() {
-            break;
-        }
-        done += chain.write_at(0, &bytes[done..]);
-    }
-    true
-}
-
-/// Completes the chains from `first` on that a frame of this length fills. Returns their number.
-fn complete(ring: &mut Ring, batch: &Batch, first: usize, length: usize, format: FrameFormat) -> usize {
-    let (mut left, mut used) = (length, 0);
-    while left > 0 {
-        left = left.saturating_sub(batch.chain(first + used).writable_bytes() as usize);
-        used += 1;
-    }
-    // Before any chain is completed, which marks its pages in the dirty log: a write after the mark would be lost in a
-    // migration.
-    if format.header_bytes > NUM_BUFFERS {
-        let count = u16::try_from(used).expect("a batch has less than 65536 chains").to_le_bytes();
-        batch.chain(first).write_at(NUM_BUFFERS, &count);
-    }
-    let mut left = length;
-    for index in first..first + used {
-        let chain: Chain<'_> = batch.chain(index);
-        let written = left.min(chain.writable_bytes() as usize);
-        left -= written;
-        ring.complete(chain, u32::try_from(written).expect("a frame is shorter than 4 GiB"));
-    }
-    used
-}
-
-/// Clears a list of buffers and keeps its allocation, for buffers of another lifetime.
-fn recycled<'b>(mut bufs: Vec<IoBufMut<'_>>) -> Vec<IoBufMut<'b>> {
-    bufs.clear();
-    bufs.into_iter().map(|_| unreachable!("the list is empty")).collect()
 }
