@@ -165,12 +165,12 @@ impl FrameBuilder {
     fn reference(&mut self, frame: &Frame<'_>) -> bool {
         self.parts.clear();
         let mut skip = u32::try_from(frame.virtio_bytes).expect("a virtio header has 10 or 12 bytes");
-        for mut place in frame.chain.readable_places() {
-            let skipped = skip.min(place.len);
+        for mut range in frame.chain.readable_places() {
+            let skipped = skip.min(range.len);
             skip -= skipped;
-            (place.offset, place.len) = (place.offset + u64::from(skipped), place.len - skipped);
-            if place.len > 0 {
-                self.parts.push(self.umem.range(place));
+            (range.offset, range.len) = (range.offset + u64::from(skipped), range.len - skipped);
+            if range.len > 0 {
+                self.parts.push(self.umem.range(range));
             }
         }
         let mut buffer = [0; HEADERS_BYTES_MAX];

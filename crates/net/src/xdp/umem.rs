@@ -142,10 +142,10 @@ impl Umem {
     }
 
     /// Translates a range of guest memory.
-    pub(super) fn range(&self, place: Place) -> UmemRange {
-        let slot = self.regions.get(place.region).copied().flatten();
+    pub(super) fn range(&self, guest: Place) -> UmemRange {
+        let slot = self.regions.get(guest.region).copied().flatten();
         let page = slot.map_or(PAGE_BYTES, |slot| slot.page);
-        UmemRange { offset: slot.map(|slot| slot.offset + place.offset), len: place.len, page }
+        UmemRange { offset: slot.map(|slot| slot.offset + guest.offset), len: guest.len, page }
     }
 
     /// Returns true if no page was removed from guest memory since it was pinned. Pages that a balloon or page reporting has
