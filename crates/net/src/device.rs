@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
-use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
+use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use crate::features;
 use crate::pair::{QueuePair, RECEIVE, TRANSMIT};
@@ -63,7 +63,7 @@ impl Shared {
 
     /// Refuses a new connection while frames of the previous one may still be sent. The restarted ring may contain their chains
     /// again, which would be completed while the network card still reads them.
-    fn check_orphaned(&self, pair: usize) -> Result<(), Refusal> {
+    fn check_orphaned(&self, pair: usize) -> Result<(), BackendError> {
         let Some(xdp) = self.xdp.as_ref().filter(|_| self.orphaned[pair].load(Relaxed)) else {
             return Ok(());
         };
@@ -71,7 +71,7 @@ impl Shared {
             Ok(true) => {}
             Ok(false) => {
                 let name = xdp.name();
-                return Err(Refusal::for_now(format!(
+                return Err(BackendError::temporary(format!(
                     "{name} may still send frames of the previous connection: its queue is busy; check the link and the driver \
                      of {name}, and that no other program uses the queue"
                 )));
@@ -189,7 +189,7 @@ impl Device for Net {
         self.pairs() * 2
     }
 
-    fn queue_number(&self) -> usize {
+    fn reported_queue_num(&self) -> usize {
         self.pairs()
     }
 
@@ -198,11 +198,11 @@ impl Device for Net {
     }
 
     /// Transmit queues: a guest that retransmits would otherwise wait for the chains of a disabled queue without end.
-    fn discards(&self, queue: usize) -> bool {
+    fn drops_while_disabled(&self, queue: usize) -> bool {
         queue % 2 == TRANSMIT
     }
 
-    fn keeps_order(&self) -> bool {
+    fn completes_in_order(&self) -> bool {
         true
     }
 
@@ -216,11 +216,11 @@ impl Device for Net {
         ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU | state
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
         Ok(State { link_up: self.is_link_up(), counters: self.statistics() }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state)?;
         self.set_link(state.link_up);
         // The source may have more pairs; those beyond ours are ignored.
@@ -230,11 +230,11 @@ impl Device for Net {
         Ok(())
     }
 
-    fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
-        self.apply_features(features).map_err(|error| Refusal::new(error.to_string()))
+    fn acknowledge(&self, features: u64) -> Result<(), BackendError> {
+        self.apply_features(features).map_err(|error| BackendError::new(error.to_string()))
     }
 
-    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
         self.shared.check_orphaned(index)?;
         Ok(Box::new(QueuePair::new(index, Arc::clone(&self.shared))?))
     }
@@ -244,7 +244,7 @@ impl Device for Net {
         self.shared.xdp.is_none()
     }
 
-    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {
+    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), BackendError> {
         let header = [0; 12];
         let header = &header[..features::header_bytes(self.shared.features.load(Relaxed))];
         let frame = rarp::frame(mac);
@@ -252,13 +252,13 @@ impl Device for Net {
         Ok(())
     }
 
-    fn set_mtu(&self, mtu: u16) -> Result<(), Refusal> {
+    fn set_mtu(&self, mtu: u16) -> Result<(), BackendError> {
         let taps = &self.shared.taps;
         match taps.mtu() {
             Some(found) if found < mtu.into() && taps.is_created() => {
-                taps.set_mtu(mtu).map_err(|error| Refusal::new(error.to_string()))
+                taps.set_mtu(mtu).map_err(|error| BackendError::new(error.to_string()))
             }
-            Some(found) if found < mtu.into() => Err(Refusal::new(format!(
+            Some(found) if found < mtu.into() => Err(BackendError::new(format!(
                 "the guest's MTU is {mtu} (host_mtu), the MTU of {name} is {found}; run `ip link set {name} mtu {mtu}`",
                 name = taps.name()
             ))),
@@ -270,9 +270,9 @@ impl Device for Net {
         !self.shared.options.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if !self.is_migratable() {
-            return Err(Refusal::new("it cannot be migrated: it was started with --unmigratable"));
+            return Err(BackendError::new("it cannot be migrated: it was started with --unmigratable"));
         }
         let (features, pairs) = (self.features(), self.pairs());
         let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
@@ -280,15 +280,18 @@ impl Device for Net {
         Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}{state}"))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let destination = self.migration_version()?;
         let refused = |reason: String| {
-            Err(Refusal::new(format!("{reason}; the source is `{source}`, this card is `{destination}`")))
+            Err(BackendError::new(format!(
+                "{reason}; the source is `{source}`, this card is `{destination}`"
+            )))
         };
         let Some(theirs) = Version::parse(source) else {
             return refused(format!("the source is not a {KIND}"));
         };
-        let ours = Version::parse(&destination).ok_or(Refusal::new("the card's own version is invalid"))?;
+        let ours =
+            Version::parse(&destination).ok_or(BackendError::new("the card's own version is invalid"))?;
         let missing = theirs.features & !ours.features;
         // MQ depends on the number of pairs, which QEMU compares itself.
         if missing & !features::MQ != 0 {

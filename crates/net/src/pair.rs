@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use towline_vhost_user::{Next, PollFd, PollFlags, Pulse, Queues, Refusal, Traffic, Worker};
+use towline_vhost_user::{AdaptivePoller, BackendError, Next, PollFlags, PollSet, Queues, Traffic, Worker};
 
 use crate::device::Shared;
 use crate::features;
@@ -35,7 +35,7 @@ pub(crate) struct QueuePair {
     counted: [BatchCounters; 2],
     /// True while the receive ring runs.
     receives: bool,
-    poller: Pulse,
+    poller: AdaptivePoller,
     traffic: Traffic,
     pinned: bool,
 }
@@ -43,7 +43,7 @@ pub(crate) struct QueuePair {
 impl QueuePair {
     pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
         let xdp = shared.xdp.is_some().then(|| XdpTransmitter::new(index, Arc::clone(&shared)));
-        let poller = Pulse::new(shared.options.busy_poll);
+        let poller = AdaptivePoller::new(shared.options.busy_poll);
         Ok(Self {
             index,
             shared,
@@ -100,13 +100,13 @@ impl QueuePair {
     fn transmit(&mut self, queues: &mut Queues<'_>, tap: TapContext<'_>) -> (Next, Volume) {
         let counted = &mut self.counted[TRANSMIT];
         if let (Some(xdp), LinkState::Down) = (&mut self.xdp, tap.link) {
-            xdp.reap_while_stopped(queues.held(TRANSMIT), counted);
+            xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
         }
         let Some(ring) = queues.ring(TRANSMIT) else {
             // Without frames to send, no wait for room in the tap, which is writable most of the time.
             self.transmitter.blocked = false;
             if let Some(xdp) = &mut self.xdp {
-                xdp.reap_while_stopped(queues.held(TRANSMIT), counted);
+                xdp.reap_while_stopped(queues.started_ring(TRANSMIT), counted);
             }
             return (Next::Wait, Volume::default());
         };
@@ -130,10 +130,10 @@ impl QueuePair {
         self.traffic.from_guest += sent.packets;
         self.traffic.to_guest += received.packets;
         if sent.bytes.max(received.bytes) > REQUEST_BYTES_MAX {
-            self.poller.flows(self.traffic);
+            self.poller.reset_on_bulk(self.traffic);
             return Next::Wait;
         }
-        if self.poller.goes_on(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
+        if self.poller.should_poll(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
     }
 }
 
@@ -158,7 +158,7 @@ impl Worker for QueuePair {
         if [transmits, receives].contains(&Next::Again) { Next::Again } else { polls }
     }
 
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
         let queue = self.queue();
         let mut events = PollFlags::empty();
         // While the link is down, frames are discarded, which needs no receive buffers.
@@ -171,25 +171,30 @@ impl Worker for QueuePair {
             events |= PollFlags::OUT;
         }
         if !events.is_empty() {
-            fds.push(PollFd::new(queue, events));
+            fds.add(queue, events);
         }
         if let Some(timer) = self.xdp.as_ref().and_then(XdpTransmitter::timer) {
-            fds.push(PollFd::from_borrowed_fd(timer, PollFlags::IN));
+            fds.add_borrowed(timer, PollFlags::IN);
         }
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         match self.xdp.as_mut().filter(|_| queue == TRANSMIT) {
-            Some(xdp) => xdp.drain(queues.held(TRANSMIT), &mut self.counted[TRANSMIT], deadline),
+            Some(xdp) => xdp.drain(queues.started_ring(TRANSMIT), &mut self.counted[TRANSMIT], deadline),
             None => Ok(()),
         }
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), BackendError> {
         self.receiver.release_memory();
         self.transmitter.release_memory();
         match &mut self.xdp {
-            Some(xdp) => xdp.release(queues.held(TRANSMIT), &mut self.counted[TRANSMIT], deadline),
+            Some(xdp) => xdp.release(queues.started_ring(TRANSMIT), &mut self.counted[TRANSMIT], deadline),
             None => Ok(()),
         }
     }

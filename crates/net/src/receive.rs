@@ -130,12 +130,12 @@ impl Receiver {
     /// Receives up to [`FRAMES_PER_RUN`] frames.
     pub(crate) fn run(&mut self, ring: &mut Ring, tap: TapContext<'_>, counted: &mut BatchCounters) -> Next {
         if self.tap_failed {
-            ring.listen(false);
+            ring.set_notification(false);
             return Next::Wait;
         }
         if tap.link == LinkState::Down {
             // Frames are discarded without the guest's buffers, so kicks for more of them are not needed.
-            ring.listen(false);
+            ring.set_notification(false);
             return self.discard(tap, counted);
         }
         if self.deliver_deferred(ring, tap.format, counted) == Delivery::Waits {
@@ -149,10 +149,10 @@ impl Receiver {
             self.buffers_exhausted = false;
             let filled = self.fill(ring, tap, counted, &mut left);
             let popped = self.batch.len();
-            ring.give_back(&mut self.batch, filled.chains);
+            ring.rewind(&mut self.batch, filled.chains);
             ring.publish();
             if filled.tap_empty || left == 0 {
-                ring.listen(false);
+                ring.set_notification(false);
                 if filled.chains < popped / 4 {
                     self.window = (self.window / 2).max(*WINDOW.start());
                 }
@@ -165,7 +165,7 @@ impl Receiver {
                 // `fill` returned before it counted this frame.
                 left -= 1;
                 if left == 0 {
-                    ring.listen(false);
+                    ring.set_notification(false);
                     return Next::Again;
                 }
             }
@@ -206,7 +206,7 @@ impl Receiver {
     /// Requests a kick for the next buffers.
     fn wait_for_buffers(&mut self, ring: &mut Ring) -> Next {
         self.buffers_exhausted = true;
-        ring.listen(true);
+        ring.set_notification(true);
         Next::Wait
     }
 
@@ -323,12 +323,12 @@ impl Receiver {
         ring.pop(batch, DEFERRED_CHAINS_MAX);
         if format.mergeable && write_chains(batch, 0, &self.deferred) {
             let used = complete(ring, batch, 0, length, format);
-            ring.give_back(batch, used);
+            ring.rewind(batch, used);
             ring.publish();
             counted.add_frame(length - format.header_bytes);
         } else {
             let too_many = batch.len() == DEFERRED_CHAINS_MAX || batch.is_full();
-            ring.give_back(batch, 0);
+            ring.rewind(batch, 0);
             if !too_many && format.mergeable {
                 return Delivery::Waits;
             }

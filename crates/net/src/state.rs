@@ -8,7 +8,7 @@
 //! (`SECTIONS`): an older reader skips sections that it does not know, a newer one uses the defaults of a new card for
 //! sections that are missing. So a guest may move from an old host to a new one and back.
 
-use towline_vhost_user::{QUEUES_MAX, Refusal};
+use towline_vhost_user::{BackendError, QUEUES_MAX};
 
 use crate::statistics::{DropReason, QueueStatistics};
 
@@ -72,20 +72,23 @@ impl State {
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, BackendError> {
         Self::decode_as(bytes, STATE_VERSION)
     }
 
     /// Decodes as a card of version `known` does.
-    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, Refusal> {
+    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, BackendError> {
         let Some((head, mut rest)) =
             bytes.split_first_chunk::<HEAD_BYTES>().filter(|_| bytes.starts_with(MAGIC))
         else {
-            return Err(Refusal::new(format!("{} bytes are not the state of a network card", bytes.len())));
+            return Err(BackendError::new(format!(
+                "{} bytes are not the state of a network card",
+                bytes.len()
+            )));
         };
         let [version, oldest] = [6, 8].map(|at| u16::from_le_bytes([head[at], head[at + 1]]));
         if oldest > known {
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "the card's state has version {version}, readable from version {oldest} on, this card reads version {known}; use a \
                  newer towline on this host"
             )));
@@ -96,7 +99,7 @@ impl State {
             let len = u32::from_le_bytes([head[2], head[3], head[4], head[5]]) as usize;
             let Some((contents, following)) = following.split_at_checked(len) else {
                 let left = following.len();
-                return Err(Refusal::new(format!(
+                return Err(BackendError::new(format!(
                     "section {tag} of the card's state is truncated: {left} bytes, expected {len}"
                 )));
             };
@@ -104,12 +107,12 @@ impl State {
             match SECTIONS.iter().find(|section| section.tag == tag && section.version <= known) {
                 Some(section) if (section.load)(&mut state, contents) => {}
                 None if version > known => {}
-                _ => return Err(Refusal::new(format!("section {tag} of the card's state is invalid"))),
+                _ => return Err(BackendError::new(format!("section {tag} of the card's state is invalid"))),
             }
         }
         match rest {
             [] => Ok(state),
-            _ => Err(Refusal::new(format!("{} bytes follow the card's state", rest.len()))),
+            _ => Err(BackendError::new(format!("{} bytes follow the card's state", rest.len()))),
         }
     }
 }

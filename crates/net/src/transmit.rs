@@ -55,15 +55,15 @@ impl Transmitter {
         for _ in 0..BATCHES_PER_RUN {
             let popped = ring.pop(&mut self.batch, FRAMES_PER_BATCH);
             if popped == 0 {
-                ring.listen(true);
+                ring.set_notification(true);
                 return Next::Wait;
             }
             let sent = self.send_batch(ring, tap, counted);
-            ring.give_back(&mut self.batch, sent);
+            ring.rewind(&mut self.batch, sent);
             ring.publish();
             if sent < popped {
                 self.blocked = true;
-                ring.listen(false);
+                ring.set_notification(false);
                 return Next::Wait;
             }
         }

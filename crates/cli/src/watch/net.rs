@@ -27,10 +27,10 @@ impl Managed for Card {
     }
 
     fn facts(&self) -> facts::Device {
-        let rings = features::OURS & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
+        let rings = features::COMMON & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
         // Those that a guest uses, and before there is one all that there are.
         let queues = match self.net.pairs_in_use() {
-            0 => self.net.queue_number(),
+            0 => self.net.reported_queue_num(),
             in_use => in_use,
         };
         facts::Device {

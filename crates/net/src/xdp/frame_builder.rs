@@ -165,7 +165,7 @@ impl FrameBuilder {
     fn reference(&mut self, frame: &Frame<'_>) -> bool {
         self.parts.clear();
         let mut skip = u32::try_from(frame.virtio_bytes).expect("a virtio header has 10 or 12 bytes");
-        for mut range in frame.chain.readable_places() {
+        for mut range in frame.chain.readable_ranges() {
             let skipped = skip.min(range.len);
             skip -= skipped;
             (range.offset, range.len) = (range.offset + u64::from(skipped), range.len - skipped);

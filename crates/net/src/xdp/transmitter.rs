@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
-use towline_vhost_user::{Batch, Head, Memory, Next, Refusal, Ring};
+use towline_vhost_user::{BackendError, Batch, Head, Memory, Next, Ring};
 
 use super::Xdp;
 use super::socket::TransmitMode;
@@ -148,7 +148,7 @@ impl XdpTransmitter {
         mut ring: Option<&mut Ring>,
         counted: &mut BatchCounters,
         deadline: Instant,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), BackendError> {
         if let Some(queue) = &mut self.queue {
             match queue.drain(ring.as_deref_mut(), deadline, DrainScope::Chains) {
                 Ok(Drained::Yes) => counted.pending = 0,
@@ -176,7 +176,7 @@ impl XdpTransmitter {
         mut ring: Option<&mut Ring>,
         counted: &mut BatchCounters,
         deadline: Instant,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), BackendError> {
         self.batch.clear();
         if let Some(queue) = &mut self.queue {
             if let Err(error) = queue.drain(ring.as_deref_mut(), deadline, DrainScope::Everything) {
@@ -297,13 +297,13 @@ impl XdpTransmitter {
         &mut self,
         mut ring: Option<&mut Ring>,
         counted: &mut BatchCounters,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), BackendError> {
         let interval = Timespec { tv_sec: 0, tv_nsec: FREE_INTERVAL.subsec_nanos().into() };
         let deadline = Instant::now() + CLOSED_TIMEOUT;
         while !self.orphaned.is_empty() && self.check_orphans(ring.as_deref_mut(), counted) != Orphans::None {
             if Instant::now() >= deadline {
                 let (frames, name) = (self.orphaned.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
-                return Err(Refusal::new(format!(
+                return Err(BackendError::new(format!(
                     "{name} may still send {frames} frames: its queue is busy {} s after the socket was closed; check the link \
                      and the driver of {name}, and that no other program uses the queue",
                     CLOSED_TIMEOUT.as_secs()

@@ -166,7 +166,7 @@ impl TxQueue {
                     break;
                 }
             }
-            ring.give_back(batch, sent);
+            ring.rewind(batch, sent);
             self.socket.tx.publish();
             self.wake_up()?;
             let progress = self.reap(Some(&mut *ring))?;
@@ -175,11 +175,11 @@ impl TxQueue {
                 return Err(TxError::MemoryRemoved);
             }
             if popped == 0 {
-                ring.listen(true);
+                ring.set_notification(true);
                 return Ok(TxRun { next: Next::Wait, tap_full });
             }
             if sent < popped {
-                ring.listen(false);
+                ring.set_notification(false);
                 let again = progress == Progress::Some && !tap_full;
                 return Ok(TxRun { next: if again { Next::Again } else { Next::Wait }, tap_full });
             }

@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use rustix::fs::fstatfs;
-use towline_vhost_user::{Memory, Place};
+use towline_vhost_user::{GuestRange, Memory};
 
 use super::arena::SECTION_BYTES;
 use super::references::UmemRange;
@@ -142,7 +142,7 @@ impl Umem {
     }
 
     /// Translates a range of guest memory.
-    pub(super) fn range(&self, guest: Place) -> UmemRange {
+    pub(super) fn range(&self, guest: GuestRange) -> UmemRange {
         let slot = self.regions.get(guest.region).copied().flatten();
         let page = slot.map_or(PAGE_BYTES, |slot| slot.page);
         UmemRange { offset: slot.map(|slot| slot.offset + guest.offset), len: guest.len, page }
