@@ -158,7 +158,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     }
     let options = Options {
         cpus: args.cpus.clone(),
-        poll: Duration::from_micros(args.poll_us),
+        busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
         device_state: args.device_state == Switch::On,
     };
@@ -281,7 +281,7 @@ fn tell(net: &Net, json: bool) {
     if json {
         let pairs: Vec<Value> = pairs
             .iter()
-            .zip(net.modes())
+            .zip(net.transmit_modes())
             .map(|([receive, transmit], mode)| {
                 let mut transmit = object(transmit);
                 transmit["mode"] = mode.name().into();
@@ -297,7 +297,7 @@ fn tell(net: &Net, json: bool) {
             console::notice(&format!("net {} {way} {index}: {}", net.taps().name(), line(queue)));
         }
         if net.uses_xdp() {
-            let (transmit, mode) = (&pair[1], net.modes()[index]);
+            let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
             console::notice(&format!(
                 "net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
                 net.taps().name(),

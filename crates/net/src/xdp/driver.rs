@@ -1,4 +1,4 @@
-//! What a driver can do for AF_XDP, asked by generic netlink (`netdev` family, `linux/netdev.h`; since 6.6).
+//! AF_XDP features of a driver, queried by generic netlink (`netdev` family, `linux/netdev.h`; Linux 6.6 and later).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -25,29 +25,37 @@ const CHECKSUM: u64 = 2;
 const HEADERS_BYTES: usize = 16 + 4;
 const REQUEST: u16 = 1;
 const ERROR: u16 = 2;
-const ANSWER_BYTES_MAX: usize = 8192;
+const REPLY_BYTES_MAX: usize = 8192;
 
-/// See the module. Of a kernel that does not say nothing is known, and nothing expected.
+/// Features of a driver. Without the netlink family none are assumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Features {
-    /// The device reads packets from where they are.
+pub(super) struct DriverFeatures {
+    /// The network card reads packets from the UMEM.
     pub(super) zero_copy: bool,
-    /// Descriptors of a packet that it takes then.
+    /// Maximum number of descriptors of a packet in zero-copy mode.
     pub(super) descriptors: usize,
-    /// It makes checksums then.
+    /// Checksum offload in zero-copy mode.
     pub(super) checksum: bool,
 }
 
-impl Features {
-    /// Asks for those of an interface, by its number.
-    pub(super) fn of(interface: u32) -> io::Result<Self> {
+/// A netlink attribute of a request.
+struct Attribute<'v> {
+    kind: u16,
+    value: &'v [u8],
+}
+
+impl DriverFeatures {
+    /// Queries the features of an interface, by its index.
+    pub(super) fn query(interface: u32) -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
-        let family = ask(&socket, CONTROL, GET_FAMILY, (FAMILY_NAME, b"netdev\0"))?;
-        let family = find(&family, FAMILY_ID).ok_or(io::ErrorKind::Unsupported)?;
+        let name = Attribute { kind: FAMILY_NAME, value: b"netdev\0" };
+        let family = find(&request(&socket, CONTROL, GET_FAMILY, &name)?, FAMILY_ID);
+        let family = family.ok_or(io::ErrorKind::Unsupported)?;
         let family = u16::try_from(family).map_err(|_| io::ErrorKind::InvalidData)?;
-        let answer = ask(&socket, family, DEV_GET, (INTERFACE, &interface.to_ne_bytes()))?;
-        let number = |attribute| find(&answer, attribute).unwrap_or(0);
+        let interface = Attribute { kind: INTERFACE, value: &interface.to_ne_bytes() };
+        let reply = request(&socket, family, DEV_GET, &interface)?;
+        let number = |attribute| find(&reply, attribute).unwrap_or(0);
         Ok(Self {
             zero_copy: number(XDP_FEATURES) & ZERO_COPY != 0,
             descriptors: usize::try_from(number(SEGMENTS)).unwrap_or(1).max(1),
@@ -56,35 +64,35 @@ impl Features {
     }
 }
 
-/// Asks with one attribute; the attributes of the answer.
-fn ask(socket: &OwnedFd, family: u16, command: u8, attribute: (u16, &[u8])) -> io::Result<Vec<u8>> {
-    let (kind, value) = attribute;
+/// Sends a request with one attribute. Returns the attributes of the reply.
+fn request(socket: &OwnedFd, family: u16, command: u8, attribute: &Attribute<'_>) -> io::Result<Vec<u8>> {
+    let value = attribute.value;
     let length = |bytes: usize| u16::try_from(bytes).expect("a request is short");
     let mut request = Vec::new();
     request.extend((HEADERS_BYTES + 4 + value.len().next_multiple_of(4)).to_ne_bytes()[..4].iter());
     request.extend([family.to_ne_bytes(), REQUEST.to_ne_bytes()].concat());
-    // The sequence and the port are not needed for one question at a time.
+    // Sequence and port: not needed with one request at a time.
     request.extend([0; 8]);
     request.extend([command, 1, 0, 0]);
-    request.extend([length(4 + value.len()).to_ne_bytes(), kind.to_ne_bytes()].concat());
+    request.extend([length(4 + value.len()).to_ne_bytes(), attribute.kind.to_ne_bytes()].concat());
     request.extend(value);
     request.resize(request.len().next_multiple_of(4), 0);
     send(socket, &request, SendFlags::empty())?;
-    let mut answer = vec![0; ANSWER_BYTES_MAX];
-    let (received, _) = recv(socket, answer.as_mut_slice(), RecvFlags::empty())?;
-    answer.truncate(received);
-    let kind = answer.get(4..6).map(|bytes| u16::from_ne_bytes([bytes[0], bytes[1]]));
-    match (kind, answer.get(16..20)) {
+    let mut reply = vec![0; REPLY_BYTES_MAX];
+    let (received, _) = recv(socket, reply.as_mut_slice(), RecvFlags::empty())?;
+    reply.truncate(received);
+    let kind = reply.get(4..6).map(|bytes| u16::from_ne_bytes([bytes[0], bytes[1]]));
+    match (kind, reply.get(16..20)) {
         (Some(ERROR), Some(code)) => {
             let code = i32::from_ne_bytes([code[0], code[1], code[2], code[3]]);
             Err(io::Error::from_raw_os_error(code.saturating_neg()))
         }
-        (Some(_), Some(_)) => Ok(answer.split_off(HEADERS_BYTES)),
+        (Some(_), Some(_)) => Ok(reply.split_off(HEADERS_BYTES)),
         _ => Err(io::ErrorKind::InvalidData.into()),
     }
 }
 
-/// The number in an attribute.
+/// Value of an integer attribute.
 fn find(mut attributes: &[u8], wanted: u16) -> Option<u64> {
     loop {
         let header = attributes.first_chunk::<4>()?;
@@ -94,7 +102,7 @@ fn find(mut attributes: &[u8], wanted: u16) -> Option<u64> {
         if kind == wanted {
             let mut number = [0; 8];
             number.get_mut(..value.len())?.copy_from_slice(value);
-            // Little-endian machines only, as all of this crate.
+            // Little-endian machines only, as everywhere in this crate.
             return Some(u64::from_le_bytes(number));
         }
         attributes = attributes.get(length.next_multiple_of(4)..)?;
@@ -111,13 +119,13 @@ mod tests {
             [6, 0, 1, 0, 9, 1, 0, 0, 8, 0, 4, 0, 3, 0, 0, 0, 12, 0, 6, 0, 2, 0, 0, 0, 0, 0, 0, 0];
         let found = [1, 4, 6, 7].map(|wanted| find(&attributes, wanted));
         assert_eq!(found, [Some(0x109), Some(3), Some(2), None]);
-        assert_eq!(find(&attributes[..26], 6), None, "cut off");
-        assert_eq!(find(&[0; 8], 6), None, "no length");
+        assert_eq!(find(&attributes[..26], 6), None, "a truncated attribute");
+        assert_eq!(find(&[0; 8], 6), None, "an attribute without a length");
     }
 
     #[test]
-    fn a_loopback_copies() {
-        // A kernel that does not say is as good.
-        assert!(!Features::of(1).unwrap_or_default().zero_copy);
+    fn the_loopback_has_no_zero_copy() {
+        // A kernel without the netlink family reports none either.
+        assert!(!DriverFeatures::query(1).unwrap_or_default().zero_copy);
     }
 }
