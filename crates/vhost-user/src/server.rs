@@ -119,7 +119,11 @@ impl Service {
         let mut was_temporary = false;
         loop {
             let outcome = self.serve_one(device, record, cancel);
-            if outcome.is_err() {
+            if let Err(error) = &outcome {
+                // A session that failed in a request can continue neither here nor in a new process.
+                if cancel.is_cancelled() && matches!(error, ServeError::Session { .. }) {
+                    self.connection = None;
+                }
                 cancel.check()?;
             }
             let connected = self.connection.take().is_some();

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use towline_channel::Cancel;
 
@@ -26,6 +26,9 @@ use crate::sys;
 
 /// Time limit for a thread to end. A thread that waits in the kernel for the frontend's pages may never end.
 const END_WITHIN: Duration = Duration::from_secs(5);
+/// Time that a thread has for a command once its session is cancelled, by a signal or a live upgrade. Draining a queue, the
+/// longest command, takes a second at most.
+const CANCELLED_WITHIN: Duration = Duration::from_secs(5);
 /// Interval at which a wait for a reply checks for cancellation.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -203,14 +206,19 @@ impl WorkerHandle {
         if sent { Ok(reply) } else { Err(SessionError::WorkerPanicked { index: self.index }) }
     }
 
-    /// Waits for a reply until cancelled: a thread may wait in the kernel for pages that never arrive.
+    /// Waits for a reply. Once the session is cancelled the wait has a limit, since a thread may wait in the kernel for pages
+    /// that never arrive. It is not zero: a live upgrade stops the rings of a session that is cancelled already, and a busy
+    /// machine may not run the thread within one interval.
     fn receive<T>(&self, reply: &Receiver<T>, cancel: Option<&Cancel>) -> Result<T, SessionError> {
         let index = self.index;
+        let began = Instant::now();
         loop {
             match reply.recv_timeout(CANCEL_INTERVAL) {
                 Ok(reply) => return Ok(reply),
                 Err(RecvTimeoutError::Disconnected) => return Err(SessionError::WorkerPanicked { index }),
-                Err(RecvTimeoutError::Timeout) if cancel.is_some_and(Cancel::is_cancelled) => {
+                Err(RecvTimeoutError::Timeout)
+                    if began.elapsed() >= CANCELLED_WITHIN && cancel.is_some_and(Cancel::is_cancelled) =>
+                {
                     return Err(SessionError::Cancelled { index });
                 }
                 Err(RecvTimeoutError::Timeout) => {}

@@ -9,3 +9,4 @@ mod guests;
 mod harness;
 mod refused;
 mod resting;
+mod upgrades;
