@@ -1,7 +1,7 @@
 //! One connection as the table has it, and what packets of the guest's come to.
 
-use crate::credit::{FromGuest, ToGuest};
-use crate::packet::{Ends, Kind, Shut};
+use crate::credit::{PeerCredit, ReceiveWindow};
+use crate::packet::{Kind, SeqFlags, ShutdownFlags};
 
 /// What a guest may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,7 +61,7 @@ impl Default for Limits {
 
 /// A connection's name between us and the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Key {
+pub struct ConnectionKey {
     /// The guest's port.
     pub guest_port: u32,
     /// Whom it is connected with: the host or another guest.
@@ -72,7 +72,7 @@ pub struct Key {
 
 /// A place in the table, and which of its connections. Never means another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Id {
+pub struct ConnectionId {
     /// The place.
     pub index: u32,
     /// How often it was used before.
@@ -81,17 +81,17 @@ pub struct Id {
 
 /// How far a connection is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Phase {
+pub enum ConnectionState {
     /// The host side has asked, the guest has not answered.
-    Asked,
+    RequestSent,
     /// The guest has asked, the host side is not there yet.
     Connecting,
     /// Both are there.
-    Open,
+    Established,
     /// Both ways are over; the guest has not confirmed it.
-    Over,
+    Closing,
     /// The guest is through with it, but not all that it sent has reached the host side.
-    Lingering,
+    Draining,
     /// It goes with the reset that is owed.
     Resetting,
 }
@@ -112,17 +112,17 @@ bitflags::bitflags! {
 #[derive(Debug)]
 pub struct Connection {
     /// Its name.
-    pub key: Key,
+    pub key: ConnectionKey,
     /// Bytes or messages.
     pub kind: Kind,
     /// How far it is.
-    pub phase: Phase,
+    pub state: ConnectionState,
     /// What the guest said that it will not do any more.
-    pub guest_shut: Shut,
+    pub guest_shut: ShutdownFlags,
     /// What the guest was told, or will be, that the host will not do any more.
-    pub host_shut: Shut,
-    pub(crate) to_guest: ToGuest,
-    pub(crate) from_guest: FromGuest,
+    pub host_shut: ShutdownFlags,
+    pub(crate) to_guest: PeerCredit,
+    pub(crate) from_guest: ReceiveWindow,
     pub(crate) owed: Owed,
     pub(crate) in_line: bool,
     /// The peer asked for it, not the guest.
@@ -135,17 +135,17 @@ pub enum Inbound {
     /// Nothing, or nothing but an answer that is owed now.
     Nothing,
     /// To be connected with the host side that its key names.
-    Connect(Id),
+    Connect(ConnectionId),
     /// The guest has accepted.
-    Accepted(Id),
+    Accepted(ConnectionId),
     /// Payload for the host side.
-    Payload(Id, Ends),
+    Payload(ConnectionId, SeqFlags),
     /// There may be credit where there was none.
-    Credit(Id),
+    Credit(ConnectionId),
     /// The guest said that it will not send or receive any more.
-    Shut(Id),
+    Shutdown(ConnectionId),
     /// The connection is gone from the table; so is its host side to be. `true` if the guest wished so.
-    Gone(Id, bool),
+    Gone(ConnectionId, bool),
 }
 
 /// What the table has counted.

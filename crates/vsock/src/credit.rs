@@ -19,7 +19,7 @@ const OWN_MIN: u32 = 4096;
 
 /// What may go to the guest.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct ToGuest {
+pub struct PeerCredit {
     sent: u32,
     taken: u32,
     alloc: u32,
@@ -27,7 +27,7 @@ pub struct ToGuest {
 
 /// What the guest may send.
 #[derive(Debug, Clone, Copy)]
-pub struct FromGuest {
+pub struct ReceiveWindow {
     received: u32,
     forwarded: u32,
     /// Of `forwarded`, what the guest knows.
@@ -39,9 +39,9 @@ pub struct FromGuest {
 
 /// The guest said what cannot be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lie;
+pub struct CreditViolation;
 
-impl ToGuest {
+impl PeerCredit {
     /// How many bytes may be sent now.
     pub fn room(&self) -> u32 {
         self.alloc.saturating_sub(self.sent.wrapping_sub(self.taken))
@@ -60,19 +60,19 @@ impl ToGuest {
     /// What a header of the guest's says.
     ///
     /// # Errors
-    /// [`Lie`] if it has taken more than it was sent.
-    pub fn hear(&mut self, alloc: u32, taken: u32) -> Result<(), Lie> {
+    /// [`CreditViolation`] if it has taken more than it was sent.
+    pub fn hear(&mut self, alloc: u32, taken: u32) -> Result<(), CreditViolation> {
         let step = taken.wrapping_sub(self.taken);
         if step <= self.sent.wrapping_sub(self.taken) {
             (self.taken, self.alloc) = (taken, alloc);
             return Ok(());
         }
         // Behind what it said before: an old header, overtaken by another of its threads.
-        if self.taken.wrapping_sub(taken) <= WINDOW_MAX { Ok(()) } else { Err(Lie) }
+        if self.taken.wrapping_sub(taken) <= WINDOW_MAX { Ok(()) } else { Err(CreditViolation) }
     }
 }
 
-impl FromGuest {
+impl ReceiveWindow {
     /// A window of so many bytes.
     pub fn new(window: u32) -> Self {
         Self { received: 0, forwarded: 0, told: 0, window, behind: false }
@@ -98,10 +98,10 @@ impl FromGuest {
     /// So many bytes came.
     ///
     /// # Errors
-    /// [`Lie`] if there was no credit for them.
-    pub fn receive(&mut self, bytes: u32) -> Result<(), Lie> {
+    /// [`CreditViolation`] if there was no credit for them.
+    pub fn receive(&mut self, bytes: u32) -> Result<(), CreditViolation> {
         if bytes > self.window - self.kept() {
-            return Err(Lie);
+            return Err(CreditViolation);
         }
         self.received = self.received.wrapping_add(bytes);
         Ok(())
@@ -153,11 +153,11 @@ mod tests {
 
     #[test]
     fn a_guest_that_took_more_than_it_was_sent_lies() {
-        let mut credit = ToGuest::default();
+        let mut credit = PeerCredit::default();
         credit.hear(1000, 0).unwrap();
         credit.send(600);
         assert_eq!(credit.room(), 400);
-        assert_eq!(credit.hear(1000, 601), Err(Lie));
+        assert_eq!(credit.hear(1000, 601), Err(CreditViolation));
         credit.hear(1000, 500).unwrap();
         assert_eq!(credit.room(), 900);
         // An old header changes nothing, not even the window.
@@ -166,22 +166,22 @@ mod tests {
         // It may shrink, below what is under way too.
         credit.hear(50, 500).unwrap();
         assert_eq!(credit.room(), 0);
-        assert_eq!(credit.hear(1000, 500u32.wrapping_sub(WINDOW_MAX + 1)), Err(Lie));
+        assert_eq!(credit.hear(1000, 500u32.wrapping_sub(WINDOW_MAX + 1)), Err(CreditViolation));
     }
 
     #[test]
     fn counts_go_round() {
-        let mut credit = ToGuest { sent: u32::MAX - 1, taken: u32::MAX - 1, alloc: 100 };
+        let mut credit = PeerCredit { sent: u32::MAX - 1, taken: u32::MAX - 1, alloc: 100 };
         credit.send(50);
         assert_eq!(credit.room(), 50);
         credit.hear(100, 20).unwrap();
         assert_eq!(credit.room(), 72);
-        assert_eq!(credit.hear(100, 49), Err(Lie));
+        assert_eq!(credit.hear(100, 49), Err(CreditViolation));
     }
 
     #[test]
     fn credit_is_told_when_it_is_needed_and_not_more_often() {
-        let mut credit = FromGuest::new(1000);
+        let mut credit = ReceiveWindow::new(1000);
         credit.receive(500).unwrap();
         assert!(!credit.is_due(u32::MAX, false));
         credit.forward(249);
@@ -190,7 +190,7 @@ mod tests {
         assert!(credit.is_due(u32::MAX, false));
         assert_eq!(credit.say(), (1000, 250));
         assert!(!credit.is_due(u32::MAX, false));
-        assert_eq!(credit.receive(751), Err(Lie));
+        assert_eq!(credit.receive(751), Err(CreditViolation));
         credit.receive(750).unwrap();
         credit.forward(1000);
         assert!(credit.is_due(u32::MAX, false));
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn whoever_has_used_all_is_told_in_the_end() {
         for window in [1, 2, 3, 7, WINDOW_MIN] {
-            let mut credit = FromGuest::new(window);
+            let mut credit = ReceiveWindow::new(window);
             credit.receive(window).unwrap();
             credit.forward(window);
             assert!(credit.is_due(u32::MAX, false), "{window}");
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_uses_only_as_much_as_it_gives_is_told_in_time() {
-        let mut credit = FromGuest::new(1 << 20);
+        let mut credit = ReceiveWindow::new(1 << 20);
         credit.receive(256 << 10).unwrap();
         credit.forward(256 << 10);
         assert!(!credit.is_due(u32::MAX, false));
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn a_message_that_began_can_be_ended() {
-        let mut credit = FromGuest::new(1000);
+        let mut credit = ReceiveWindow::new(1000);
         credit.receive(100).unwrap();
         credit.forward(100);
         credit.receive(900).unwrap();
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_window_grows_while_the_host_keeps_up() {
-        let mut credit = FromGuest::new(200_000);
+        let mut credit = ReceiveWindow::new(200_000);
         assert_eq!(credit.wanted(), 400_000);
         credit.fall_behind();
         assert_eq!(credit.wanted(), WINDOW_BEHIND_MAX);

@@ -12,13 +12,13 @@ use towline_channel::ZeroCopySend;
 use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
 
 use crate::connection::Limits;
-use crate::engine::{Engine, News};
+use crate::engine::{Engine, Readiness};
 use crate::gate::Gate;
 use crate::host::{Ears, Event, Host, HostSocket, Listening, wait_for_freed};
+use crate::local_guests::{LocalGuests, Mailbox};
 use crate::packet::{HOST_CID, Kind};
 use crate::report::{Desk, Report};
-use crate::rules::{Place, Rule};
-use crate::siblings::{Mailbox, Siblings};
+use crate::rules::{HostAddress, Rule};
 use crate::sockets::Sockets as _;
 use crate::state::State;
 
@@ -52,7 +52,7 @@ pub struct Settings {
     /// Whether packets of 16 KiB and more to TCP are sent without a copy.
     pub zero_copy_send: ZeroCopySend,
     /// How long its thread waits awake where requests and answers alternate; 0: never.
-    pub poll: Duration,
+    pub busy_poll: Duration,
     /// Its guest cannot be migrated with it, and its frontend is told so.
     pub unmigratable: bool,
 }
@@ -104,9 +104,18 @@ impl Vsock {
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub fn new(settings: Settings, siblings: &Arc<Siblings>) -> Result<Self, DeviceError> {
-        let Settings { cid, uds, uds_seqpacket, rules, groups, limits, zero_copy_send, poll, unmigratable } =
-            settings;
+    pub fn new(settings: Settings, local_guests: &Arc<LocalGuests>) -> Result<Self, DeviceError> {
+        let Settings {
+            cid,
+            uds,
+            uds_seqpacket,
+            rules,
+            groups,
+            limits,
+            zero_copy_send,
+            busy_poll,
+            unmigratable,
+        } = settings;
         let mut listening = Vec::new();
         let mut add = |name: String, made: io::Result<Listening>, port| match made {
             Ok(made) => {
@@ -121,26 +130,42 @@ impl Vsock {
             }
         }
         for rule in &rules {
-            if let Rule::In { from, port } = rule {
+            if let Rule::Listen { from, port } = rule {
                 let name = match from {
-                    Place::Tcp(address) => address.to_string(),
-                    Place::Unix(path) => path.display().to_string(),
-                    Place::Vsock { port, .. } => format!("port {port} of the host's own vsock"),
+                    HostAddress::Tcp(address) => address.to_string(),
+                    HostAddress::Unix(path) => path.display().to_string(),
+                    HostAddress::Vsock { port, .. } => format!("port {port} of the host's own vsock"),
                 };
                 add(name, Listening::place(from), Some(*port))?;
             }
         }
         let mailbox = Arc::new(Mailbox::new(limits.handshakes)?);
-        if !siblings.add(cid, groups, Arc::clone(&mailbox)) {
+        if !local_guests.add(cid, groups, Arc::clone(&mailbox)) {
             return Err(DeviceError::Cid { cid });
         }
         // The guest's messages go where its bytes go, unless only messages have a place.
         let uds = uds.or(uds_seqpacket);
-        let siblings = Arc::clone(siblings);
+        let local_guests = Arc::clone(local_guests);
         let greetings_max = limits.handshakes;
-        let ears =
-            Arc::new(Ears { listening, uds, rules, zero_copy_send, cid, siblings, mailbox, greetings_max });
-        Ok(Self { cid, limits, poll, unmigratable, ears, desk: Arc::default(), passage: Arc::default() })
+        let ears = Arc::new(Ears {
+            listening,
+            uds,
+            rules,
+            zero_copy_send,
+            cid,
+            local_guests,
+            mailbox,
+            greetings_max,
+        });
+        Ok(Self {
+            cid,
+            limits,
+            poll: busy_poll,
+            unmigratable,
+            ears,
+            desk: Arc::default(),
+            passage: Arc::default(),
+        })
     }
 
     /// What it has done so far.
@@ -240,7 +265,7 @@ impl Device for Vsock {
 }
 
 /// Lets this process have as many descriptors as it may: each connection is one. Returns how many it has then.
-pub fn allow_descriptors() -> u64 {
+pub fn raise_descriptor_limit() -> u64 {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -287,7 +312,7 @@ impl Server {
         let connections = self.engine.connections().collect();
         self.desk.write(Report {
             statistics: self.engine.statistics(),
-            kept: self.engine.kept(),
+            buffered_bytes: self.engine.kept(),
             names: self.engine.names(),
             next_port: self.engine.table().next_port(),
             connections,
@@ -334,7 +359,7 @@ impl Server {
                 Event::Connected(id, socket) => self.engine.connected(id, socket),
                 Event::Error(id) => {
                     if !self.engine.freed(id) {
-                        self.engine.readable(id, News::HungUp);
+                        self.engine.readable(id, Readiness::Closed);
                     }
                 }
                 Event::Open { port, kind, cid, socket } => {

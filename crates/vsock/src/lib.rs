@@ -11,7 +11,7 @@
 //! What it is not: datagrams. The kernel's own vhost-vsock.
 //!
 //! Limits: [`Limits`] of connections and memory for each guest; packets of [`PAYLOAD_BYTES_MAX`](packet::PAYLOAD_BYTES_MAX)
-//! bytes; [`STRAYS_MAX`] answers to packets of no connection. For users: `docs/vsock.md`.
+//! bytes; [`PENDING_RESETS_MAX`] answers to packets of no connection. For users: `docs/vsock.md`.
 
 mod connection;
 pub mod credit;
@@ -19,22 +19,24 @@ mod device;
 mod engine;
 mod gate;
 mod host;
+mod local_guests;
 pub mod packet;
 mod report;
 mod rules;
-mod siblings;
 mod sockets;
 mod state;
 mod sys;
 mod table;
 
-pub use connection::{Connection, Id, Inbound, Key, Limits, Phase, TableStatistics};
-pub use device::{DeviceError, QUEUES, Settings, Vsock, allow_descriptors};
-pub use engine::{Engine, LineStatistics, News, PATIENCE_MS, Statistics};
+pub use connection::{
+    Connection, ConnectionId, ConnectionKey, ConnectionState, Inbound, Limits, TableStatistics,
+};
+pub use device::{DeviceError, QUEUES, Settings, Vsock, raise_descriptor_limit};
+pub use engine::{CONNECT_TIMEOUT_MS, ConnectionStatistics, Engine, Readiness, Statistics};
+pub use local_guests::LocalGuests;
 pub use report::{ConnectionReport, Report};
-pub use rules::{Place, Rule, RuleError, guest_cid};
-pub use siblings::Siblings;
-pub use sockets::{Connect, Front, Received, Sockets};
+pub use rules::{HostAddress, Rule, RuleError, guest_cid};
+pub use sockets::{ConnectOutcome, Peeked, Received, Sockets};
 pub use state::STATE_VERSION;
-pub use table::{STRAYS_MAX, Table};
+pub use table::{PENDING_RESETS_MAX, Table};
 pub use towline_channel::ZeroCopySend;

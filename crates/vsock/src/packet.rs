@@ -30,7 +30,7 @@ pub struct Header {
     pub kind: U16,
     /// See [`Operation`].
     pub operation: U16,
-    /// By operation: [`Shut`] or [`Ends`].
+    /// By operation: [`ShutdownFlags`] or [`SeqFlags`].
     pub flags: U32,
     /// How many bytes the sender of this can hold for the connection.
     pub buf_alloc: U32,
@@ -117,7 +117,7 @@ impl Kind {
 bitflags::bitflags! {
     /// The flags of a [`Operation::Shutdown`].
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Shut: u32 {
+    pub struct ShutdownFlags: u32 {
         /// Its sender receives no more.
         const RECEIVE = 1;
         /// Its sender sends no more.
@@ -126,11 +126,11 @@ bitflags::bitflags! {
 
     /// The flags of a [`Operation::ReadWrite`] of messages.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-    pub struct Ends: u32 {
+    pub struct SeqFlags: u32 {
         /// The message ends here.
-        const MESSAGE = 1;
+        const EOM = 1;
         /// And so does the record.
-        const RECORD = 2;
+        const EOR = 2;
     }
 }
 

@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::connection::{Key, Phase};
-use crate::engine::{LineStatistics, Statistics};
+use crate::connection::{ConnectionKey, ConnectionState};
+use crate::engine::{ConnectionStatistics, Statistics};
 use crate::packet::Kind;
 
 /// How long a thread may take to write it down; then what it last wrote is taken.
@@ -18,12 +18,12 @@ pub struct Report {
     /// All together.
     pub statistics: Statistics,
     /// Bytes that are kept for sockets which do not take them.
-    pub kept: usize,
+    pub buffered_bytes: usize,
     /// The names of all connections, and the port of the host side that comes next.
-    pub(crate) names: Vec<(Key, Kind)>,
+    pub(crate) names: Vec<(ConnectionKey, Kind)>,
     pub(crate) next_port: u32,
     /// Each connection that there is.
-    pub connections: Vec<(Key, Kind, Phase, LineStatistics)>,
+    pub connections: Vec<(ConnectionKey, Kind, ConnectionState, ConnectionStatistics)>,
 }
 
 impl fmt::Display for Report {
@@ -31,16 +31,16 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Statistics {
             table,
-            lines,
+            totals,
             sends,
             receives,
-            blocked,
-            stalled,
-            starved,
+            socket_full,
+            out_of_credit,
+            rx_ring_empty,
             connections,
             connections_peak,
-            lent,
-            taken_back,
+            zero_copy_in_flight,
+            zero_copy_resets,
             memory_reserved,
             memory_waits,
         } = self.statistics;
@@ -48,20 +48,20 @@ impl fmt::Display for Report {
             f,
             "connections={connections} peak={connections_peak} from_guest={} to_guest={} refused_by_limit={} \
              bytes_to_host={} bytes_to_guest={} packets_from_guest={} packets_to_guest={} bytes_copied={} \
-             bytes_lent={} lent={lent} taken_back={taken_back} kept={} \
+             bytes_zero_copy={} zero_copy_in_flight={zero_copy_in_flight} zero_copy_resets={zero_copy_resets} buffered_bytes={} \
              memory_reserved={memory_reserved} memory_waits={memory_waits} \
-             sends={sends} receives={receives} blocked={blocked} stalled={stalled} starved={starved} resets_sent={} \
+             sends={sends} receives={receives} socket_full={socket_full} out_of_credit={out_of_credit} rx_ring_empty={rx_ring_empty} resets_sent={} \
              resets_received={} violations={} dropped={} credit_updates_sent={} credit_updates_received={}",
             table.requests_from_guest,
             table.requests_to_guest,
             table.refused_by_limit,
-            lines.bytes_to_host,
-            lines.bytes_to_guest,
-            lines.packets_from_guest,
-            lines.packets_to_guest,
-            lines.bytes_copied,
-            lines.bytes_lent,
-            self.kept,
+            totals.bytes_to_host,
+            totals.bytes_to_guest,
+            totals.packets_from_guest,
+            totals.packets_to_guest,
+            totals.bytes_copied,
+            totals.bytes_zero_copy,
+            self.buffered_bytes,
             table.resets_sent,
             table.resets_received,
             table.violations,
@@ -73,7 +73,7 @@ impl fmt::Display for Report {
             let kind = name(*kind);
             write!(
                 f,
-                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={} bytes_lent={}",
+                "\n  {kind} guest:{} {}:{} {} bytes_to_host={} bytes_to_guest={} bytes_copied={} bytes_zero_copy={}",
                 key.guest_port,
                 key.peer_cid,
                 key.peer_port,
@@ -81,7 +81,7 @@ impl fmt::Display for Report {
                 line.bytes_to_host,
                 line.bytes_to_guest,
                 line.bytes_copied,
-                line.bytes_lent
+                line.bytes_zero_copy
             )?;
         }
         Ok(())
@@ -100,7 +100,7 @@ pub struct ConnectionReport {
     /// And its port.
     pub peer_port: u32,
     /// What went over it.
-    pub line: LineStatistics,
+    pub statistics: ConnectionStatistics,
 }
 
 impl Report {
@@ -111,7 +111,7 @@ impl Report {
             guest_port: key.guest_port,
             peer_cid: key.peer_cid,
             peer_port: key.peer_port,
-            line: *line,
+            statistics: *line,
         })
     }
 }

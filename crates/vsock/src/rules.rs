@@ -15,7 +15,7 @@ use std::str::FromStr;
 
 /// A place on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Place {
+pub enum HostAddress {
     /// An address, numeric: nothing is resolved on the way.
     Tcp(SocketAddr),
     /// A Unix socket.
@@ -33,21 +33,21 @@ pub enum Place {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
     /// The guest reaches a place by this port of the host.
-    Out {
+    Connect {
         /// The port.
         port: u32,
         /// The place.
-        to: Place,
+        to: HostAddress,
     },
     /// A place leads to this port of the guest.
-    In {
+    Listen {
         /// The place.
-        from: Place,
+        from: HostAddress,
         /// The port.
         port: u32,
     },
     /// The guest reaches another guest by the socket of its device.
-    Sibling {
+    PeerGuest {
         /// The other's context.
         cid: u64,
         /// The socket that takes `CONNECT`.
@@ -60,7 +60,7 @@ pub enum Rule {
 pub enum RuleError {
     /// Not of the form.
     #[error(
-        "`{found}` is no rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
+        "`{found}` is not a rule; expected guest:PORT=tcp:ADDRESS:PORT, guest:PORT=unix:PATH, guest:PORT=vsock:CID:PORT, \
          tcp:ADDRESS:PORT=guest:PORT, unix:PATH=guest:PORT, vsock:PORT=guest:PORT or cid:N=uds:PATH"
     )]
     Form {
@@ -68,19 +68,19 @@ pub enum RuleError {
         found: String,
     },
     /// A port that is none.
-    #[error("`{found}` is no port; expected a number below 2^32 - 1")]
+    #[error("`{found}` is not a port; expected a number below 2^32 - 1")]
     Port {
         /// What was given.
         found: String,
     },
     /// A context that no other guest has.
-    #[error("`{found}` is no guest's context; expected a number above 2 and below 2^32 - 1")]
+    #[error("`{found}` is not a guest CID; expected a number from 3 to 2^32 - 2")]
     Cid {
         /// What was given.
         found: String,
     },
     /// An address that is none.
-    #[error("`{found}` is no address; expected one by numbers, such as 127.0.0.1:80 or [::1]:80")]
+    #[error("`{found}` is not an address; expected a numeric one, such as 127.0.0.1:80 or [::1]:80")]
     Address {
         /// What was given.
         found: String,
@@ -94,18 +94,18 @@ impl FromStr for Rule {
         let form = || RuleError::Form { found: text.to_owned() };
         let (from, to) = text.split_once('=').ok_or_else(form)?;
         if let (Some(cid), Some(path)) = (from.strip_prefix("cid:"), to.strip_prefix("uds:")) {
-            return Ok(Self::Sibling { cid: guest_cid(cid)?, uds: path.into() });
+            return Ok(Self::PeerGuest { cid: guest_cid(cid)?, uds: path.into() });
         }
         // A path may have a `=` in it; then the guest is behind the last one.
         if let Some(number) = from.strip_prefix("guest:") {
             let to = place(to).ok_or_else(form)??;
             // Nobody connects to anybody.
-            let somewhere = !matches!(to, Place::Vsock { cid: None, .. });
-            return if somewhere { Ok(Self::Out { port: port(number)?, to }) } else { Err(form()) };
+            let somewhere = !matches!(to, HostAddress::Vsock { cid: None, .. });
+            return if somewhere { Ok(Self::Connect { port: port(number)?, to }) } else { Err(form()) };
         }
         let (from, to) = text.rsplit_once('=').ok_or_else(form)?;
         let number = to.strip_prefix("guest:").ok_or_else(form)?;
-        Ok(Self::In { from: place(from).ok_or_else(form)??, port: port(number)? })
+        Ok(Self::Listen { from: place(from).ok_or_else(form)??, port: port(number)? })
     }
 }
 
@@ -123,19 +123,19 @@ fn port(text: &str) -> Result<u32, RuleError> {
     port.ok_or_else(|| RuleError::Port { found: text.to_owned() })
 }
 
-fn place(text: &str) -> Option<Result<Place, RuleError>> {
+fn place(text: &str) -> Option<Result<HostAddress, RuleError>> {
     if let Some(path) = text.strip_prefix("unix:") {
-        return (!path.is_empty()).then(|| Ok(Place::Unix(path.into())));
+        return (!path.is_empty()).then(|| Ok(HostAddress::Unix(path.into())));
     }
     if let Some(address) = text.strip_prefix("vsock:") {
         let (cid, number) = match address.split_once(':') {
             Some((cid, number)) => (Some(cid.parse().ok()?), number),
             None => (None, address),
         };
-        return Some(port(number).map(|port| Place::Vsock { cid, port }));
+        return Some(port(number).map(|port| HostAddress::Vsock { cid, port }));
     }
     let address = text.strip_prefix("tcp:")?;
-    Some(address.parse().map(Place::Tcp).map_err(|_| RuleError::Address { found: address.to_owned() }))
+    Some(address.parse().map(HostAddress::Tcp).map_err(|_| RuleError::Address { found: address.to_owned() }))
 }
 
 #[cfg(test)]
@@ -145,28 +145,34 @@ mod tests {
     #[test]
     fn rules_are_what_they_look_like() {
         let rule = |text: &str| text.parse::<Rule>().unwrap();
-        let tcp = Place::Tcp("127.0.0.1:80".parse().unwrap());
-        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), Rule::Out { port: 5, to: tcp.clone() });
-        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), Rule::In { from: tcp, port: 5 });
-        let odd = Place::Unix("/a=b".into());
-        assert_eq!(rule("guest:5=unix:/a=b"), Rule::Out { port: 5, to: odd.clone() });
-        assert_eq!(rule("unix:/a=b=guest:5"), Rule::In { from: odd, port: 5 });
+        let tcp = HostAddress::Tcp("127.0.0.1:80".parse().unwrap());
+        assert_eq!(rule("guest:5=tcp:127.0.0.1:80"), Rule::Connect { port: 5, to: tcp.clone() });
+        assert_eq!(rule("tcp:127.0.0.1:80=guest:5"), Rule::Listen { from: tcp, port: 5 });
+        let odd = HostAddress::Unix("/a=b".into());
+        assert_eq!(rule("guest:5=unix:/a=b"), Rule::Connect { port: 5, to: odd.clone() });
+        assert_eq!(rule("unix:/a=b=guest:5"), Rule::Listen { from: odd, port: 5 });
         let (cid, port) = (Some(1), 9001);
-        assert_eq!(rule("guest:5=vsock:1:9001"), Rule::Out { port: 5, to: Place::Vsock { cid, port } });
-        assert_eq!(rule("vsock:9001=guest:5"), Rule::In { from: Place::Vsock { cid: None, port }, port: 5 });
-        assert_eq!(rule("cid:7=uds:/run/seven"), Rule::Sibling { cid: 7, uds: "/run/seven".into() });
+        assert_eq!(
+            rule("guest:5=vsock:1:9001"),
+            Rule::Connect { port: 5, to: HostAddress::Vsock { cid, port } }
+        );
+        assert_eq!(
+            rule("vsock:9001=guest:5"),
+            Rule::Listen { from: HostAddress::Vsock { cid: None, port }, port: 5 }
+        );
+        assert_eq!(rule("cid:7=uds:/run/seven"), Rule::PeerGuest { cid: 7, uds: "/run/seven".into() });
     }
 
     #[test]
     fn what_is_no_rule_is_named() {
         let error = |text: &str| text.parse::<Rule>().unwrap_err().to_string();
-        assert!(error("5").starts_with("`5` is no rule; expected guest:PORT=tcp:"));
-        assert!(error("guest:5=").starts_with("`guest:5=` is no rule"));
-        assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is no rule"));
-        assert!(error("vsock:x:1=guest:5").starts_with("`vsock:x:1=guest:5` is no rule"));
-        assert_eq!(error("guest:x=unix:/a"), "`x` is no port; expected a number below 2^32 - 1");
-        assert!(error("guest:4294967295=unix:/a").contains("is no port"));
-        assert!(error("tcp:localhost:80=guest:5").starts_with("`localhost:80` is no address"));
-        assert!(error("cid:2=uds:/a").starts_with("`2` is no guest's context"));
+        assert!(error("5").starts_with("`5` is not a rule; expected guest:PORT=tcp:"));
+        assert!(error("guest:5=").starts_with("`guest:5=` is not a rule"));
+        assert!(error("guest:5=vsock:9001").starts_with("`guest:5=vsock:9001` is not a rule"));
+        assert!(error("vsock:x:1=guest:5").starts_with("`vsock:x:1=guest:5` is not a rule"));
+        assert_eq!(error("guest:x=unix:/a"), "`x` is not a port; expected a number below 2^32 - 1");
+        assert!(error("guest:4294967295=unix:/a").contains("is not a port"));
+        assert!(error("tcp:localhost:80=guest:5").starts_with("`localhost:80` is not an address"));
+        assert!(error("cid:2=uds:/a").starts_with("`2` is not a guest CID"));
     }
 }

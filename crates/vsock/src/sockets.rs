@@ -4,8 +4,8 @@ use std::io;
 
 use towline_channel::{IoBuf, IoBufMut};
 
-use crate::connection::{Id, Key};
-use crate::packet::{Ends, Kind, Shut};
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::packet::{Kind, SeqFlags, ShutdownFlags};
 
 /// The host's side of connections. Who implements it tells the engine what became ready: with
 /// [`Engine::readable`](crate::Engine::readable) once each time that there is something new, with
@@ -15,17 +15,17 @@ pub trait Sockets {
     type Socket;
 
     /// The guest wants to be connected with what this key names.
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<Self::Socket>;
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<Self::Socket>;
 
     /// A socket of the host's own that asked for a port is this connection now; news of it are told from now on, and what
     /// it has already.
-    fn opened(&mut self, id: Id, socket: &Self::Socket);
+    fn opened(&mut self, id: ConnectionId, socket: &Self::Socket);
 
     /// The guest has accepted what this socket asked for; `port` is the host side's.
     ///
     /// # Errors
     /// That the socket is gone.
-    fn accepted(&mut self, id: Id, socket: &Self::Socket, port: u32) -> io::Result<()>;
+    fn accepted(&mut self, id: ConnectionId, socket: &Self::Socket, port: u32) -> io::Result<()>;
 
     /// Receives into these buffers, a message at most where messages are kept; at most
     /// [`IOV_MAX`](towline_channel::IOV_MAX) - 1 buffers.
@@ -39,14 +39,14 @@ pub trait Sockets {
     ///
     /// # Errors
     /// As [`Sockets::receive`].
-    fn front(&mut self, socket: &Self::Socket) -> io::Result<Front>;
+    fn front(&mut self, socket: &Self::Socket) -> io::Result<Peeked>;
 
     /// Sends these bytes, or some of them; all of them as one message where messages are kept, and then `ends` is what ends
     /// with it.
     ///
     /// # Errors
     /// [`io::ErrorKind::WouldBlock`] if there is no room, all others for good.
-    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize>;
+    fn send(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>], ends: SeqFlags) -> io::Result<usize>;
 
     /// Whether a stream's large packets are better sent by [`Sockets::lend`] now.
     fn lends(&mut self, socket: &Self::Socket) -> bool {
@@ -61,7 +61,7 @@ pub trait Sockets {
     /// # Errors
     /// As [`Sockets::send`].
     fn lend(&mut self, socket: &Self::Socket, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        Ok((self.send(socket, bufs, Ends::empty())?, None))
+        Ok((self.send(socket, bufs, SeqFlags::empty())?, None))
     }
 
     /// Up to which number loans are over. Who implements it calls [`Engine::freed`](crate::Engine::freed) when that has
@@ -75,40 +75,40 @@ pub trait Sockets {
     /// or, `reset`, dropped. It is closed when all is free.
     fn part(&mut self, socket: &Self::Socket, reset: bool) {
         let _ = reset;
-        self.shutdown(socket, Shut::all());
+        self.shutdown(socket, ShutdownFlags::all());
     }
 
-    /// Ends one way or both.
-    fn shutdown(&mut self, socket: &Self::Socket, what: Shut);
+    /// SeqFlags one way or both.
+    fn shutdown(&mut self, socket: &Self::Socket, what: ShutdownFlags);
 
     /// Whether to tell when there is room.
-    fn watch_writable(&mut self, id: Id, socket: &Self::Socket, wanted: bool);
+    fn watch_writable(&mut self, id: ConnectionId, socket: &Self::Socket, wanted: bool);
 
     /// It is not needed any more; `reset`: and its end is not an orderly one.
     fn close(&mut self, socket: Self::Socket, reset: bool);
 
-    /// A connection that was to come [`Connect::Later`] is not wanted any more.
-    fn forget(&mut self, id: Id);
+    /// A connection that was to come [`ConnectOutcome::InProgress`] is not wanted any more.
+    fn forget(&mut self, id: ConnectionId);
 }
 
 /// What became of a wish to connect.
 #[derive(Debug)]
-pub enum Connect<S> {
+pub enum ConnectOutcome<S> {
     /// Connected.
-    Now(S),
+    Connected(S),
     /// [`Engine::connected`](crate::Engine::connected) will be told.
-    Later,
+    InProgress,
     /// There is nobody, or nobody whom the guest may have.
     Refused,
 }
 
 /// What comes next out of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Front {
+pub enum Peeked {
     /// A message of this length in bytes; of a stream, at least so many bytes.
     Bytes(usize),
     /// The end.
-    End,
+    Eof,
     /// As many empty messages as are skipped at a time; there may be more. Ask again when others have had a turn.
     Skipped,
 }
@@ -126,7 +126,7 @@ pub struct Received {
 
 impl Received {
     /// What ends with it, if it is a message.
-    pub fn ends(&self) -> Ends {
-        if self.record { Ends::all() } else { Ends::MESSAGE }
+    pub fn ends(&self) -> SeqFlags {
+        if self.record { SeqFlags::all() } else { SeqFlags::EOM }
     }
 }

@@ -8,7 +8,7 @@
 
 use towline_vhost_user::Refusal;
 
-use crate::connection::Key;
+use crate::connection::ConnectionKey;
 use crate::packet::Kind;
 
 /// The version of the state that a device saves and loads.
@@ -24,7 +24,7 @@ pub(crate) const CONNECTIONS_MAX: usize = 1 << 20;
 pub(crate) struct State {
     pub(crate) cid: u64,
     pub(crate) next_port: u32,
-    pub(crate) connections: Vec<(Key, Kind)>,
+    pub(crate) connections: Vec<(ConnectionKey, Kind)>,
 }
 
 impl State {
@@ -64,7 +64,7 @@ impl State {
         }
         let entry = |entry: &[u8]| {
             let kind = u16::from_le_bytes(part(entry, 16));
-            let key = Key {
+            let key = ConnectionKey {
                 guest_port: u32::from_le_bytes(part(entry, 0)),
                 peer_cid: u64::from_le_bytes(part(entry, 4)),
                 peer_port: u32::from_le_bytes(part(entry, 12)),
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     fn state() -> State {
-        let key = |guest_port| Key { guest_port, peer_cid: 2, peer_port: 0x4000_0001 };
+        let key = |guest_port| ConnectionKey { guest_port, peer_cid: 2, peer_port: 0x4000_0001 };
         State {
             cid: 33,
             next_port: 0x4000_0007,

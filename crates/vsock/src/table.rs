@@ -7,17 +7,19 @@
 //! ```
 //! What is owed to the guest is kept as flags of its connection, which is in line at most once, so whatever a guest or
 //! the host does, what waits is bounded by the table. Answers to packets of no connection wait in a short queue of their
-//! own ([`STRAYS_MAX`]); while it is full, no more is taken from the guest.
+//! own ([`PENDING_RESETS_MAX`]); while it is full, no more is taken from the guest.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
-use crate::connection::{Connection, Id, Inbound, Key, Limits, Owed, Phase, TableStatistics};
-use crate::credit::{FromGuest, ToGuest, WINDOW_FIRST_MAX, WINDOW_MIN};
-use crate::packet::{Ends, Header, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
+use crate::connection::{
+    Connection, ConnectionId, ConnectionKey, ConnectionState, Inbound, Limits, Owed, TableStatistics,
+};
+use crate::credit::{PeerCredit, ReceiveWindow, WINDOW_FIRST_MAX, WINDOW_MIN};
+use crate::packet::{Header, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
 
 /// The most resets for unknown connections that wait for room in the guest's ring.
-pub const STRAYS_MAX: usize = 1024;
+pub const PENDING_RESETS_MAX: usize = 1024;
 /// Each connection is given this share of the memory that is left, so that windows get smaller.
 const SHARE: u64 = 8192;
 /// As long as less than a quarter is promised, a larger one: of the usual memory, a full first window.
@@ -25,7 +27,7 @@ const SHARE_FIRST: u64 = SHARE / 16;
 /// Ports of the host side: above those that programs are given by name.
 const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
 
-/// An [`Id`] leaves the highest bit of 64 to whoever mixes it with other things.
+/// An [`ConnectionId`] leaves the highest bit of 64 to whoever mixes it with other things.
 const GENERATION_MAX: u32 = u32::MAX >> 1;
 
 /// The connections of one guest.
@@ -35,8 +37,8 @@ pub struct Table {
     limits: Limits,
     slots: Vec<Slot>,
     free: Vec<u32>,
-    names: HashMap<Key, Id>,
-    line: VecDeque<Id>,
+    names: HashMap<ConnectionKey, ConnectionId>,
+    line: VecDeque<ConnectionId>,
     strays: VecDeque<Header>,
     next_port: u32,
     /// Bytes of memory that are reserved: the cost of all windows, and messages on their way to the guest.
@@ -90,11 +92,11 @@ impl Table {
     }
 
     /// A connection, if it is still there.
-    pub fn get(&self, id: Id) -> Option<&Connection> {
+    pub fn get(&self, id: ConnectionId) -> Option<&Connection> {
         self.slots.get(id.index as usize).filter(|slot| slot.generation == id.generation)?.connection.as_ref()
     }
 
-    fn get_mut(&mut self, id: Id) -> Option<&mut Connection> {
+    fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Connection> {
         self.slots
             .get_mut(id.index as usize)
             .filter(|slot| slot.generation == id.generation)?
@@ -103,7 +105,7 @@ impl Table {
     }
 
     /// All of them.
-    pub fn ids(&self) -> impl Iterator<Item = Id> + '_ {
+    pub fn ids(&self) -> impl Iterator<Item = ConnectionId> + '_ {
         self.names.values().copied()
     }
 
@@ -114,7 +116,7 @@ impl Table {
 
     /// Whether the table can take what any packet of the guest's may lead to.
     pub fn takes(&self) -> bool {
-        self.strays.len() < STRAYS_MAX
+        self.strays.len() < PENDING_RESETS_MAX
     }
 
     /// The port that comes next on the host side.
@@ -139,7 +141,7 @@ impl Table {
             self.statistics.dropped += 1;
             return Inbound::Nothing;
         }
-        let key = Key {
+        let key = ConnectionKey {
             guest_port: header.source_port.get(),
             peer_cid: header.destination_cid.get(),
             peer_port: header.destination_port.get(),
@@ -162,9 +164,9 @@ impl Table {
         Inbound::Nothing
     }
 
-    fn request(&mut self, key: Key, kind: Kind, header: &Header) -> Inbound {
+    fn request(&mut self, key: ConnectionKey, kind: Kind, header: &Header) -> Inbound {
         self.statistics.requests_from_guest += 1;
-        let Some(id) = self.add(key, kind, Phase::Connecting) else {
+        let Some(id) = self.add(key, kind, ConnectionState::Connecting) else {
             self.statistics.refused_by_limit += 1;
             return self.stray(header);
         };
@@ -176,28 +178,35 @@ impl Table {
         }
     }
 
-    fn known(&mut self, id: Id, operation: Operation, kind: Kind, header: &Header, payload: u32) -> Inbound {
+    fn known(
+        &mut self,
+        id: ConnectionId,
+        operation: Operation,
+        kind: Kind,
+        header: &Header,
+        payload: u32,
+    ) -> Inbound {
         if operation == Operation::Reset {
             return self.reset_by_guest(id);
         }
         let connection = self.get_mut(id).expect("names lead to connections");
-        match connection.phase {
-            Phase::Resetting => return Inbound::Nothing,
-            Phase::Lingering => return self.stray(header),
+        match connection.state {
+            ConnectionState::Resetting => return Inbound::Nothing,
+            ConnectionState::Draining => return self.stray(header),
             _ => {}
         }
         let heard = connection.to_guest.hear(header.buf_alloc.get(), header.fwd_cnt.get());
         if heard.is_err() || connection.kind != kind {
             return self.violation(id);
         }
-        let connected = matches!(connection.phase, Phase::Open | Phase::Over);
+        let connected = matches!(connection.state, ConnectionState::Established | ConnectionState::Closing);
         match operation {
-            Operation::Response if connection.phase == Phase::Asked => {
-                connection.phase = Phase::Open;
+            Operation::Response if connection.state == ConnectionState::RequestSent => {
+                connection.state = ConnectionState::Established;
                 Inbound::Accepted(id)
             }
             Operation::ReadWrite if connected => self.payload(id, header, payload),
-            Operation::CreditUpdate if connection.phase != Phase::Asked => {
+            Operation::CreditUpdate if connection.state != ConnectionState::RequestSent => {
                 self.statistics.credit_updates_received += 1;
                 Inbound::Credit(id)
             }
@@ -205,9 +214,9 @@ impl Table {
                 self.owe(id, Owed::CREDIT);
                 Inbound::Credit(id)
             }
-            Operation::Shutdown if connection.phase != Phase::Asked => {
-                connection.guest_shut |= Shut::from_bits_truncate(header.flags.get());
-                Inbound::Shut(id)
+            Operation::Shutdown if connection.state != ConnectionState::RequestSent => {
+                connection.guest_shut |= ShutdownFlags::from_bits_truncate(header.flags.get());
+                Inbound::Shutdown(id)
             }
             _ => self.violation(id),
         }
@@ -215,45 +224,47 @@ impl Table {
 
     /// A guest that has closed a connection waits some seconds for us and then resets it; what it sent before it closed is
     /// for the host side all the same.
-    fn reset_by_guest(&mut self, id: Id) -> Inbound {
+    fn reset_by_guest(&mut self, id: ConnectionId) -> Inbound {
         self.statistics.resets_received += 1;
         let connection = self.get_mut(id).expect("names lead to connections");
-        if connection.guest_shut.contains(Shut::SEND) && connection.from_guest.kept() > 0 {
-            connection.phase = Phase::Lingering;
-            connection.guest_shut = Shut::all();
+        if connection.guest_shut.contains(ShutdownFlags::SEND) && connection.from_guest.kept() > 0 {
+            connection.state = ConnectionState::Draining;
+            connection.guest_shut = ShutdownFlags::all();
             connection.owed = Owed::empty();
-            return Inbound::Shut(id);
+            return Inbound::Shutdown(id);
         }
         self.remove(id);
         Inbound::Gone(id, true)
     }
 
-    fn payload(&mut self, id: Id, header: &Header, payload: u32) -> Inbound {
+    fn payload(&mut self, id: ConnectionId, header: &Header, payload: u32) -> Inbound {
         let connection = self.get_mut(id).expect("the caller has looked");
         let len = header.len.get();
-        let told = len <= payload && len <= PAYLOAD_BYTES_MAX && !connection.guest_shut.contains(Shut::SEND);
+        let told = len <= payload
+            && len <= PAYLOAD_BYTES_MAX
+            && !connection.guest_shut.contains(ShutdownFlags::SEND);
         if !told || connection.from_guest.receive(len).is_err() {
             return self.violation(id);
         }
         self.tell_credit(id);
-        Inbound::Payload(id, Ends::from_bits_truncate(header.flags.get()))
+        Inbound::Payload(id, SeqFlags::from_bits_truncate(header.flags.get()))
     }
 
-    fn violation(&mut self, id: Id) -> Inbound {
+    fn violation(&mut self, id: ConnectionId) -> Inbound {
         self.statistics.violations += 1;
         self.reset(id);
         Inbound::Gone(id, false)
     }
 
     /// The host side asks for a port of the guest's, in the name of `peer_cid`. `None` beyond the limits.
-    pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<Id> {
+    pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<ConnectionId> {
         self.statistics.requests_to_guest += 1;
-        let mut key = Key { guest_port, peer_cid, peer_port: self.take_port() };
+        let mut key = ConnectionKey { guest_port, peer_cid, peer_port: self.take_port() };
         // There are more ports than connections, so one is free.
         while self.names.contains_key(&key) {
             key.peer_port = self.take_port();
         }
-        let id = self.add(key, kind, Phase::Asked);
+        let id = self.add(key, kind, ConnectionState::RequestSent);
         match id {
             Some(id) => {
                 if let Some(connection) = self.get_mut(id) {
@@ -301,7 +312,7 @@ impl Table {
     }
 
     /// The window of a connection, in bytes.
-    pub fn window(&self, id: Id) -> u32 {
+    pub fn window(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.from_guest.window())
     }
 
@@ -311,7 +322,7 @@ impl Table {
         port
     }
 
-    fn add(&mut self, key: Key, kind: Kind, phase: Phase) -> Option<Id> {
+    fn add(&mut self, key: ConnectionKey, kind: Kind, phase: ConnectionState) -> Option<ConnectionId> {
         let left = self.limits.memory.saturating_sub(self.promised);
         let least = WINDOW_MIN.min(self.limits.buf_alloc);
         if self.names.len() >= self.limits.connections || left < Limits::cost(least, kind) {
@@ -329,21 +340,21 @@ impl Table {
         slot.connection = Some(Connection {
             key,
             kind,
-            phase,
-            guest_shut: Shut::empty(),
-            host_shut: Shut::empty(),
-            to_guest: ToGuest::default(),
-            from_guest: FromGuest::new(window),
+            state: phase,
+            guest_shut: ShutdownFlags::empty(),
+            host_shut: ShutdownFlags::empty(),
+            to_guest: PeerCredit::default(),
+            from_guest: ReceiveWindow::new(window),
             owed: Owed::empty(),
             in_line: false,
             incoming: false,
         });
-        let id = Id { index, generation: slot.generation };
+        let id = ConnectionId { index, generation: slot.generation };
         self.names.insert(key, id);
         Some(id)
     }
 
-    fn remove(&mut self, id: Id) {
+    fn remove(&mut self, id: ConnectionId) {
         let slot = &mut self.slots[id.index as usize];
         let connection = slot.connection.take().expect("the caller has looked");
         slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
@@ -360,7 +371,7 @@ impl Table {
         self.free.push(id.index);
     }
 
-    fn owe(&mut self, id: Id, owed: Owed) {
+    fn owe(&mut self, id: ConnectionId, owed: Owed) {
         let Some(connection) = self.get_mut(id) else { return };
         connection.owed |= owed;
         if std::mem::replace(&mut connection.in_line, true) {
@@ -376,17 +387,17 @@ impl Table {
     }
 
     /// The host side is there: the guest will be told so.
-    pub fn established(&mut self, id: Id) {
+    pub fn established(&mut self, id: ConnectionId) {
         if let Some(connection) = self.get_mut(id)
-            && connection.phase == Phase::Connecting
+            && connection.state == ConnectionState::Connecting
         {
-            connection.phase = Phase::Open;
+            connection.state = ConnectionState::Established;
             self.owe(id, Owed::RESPONSE);
         }
     }
 
     /// So many bytes have reached the host side.
-    pub fn forwarded(&mut self, id: Id, bytes: u32) {
+    pub fn forwarded(&mut self, id: ConnectionId, bytes: u32) {
         if let Some(connection) = self.get_mut(id) {
             connection.from_guest.forward(bytes);
             self.tell_credit(id);
@@ -394,12 +405,12 @@ impl Table {
     }
 
     /// Tells the guest of its credit, if that is due.
-    fn tell_credit(&mut self, id: Id) {
+    fn tell_credit(&mut self, id: ConnectionId) {
         let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.promised));
         let Some(connection) = self.get_mut(id) else { return };
         let own = connection.to_guest.alloc();
         let is_due = connection.from_guest.is_due(own, connection.kind == Kind::Seqpacket);
-        if !is_due || connection.guest_shut.contains(Shut::SEND) {
+        if !is_due || connection.guest_shut.contains(ShutdownFlags::SEND) {
             return;
         }
         // A message has to fit into what a socket of the host takes at once, so there the window stays.
@@ -416,50 +427,51 @@ impl Table {
     }
 
     /// The host side takes no more for now.
-    pub fn fell_behind(&mut self, id: Id) {
+    pub fn fell_behind(&mut self, id: ConnectionId) {
         if let Some(connection) = self.get_mut(id) {
             connection.from_guest.fall_behind();
         }
     }
 
     /// How many bytes may go to the guest.
-    pub fn room(&self, id: Id) -> u32 {
+    pub fn room(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.to_guest.room())
     }
 
     /// The most that the guest ever takes at once; a longer message will never fit.
-    pub fn room_at_most(&self, id: Id) -> u32 {
+    pub fn room_at_most(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.to_guest.alloc())
     }
 
     /// The guest has no credit left and has not said so for a while: asks it.
-    pub fn ask_credit(&mut self, id: Id) {
+    pub fn ask_credit(&mut self, id: ConnectionId) {
         self.owe(id, Owed::ASK_CREDIT);
     }
 
     /// The host will not send, or not receive, any more. Said behind all that was sent before.
-    pub fn shut(&mut self, id: Id, what: Shut) {
+    pub fn shut(&mut self, id: ConnectionId, what: ShutdownFlags) {
         let Some(connection) = self.get_mut(id) else { return };
-        if connection.phase == Phase::Open && !connection.host_shut.contains(what) {
+        if connection.state == ConnectionState::Established && !connection.host_shut.contains(what) {
             connection.host_shut |= what;
             self.owe(id, Owed::SHUTDOWN);
         }
     }
 
     /// Both ways are over and the host side is closed. The guest is told, and confirms with a reset.
-    pub fn over(&mut self, id: Id) {
+    pub fn over(&mut self, id: ConnectionId) {
         let Some(connection) = self.get_mut(id) else { return };
-        connection.phase = Phase::Over;
+        connection.state = ConnectionState::Closing;
         if !connection.host_shut.is_all() {
-            connection.host_shut = Shut::all();
+            connection.host_shut = ShutdownFlags::all();
             self.owe(id, Owed::SHUTDOWN);
         }
     }
 
     /// The connection ends: the guest is told, and then it is gone.
-    pub fn reset(&mut self, id: Id) {
+    pub fn reset(&mut self, id: ConnectionId) {
         let Some(connection) = self.get_mut(id) else { return };
-        let lingers = std::mem::replace(&mut connection.phase, Phase::Resetting) == Phase::Lingering;
+        let lingers =
+            std::mem::replace(&mut connection.state, ConnectionState::Resetting) == ConnectionState::Draining;
         if lingers || connection.owed.contains(Owed::REQUEST) {
             // The guest knows, or has never heard of it. Its place in the line is skipped.
             self.remove(id);
@@ -471,7 +483,7 @@ impl Table {
 
     /// All connections end, and the guest is not told: it is another one.
     pub fn clear(&mut self) {
-        let ids: Vec<Id> = self.ids().collect();
+        let ids: Vec<ConnectionId> = self.ids().collect();
         for id in ids {
             self.remove(id);
         }
@@ -480,7 +492,7 @@ impl Table {
     }
 
     /// A reset for a connection that somebody else had and that the guest may still believe in.
-    pub fn reset_pair(&mut self, key: Key, kind: Kind) {
+    pub fn reset_pair(&mut self, key: ConnectionKey, kind: Kind) {
         if self.names.contains_key(&key) {
             return;
         }
@@ -501,7 +513,7 @@ impl Table {
     }
 
     /// How many bytes of the guest's have not reached the host side.
-    pub fn kept(&self, id: Id) -> u32 {
+    pub fn kept(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.from_guest.kept())
     }
 
@@ -555,7 +567,7 @@ impl Table {
     ///
     /// # Panics
     /// If the connection is not there.
-    pub fn data(&mut self, id: Id, len: u32, ends: Ends) -> Header {
+    pub fn data(&mut self, id: ConnectionId, len: u32, ends: SeqFlags) -> Header {
         let connection = self.get_mut(id).expect("who sends has looked");
         debug_assert!(len <= connection.to_guest.room(), "more than the guest has room for");
         connection.to_guest.send(len);
@@ -565,7 +577,7 @@ impl Table {
         header
     }
 
-    fn header(&mut self, id: Id, operation: Operation) -> Option<Header> {
+    fn header(&mut self, id: ConnectionId, operation: Operation) -> Option<Header> {
         let cid = self.cid;
         let connection = self.get_mut(id)?;
         let (window, forwarded) = connection.from_guest.say();

@@ -11,7 +11,7 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::feature;
 use towline_frontend::{Buffer, Frontend, Memory, Queue, QueueOptions};
 use towline_vhost_user::Device as _;
-use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
+use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 use common::{CID, DEVICE_STATE, Served, WITHIN, bytes, reach, until};
 
@@ -185,10 +185,10 @@ fn nobody_is_let_in_before_the_guest_knows_that_it_was_moved() {
     until(&mut guest, |_, event| matches!(event, Event::Request((22, _))).then_some(()));
 }
 
-/// Siblings that nobody else has.
+/// LocalGuests that nobody else has.
 #[test]
 fn a_context_is_one_guest_s() {
-    let siblings = Arc::new(Siblings::default());
+    let local_guests = Arc::new(LocalGuests::default());
     let settings = |cid| Settings {
         cid,
         uds: None,
@@ -197,10 +197,10 @@ fn a_context_is_one_guest_s() {
         groups: Vec::new(),
         limits: Limits::default(),
         zero_copy_send: ZeroCopySend::Off,
-        poll: Duration::ZERO,
+        busy_poll: Duration::ZERO,
         unmigratable: false,
     };
-    let _one = Vsock::new(settings(3), &siblings).unwrap();
-    let other = Vsock::new(settings(3), &siblings).unwrap_err();
+    let _one = Vsock::new(settings(3), &local_guests).unwrap();
+    let other = Vsock::new(settings(3), &local_guests).unwrap_err();
     assert_eq!(other.to_string(), "the context 3 is another guest's already; each needs one of its own");
 }

@@ -80,7 +80,7 @@ fn start(served: &Served) -> (Frontend, Guest, Memory) {
 
 #[test]
 fn a_page_is_marked_after_its_last_write() {
-    towline_vsock::allow_descriptors();
+    towline_vsock::raise_descriptor_limit();
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest, log) = start(&served);
     let memory = Arc::clone(guest.memory());

@@ -50,8 +50,8 @@ impl Lender {
         let (mut lender, content) = (Self::new(), bytes(32 << 20));
         let sent = lender.fill(&content);
         let statistics = lender.statistics();
-        assert!(sent < content.len() && statistics.lines.bytes_lent > 0, "{sent}: {statistics:?}");
-        assert!(statistics.lent > 0, "{statistics:?}");
+        assert!(sent < content.len() && statistics.totals.bytes_zero_copy > 0, "{sent}: {statistics:?}");
+        assert!(statistics.zero_copy_in_flight > 0, "{statistics:?}");
         (lender, content, sent)
     }
 
@@ -93,7 +93,7 @@ impl Lender {
 fn packets_come_back_when_the_peer_has_them() {
     let (mut lender, content, sent) = Lender::full();
     let statistics = lender.statistics();
-    assert!(u64::from(lender.guest.tx().in_flight()) >= statistics.lent);
+    assert!(u64::from(lender.guest.tx().in_flight()) >= statistics.zero_copy_in_flight);
     let mut peer = lender.peer.try_clone().unwrap();
     let reader = std::thread::spawn(move || {
         let mut heard = Vec::new();
@@ -107,8 +107,8 @@ fn packets_come_back_when_the_peer_has_them() {
     lender.guest.poll(|_, _| ()).unwrap();
     assert!(reader.join().unwrap() == content, "other bytes came");
     let statistics = lender.statistics();
-    assert_eq!((statistics.lent, statistics.taken_back), (0, 0));
-    assert!(statistics.lines.bytes_lent > 1 << 20, "{statistics:?}");
+    assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 0));
+    assert!(statistics.totals.bytes_zero_copy > 1 << 20, "{statistics:?}");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn what_is_lent_when_a_connection_ends_is_delivered() {
     lender.peer.read_to_end(&mut heard).unwrap();
     assert!(heard == content[..sent], "{} of {sent} bytes", heard.len());
     lender.wait_for_all();
-    assert_eq!(lender.statistics().taken_back, 0);
+    assert_eq!(lender.statistics().zero_copy_resets, 0);
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn a_guest_that_resets_a_connection_gets_everything_back_at_once() {
     let (mut lender, ..) = Lender::full();
     lender.guest.reset(PORTS);
     lender.wait_for_all();
-    assert_eq!(lender.statistics().lent, 0);
+    assert_eq!(lender.statistics().zero_copy_in_flight, 0);
     // What was on the way already is there, then comes the reset.
     let error = lender.peer.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
@@ -143,7 +143,7 @@ fn a_ring_that_stops_takes_everything_back() {
     lender.guest.poll(|_, _| ()).unwrap();
     assert_eq!(lender.guest.tx().in_flight(), 0);
     let statistics = lender.statistics();
-    assert_eq!((statistics.lent, statistics.taken_back), (0, 1), "{statistics:?}");
+    assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 1), "{statistics:?}");
     let mut heard = Vec::new();
     let error = lender.peer.read_to_end(&mut heard).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
@@ -167,12 +167,12 @@ fn memory_that_is_taken_away_is_unmapped_while_packets_are_lent() {
     lender.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
     let content = bytes(32 << 20);
     let sent = lender.fill(&content);
-    let lent = lender.statistics().lent;
+    let lent = lender.statistics().zero_copy_in_flight;
     assert!(sent < content.len() && lent > 0, "{lent} are lent");
     assert_eq!(mapped("plugged"), 1);
     lender.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
     assert_eq!(mapped("plugged"), 0, "{lent} packets that are lent keep it mapped");
-    assert_eq!(lender.statistics().lent, lent, "the peer has nothing of them yet");
+    assert_eq!(lender.statistics().zero_copy_in_flight, lent, "the peer has nothing of them yet");
     // The connection goes on, and what is lent comes back.
     let mut peer = lender.peer.try_clone().unwrap();
     let reader = std::thread::spawn(move || {
@@ -197,7 +197,7 @@ fn a_ring_that_stops_waits_for_a_peer_that_reads() {
         heard
     });
     let base = lender.frontend.stop(1).unwrap();
-    assert_eq!(lender.statistics().taken_back, 0);
+    assert_eq!(lender.statistics().zero_copy_resets, 0);
     lender.guest.poll(|_, _| ()).unwrap();
     lender.frontend.start(lender.guest.tx(), base).unwrap();
     lender.guest.shutdown(PORTS, 3);

@@ -36,7 +36,7 @@ fn private_bytes() -> u64 {
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// The host's side, in a process of its own: so many descriptors are not to be had in one everywhere. Ends with its standard
+/// The host's side, in a process of its own: so many descriptors are not to be had in one everywhere. SeqFlags with its standard
 /// input.
 #[test]
 fn the_host_side_of_another_test() {
@@ -47,7 +47,7 @@ fn the_host_side_of_another_test() {
     assert_eq!((streams.len(), end), (CONNECTIONS as usize, 0));
 }
 
-/// Ends when it is dropped.
+/// SeqFlags when it is dropped.
 struct HostSide(Child);
 
 impl HostSide {
@@ -118,7 +118,7 @@ fn fill(guest: &mut Guest) {
 
 #[test]
 fn ten_thousand_connections_take_the_memory_that_was_stated() {
-    towline_vsock::allow_descriptors();
+    towline_vsock::raise_descriptor_limit();
     let most = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
     if most < u64::from(CONNECTIONS) + OTHERS {
         let reason = format!("a process may have {most} descriptors, and each connection takes one");
@@ -132,14 +132,14 @@ fn ten_thousand_connections_take_the_memory_that_was_stated() {
     let before = private_bytes();
     connect_all(&mut guest);
     let report = served.device.report();
-    assert_eq!((report.statistics.connections, report.kept), (CONNECTIONS.into(), 0));
+    assert_eq!((report.statistics.connections, report.buffered_bytes), (CONNECTIONS.into(), 0));
     assert_eq!(report.statistics.table.refused_by_limit, 0);
     let grown = private_bytes().saturating_sub(before);
     let most = u64::from(CONNECTIONS) * CONNECTION_BYTES_MAX;
     assert!(grown <= most, "{CONNECTIONS} connections took {grown} bytes, at most {most} are stated");
     // What waits for those who never read is in addition, and no more than is counted as kept.
     fill(&mut guest);
-    let kept = served.device.report().kept as u64;
+    let kept = served.device.report().buffered_bytes as u64;
     assert!(kept > 0 && kept <= limits.memory, "{kept} bytes are kept");
     let grown = private_bytes().saturating_sub(before);
     let most = most + 2 * kept;

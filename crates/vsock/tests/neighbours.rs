@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{SendFlags, SocketAddrUnix};
 use towline_frontend::vsock::{BUF_ALLOC, Guest, HOST_CID, Header, op};
 use towline_frontend::{Buffer, Frontend};
-use towline_vsock::{Limits, Siblings};
+use towline_vsock::{Limits, LocalGuests};
 
 use common::{Served, listen_for_messages, message_socket};
 
@@ -309,14 +309,14 @@ fn play(run: &Run, rounds: u64, millis: u64) -> Ratios {
 
 #[test]
 fn hostile_guests_take_nothing_from_others() {
-    towline_vsock::allow_descriptors();
+    towline_vsock::raise_descriptor_limit();
     let (rounds, millis) =
         (setting("TOWLINE_SOAK_NEIGHBOURS", 2), setting("TOWLINE_SOAK_NEIGHBOURS_MS", 300));
     let limits = Limits { connections: 256, memory: 64 << 20, handshakes: 32, ..Limits::default() };
-    let siblings = Arc::new(Siblings::default());
+    let local_guests = Arc::new(LocalGuests::default());
     let served: Vec<Served> = (CID_FIRST..CID_FIRST + GUESTS)
         .map(|cid| {
-            Served::among(limits, cid, &siblings, |settings, directory| {
+            Served::among(limits, cid, &local_guests, |settings, directory| {
                 settings.groups.push("lab".to_owned());
                 settings.uds_seqpacket = Some(directory.join("m"));
             })

@@ -94,7 +94,7 @@ fn message_header(ports: Ports, len: usize, flags: u32) -> Header {
 /// Until the device has looked at so many packets with payload.
 fn wait_for_packets(served: &Served, guest: &mut Guest, count: u64) {
     let deadline = Instant::now() + WITHIN;
-    while served.device.report().statistics.lines.packets_from_guest < count {
+    while served.device.report().statistics.totals.packets_from_guest < count {
         assert!(Instant::now() < deadline, "{:?}", served.device.report().statistics);
         guest.poll(|_, _| ()).unwrap();
     }
@@ -214,9 +214,9 @@ fn messages_of_one_byte_take_no_more_memory_than_is_stated() {
     }
     let report = served.device.report();
     let grown = private_bytes().saturating_sub(before);
-    assert!(report.kept as u64 > MEMORY / 4, "{} bytes are kept", report.kept);
+    assert!(report.buffered_bytes as u64 > MEMORY / 4, "{} bytes are kept", report.buffered_bytes);
     let most = MEMORY + MEMORY / 10 + MEMORY_OTHERS;
-    assert!(grown <= most, "with {} bytes kept it grew by {grown}, at most {most}", report.kept);
+    assert!(grown <= most, "with {} bytes kept it grew by {grown}, at most {most}", report.buffered_bytes);
     drop(hosts);
     assert_rests(&mut guest);
 }
@@ -243,7 +243,7 @@ fn buffers_for_events_do_not_keep_a_device_awake() {
 #[test]
 fn silent_clients_do_not_shut_out_others() {
     let _alone = alone();
-    towline_vsock::allow_descriptors();
+    towline_vsock::raise_descriptor_limit();
     let served = Served::new(Limits::default());
     let (_frontend, mut guest) = served.guest();
     let connect = || UnixStream::connect(served.path("v")).unwrap();

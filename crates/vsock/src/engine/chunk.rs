@@ -8,7 +8,7 @@
 //! The marks take two bits for each byte, whatever the lengths of the messages are: a guest that sends messages of one byte
 //! makes this process keep no more than it was given a window for ([`Limits::cost`](crate::Limits::cost)).
 
-use crate::packet::Ends;
+use crate::packet::SeqFlags;
 
 /// What a buffer grows by at least, in bytes.
 const STEP_BYTES: usize = 512;
@@ -54,7 +54,7 @@ impl Chunk {
 
     /// Marks the last byte as the end of a message. False if there is no byte that could be one: nothing waits, or it is
     /// marked already.
-    pub(super) fn end(&mut self, ends: Ends) -> bool {
+    pub(super) fn end(&mut self, ends: SeqFlags) -> bool {
         if self.is_sent() {
             return false;
         }
@@ -63,7 +63,7 @@ impl Chunk {
             return false;
         }
         set(&mut self.messages, last, words);
-        if ends.contains(Ends::RECORD) {
+        if ends.contains(SeqFlags::EOR) {
             set(&mut self.records, last, words);
         }
         true
@@ -71,10 +71,10 @@ impl Chunk {
 
     /// What waits: all of it, or, `whole`, the bytes up to the end of the first message and what ends there. No end: the
     /// message goes on behind this chunk.
-    pub(super) fn front(&self, whole: bool) -> (&[u8], Ends) {
+    pub(super) fn front(&self, whole: bool) -> (&[u8], SeqFlags) {
         let last = if whole { next(&self.messages, self.offset) } else { None };
-        let Some(last) = last else { return (&self.bytes[self.offset..], Ends::empty()) };
-        let ends = if bit(&self.records, last) { Ends::all() } else { Ends::MESSAGE };
+        let Some(last) = last else { return (&self.bytes[self.offset..], SeqFlags::empty()) };
+        let ends = if bit(&self.records, last) { SeqFlags::all() } else { SeqFlags::EOM };
         (&self.bytes[self.offset..=last], ends)
     }
 
@@ -125,7 +125,7 @@ mod tests {
         let lengths = [1, 63, 1, 64, 65, 200, 1, 1];
         let mut expected = Vec::new();
         for (index, len) in lengths.into_iter().enumerate() {
-            let ends = if index % 3 == 0 { Ends::all() } else { Ends::MESSAGE };
+            let ends = if index % 3 == 0 { SeqFlags::all() } else { SeqFlags::EOM };
             let bytes = vec![index as u8; len];
             // In two pieces, where it has two bytes.
             append(&mut chunk, &bytes[..len / 2]);
@@ -141,10 +141,10 @@ mod tests {
             assert_eq!((found, found_ends), (&bytes[..], ends));
             assert_eq!(chunk.advance(bytes.len()), bytes.len());
         }
-        assert_eq!(chunk.front(true), (&b"unfinished"[..], Ends::empty()));
-        assert_eq!(chunk.front(false), (&b"unfinished"[..], Ends::empty()));
+        assert_eq!(chunk.front(true), (&b"unfinished"[..], SeqFlags::empty()));
+        assert_eq!(chunk.front(false), (&b"unfinished"[..], SeqFlags::empty()));
         assert_eq!((chunk.advance(100), chunk.is_sent()), (10, true));
-        assert!(!chunk.end(Ends::MESSAGE), "nothing waits that could end");
+        assert!(!chunk.end(SeqFlags::EOM), "nothing waits that could end");
     }
 
     #[test]
@@ -153,7 +153,7 @@ mod tests {
             let mut chunk = Chunk::new(size);
             for _ in 0..size {
                 append(&mut chunk, b"x");
-                assert!(chunk.end(Ends::all()));
+                assert!(chunk.end(SeqFlags::all()));
                 let len = chunk.bytes.len();
                 let most = size_of::<Chunk>() + len * 5 / 4 * 5 / 4 + 2 * STEP_BYTES;
                 assert!(chunk.footprint() <= most, "{} bytes for {len} messages", chunk.footprint());

@@ -8,8 +8,8 @@ use towline_vhost_user::{Batch, Head};
 use super::SKIP;
 use super::chunk::Chunk;
 use super::loans::Loans;
-use crate::connection::Id;
-use crate::packet::{Ends, Kind};
+use crate::connection::ConnectionId;
+use crate::packet::{Kind, SeqFlags};
 
 /// Packets shorter than this are copied when the host side is behind: a chain of the ring is worth more.
 pub(super) const HOLD_BYTES_MIN: u32 = 4096;
@@ -34,7 +34,7 @@ const ENTRIES_IDLE_MAX: usize = 16;
 
 /// A connection's socket, and what is on the way to it.
 pub(super) struct Line<S> {
-    pub(super) id: Id,
+    pub(super) id: ConnectionId,
     pub(super) kind: Kind,
     /// None as long as it is being connected.
     pub(super) socket: Option<S>,
@@ -74,13 +74,13 @@ pub(super) struct Line<S> {
     /// Urgent data came: a short read may have stopped at its mark, and does not mean that the socket is empty.
     pub(super) urgent: bool,
     /// A message that did not fit into the guest's buffers at once, how much of it has left, and what it ends.
-    pub(super) message: Option<(Vec<u8>, usize, Ends)>,
-    pub(super) statistics: LineStatistics,
+    pub(super) message: Option<(Vec<u8>, usize, SeqFlags)>,
+    pub(super) statistics: ConnectionStatistics,
 }
 
 /// What a connection has moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct LineStatistics {
+pub struct ConnectionStatistics {
     /// Bytes to the host side.
     pub bytes_to_host: u64,
     /// Bytes to the guest.
@@ -92,13 +92,13 @@ pub struct LineStatistics {
     /// Bytes that were copied because a side was behind.
     pub bytes_copied: u64,
     /// Bytes of those to the host side that were lent to the kernel.
-    pub bytes_lent: u64,
+    pub bytes_zero_copy: u64,
 }
 
 /// Something on the way to the socket.
 pub(super) enum Out {
     /// In the guest's memory. `loan`: until when the kernel reads what has left of it.
-    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: Ends, loan: Option<u64> },
+    Chain { slot: usize, chain: usize, offset: u32, len: u32, end: SeqFlags, loan: Option<u64> },
     /// Copied.
     Kept(Box<Chunk>),
 }
@@ -121,7 +121,7 @@ pub(super) fn chunk_bytes(window: u32) -> usize {
 }
 
 impl<S> Line<S> {
-    pub(super) fn new(id: Id, kind: Kind, socket: Option<S>) -> Self {
+    pub(super) fn new(id: ConnectionId, kind: Kind, socket: Option<S>) -> Self {
         Self {
             id,
             kind,
@@ -146,7 +146,7 @@ impl<S> Line<S> {
             appetite: 2,
             urgent: false,
             message: None,
-            statistics: LineStatistics::default(),
+            statistics: ConnectionStatistics::default(),
         }
     }
 
@@ -159,7 +159,7 @@ impl<S> Line<S> {
         whole: bool,
         entries: usize,
         bufs: &mut Vec<IoBuf<'s>>,
-    ) -> Option<(usize, Ends)> {
+    ) -> Option<(usize, SeqFlags)> {
         let mut bytes = 0;
         for out in self.out.iter().take(entries) {
             let end = match out {
@@ -173,7 +173,7 @@ impl<S> Line<S> {
                             continue;
                         }
                         if bufs.len() == IOV_MAX {
-                            return if whole { None } else { Some((bytes, Ends::empty())) };
+                            return if whole { None } else { Some((bytes, SeqFlags::empty())) };
                         }
                         left -= buf.len();
                         bytes += buf.len();
@@ -183,7 +183,7 @@ impl<S> Line<S> {
                 }
                 Out::Kept(chunk) => {
                     if bufs.len() == IOV_MAX {
-                        return if whole { None } else { Some((bytes, Ends::empty())) };
+                        return if whole { None } else { Some((bytes, SeqFlags::empty())) };
                     }
                     let (part, end) = chunk.front(whole);
                     bytes += part.len();
@@ -195,7 +195,7 @@ impl<S> Line<S> {
                 return Some((bytes, end));
             }
         }
-        Some((if whole { 0 } else { bytes }, Ends::empty()))
+        Some((if whole { 0 } else { bytes }, SeqFlags::empty()))
     }
 
     /// So many bytes of what waits have left; `loan`: until when the kernel reads them.
@@ -361,7 +361,7 @@ struct Copied {
     chain: usize,
     offset: u32,
     len: u32,
-    end: Ends,
+    end: SeqFlags,
 }
 
 /// Batches of the guest's packets, as long as somebody still needs one of their chains.

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 
 use super::Engine;
 use super::line::{Line, Shelf};
-use crate::connection::Id;
+use crate::connection::ConnectionId;
 use crate::sockets::Sockets;
 use towline_vhost_user::Head;
 
@@ -70,7 +70,7 @@ impl Loans {
 
 /// A socket whose connection has ended, with what it has lent.
 pub(super) struct Parting<S> {
-    id: Id,
+    id: ConnectionId,
     socket: S,
     loans: Loans,
     reset: bool,
@@ -78,7 +78,7 @@ pub(super) struct Parting<S> {
 
 impl<S: Sockets> Engine<S> {
     /// Something of what a socket has lent may be free. False if it never lent anything.
-    pub fn freed(&mut self, id: Id) -> bool {
+    pub fn freed(&mut self, id: ConnectionId) -> bool {
         if let Some(line) = Self::line_of(&mut self.lines, id) {
             if let (true, Some(socket)) = (line.loans.over < line.loans.last, &line.socket) {
                 line.loans.free(self.sockets.freed(socket), &mut self.shelf);
@@ -102,7 +102,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Whose sockets have lent something.
-    pub fn lenders(&self) -> impl Iterator<Item = (Id, &S::Socket)> {
+    pub fn lenders(&self) -> impl Iterator<Item = (ConnectionId, &S::Socket)> {
         let lines = self.lines.iter().flatten().filter(|line| line.loans.len() > 0);
         let lines = lines.filter_map(|line| Some((line.id, line.socket.as_ref()?)));
         lines.chain(self.parting.iter().map(|parting| (parting.id, &parting.socket)))
@@ -111,7 +111,7 @@ impl<S: Sockets> Engine<S> {
     /// Resets every connection that has lent something, so that nothing is read any more once it is told as free. Returns
     /// how many there were.
     pub fn take_back(&mut self) -> usize {
-        let lenders: Vec<Id> = self.lenders().map(|(id, _)| id).collect();
+        let lenders: Vec<ConnectionId> = self.lenders().map(|(id, _)| id).collect();
         for id in &lenders {
             if self.line(*id).is_some() {
                 self.end(*id, true);
@@ -121,7 +121,7 @@ impl<S: Sockets> Engine<S> {
             }
             self.freed(*id);
         }
-        self.statistics.taken_back += lenders.len() as u64;
+        self.statistics.zero_copy_resets += lenders.len() as u64;
         lenders.len()
     }
 

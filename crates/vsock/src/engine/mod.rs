@@ -19,21 +19,21 @@ mod queue;
 mod to_guest;
 mod to_host;
 
-pub use line::LineStatistics;
+pub use line::ConnectionStatistics;
 use line::{Line, Shelf};
 use loans::Parting;
 use queue::LiveQueue;
 use towline_vhost_user::{Batch, Ring, Traffic};
 
-use crate::connection::{Id, Key, Limits, Phase, TableStatistics};
-use crate::packet::{HEADER_BYTES, Kind, Shut};
-use crate::sockets::{Connect, Sockets};
+use crate::connection::{ConnectionId, ConnectionKey, ConnectionState, Limits, TableStatistics};
+use crate::packet::{HEADER_BYTES, Kind, ShutdownFlags};
+use crate::sockets::{ConnectOutcome, Sockets};
 use crate::table::Table;
 
 /// Where payload begins in a chain.
 const SKIP: usize = HEADER_BYTES;
 /// How long a connection may take to come about, or its end to be confirmed.
-pub const PATIENCE_MS: u64 = 10_000;
+pub const CONNECT_TIMEOUT_MS: u64 = 10_000;
 /// How long a guest may be without credit before it is asked.
 const STALL_MS: u64 = 1_000;
 
@@ -43,25 +43,25 @@ pub struct Statistics {
     /// Of the table.
     pub table: TableStatistics,
     /// Of all connections, also those that are gone.
-    pub lines: LineStatistics,
+    pub totals: ConnectionStatistics,
     /// Calls that sent to sockets.
     pub sends: u64,
     /// Calls that received from sockets.
     pub receives: u64,
     /// Times that a socket took less than there was.
-    pub blocked: u64,
+    pub socket_full: u64,
     /// Times that the guest had no credit for what there was.
-    pub stalled: u64,
+    pub out_of_credit: u64,
     /// Times that the guest's ring had no buffer for what there was.
-    pub starved: u64,
+    pub rx_ring_empty: u64,
     /// Connections now.
     pub connections: u64,
     /// The most connections at a time.
     pub connections_peak: u64,
     /// Packets that the kernel still reads in the guest's memory, now.
-    pub lent: u64,
+    pub zero_copy_in_flight: u64,
     /// Connections that were reset because it did not stop to in time.
-    pub taken_back: u64,
+    pub zero_copy_resets: u64,
     /// Bytes of memory that connections are given now, of [`Limits::memory`]: windows, their bookkeeping, and messages on
     /// their way to the guest.
     pub memory_reserved: u64,
@@ -71,15 +71,15 @@ pub struct Statistics {
 
 /// What is new of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
+pub enum Readiness {
     /// There is something to receive.
-    Data,
+    Readable,
     /// There is urgent data, at whose mark a read stops.
     Urgent,
     /// Its other end sends no more.
-    Ending,
+    ReadClosed,
     /// Its other end neither sends nor receives any more.
-    HungUp,
+    Closed,
 }
 
 /// All connections of one guest. See the module's head.
@@ -88,20 +88,20 @@ pub struct Engine<S: Sockets> {
     sockets: S,
     lines: Vec<Option<Line<S::Socket>>>,
     /// Connections with something for the guest, round-robin.
-    ready: LiveQueue<Id>,
+    ready: LiveQueue<ConnectionId>,
     /// Connections whose next message for the guest waits for memory.
-    waiting: LiveQueue<Id>,
+    waiting: LiveQueue<ConnectionId>,
     /// Bytes of memory of messages on their way to the guest.
     messages: u64,
     /// Who got something of the guest's with this batch.
-    touched: Vec<Id>,
+    touched: Vec<ConnectionId>,
     shelf: Shelf,
     /// Sockets that have lent something when their connections ended.
     parting: Vec<Parting<S::Socket>>,
     buffers: Batch,
     now_ms: u64,
-    deadlines: LiveQueue<(u64, Id)>,
-    stalls: LiveQueue<(u64, Id)>,
+    deadlines: LiveQueue<(u64, ConnectionId)>,
+    stalls: LiveQueue<(u64, ConnectionId)>,
     /// Since when the guest has left no room for answers.
     full_since: Option<u64>,
     /// Without packets that carry something to the guest: those are counted below.
@@ -149,33 +149,41 @@ impl<S: Sockets> Engine<S> {
 
     /// What came and went so far, but for what only tells credit.
     pub(crate) fn traffic(&self) -> Traffic {
-        let to_guest = self.traffic.to_guest + self.statistics.lines.packets_to_guest;
+        let to_guest = self.traffic.to_guest + self.statistics.totals.packets_to_guest;
         Traffic { to_guest, ..self.traffic }
     }
 
     /// What was counted so far.
     pub fn statistics(&self) -> Statistics {
-        let (connections, lent) = (self.table.len() as u64, self.lent() as u64);
+        let (connections, zero_copy_in_flight) = (self.table.len() as u64, self.lent() as u64);
         let memory_reserved = self.table.reserved();
-        Statistics { table: self.table.statistics(), connections, lent, memory_reserved, ..self.statistics }
+        Statistics {
+            table: self.table.statistics(),
+            connections,
+            zero_copy_in_flight,
+            memory_reserved,
+            ..self.statistics
+        }
     }
 
     /// Each connection and what it has moved.
-    pub fn connections(&self) -> impl Iterator<Item = (Key, Kind, Phase, LineStatistics)> + '_ {
+    pub fn connections(
+        &self,
+    ) -> impl Iterator<Item = (ConnectionKey, Kind, ConnectionState, ConnectionStatistics)> + '_ {
         self.lines.iter().flatten().filter_map(|line| {
             let connection = self.table.get(line.id)?;
-            Some((connection.key, connection.kind, connection.phase, line.statistics))
+            Some((connection.key, connection.kind, connection.state, line.statistics))
         })
     }
 
     /// The names of all connections, also of those whose host side has gone already.
-    pub fn names(&self) -> Vec<(Key, Kind)> {
+    pub fn names(&self) -> Vec<(ConnectionKey, Kind)> {
         let connections = self.table.ids().filter_map(|id| self.table.get(id));
         connections.map(|connection| (connection.key, connection.kind)).collect()
     }
 
     /// The guest has come from elsewhere, with connections that are not here: it will hear so of each.
-    pub fn arrive(&mut self, next_port: u32, connections: &[(Key, Kind)]) {
+    pub fn arrive(&mut self, next_port: u32, connections: &[(ConnectionKey, Kind)]) {
         self.restart();
         self.table.set_next_port(next_port);
         for (key, kind) in connections {
@@ -221,7 +229,7 @@ impl<S: Sockets> Engine<S> {
         kind: Kind,
         peer_cid: u64,
         socket: S::Socket,
-    ) -> Result<Id, S::Socket> {
+    ) -> Result<ConnectionId, S::Socket> {
         let Some(id) = self.table.open(guest_port, kind, peer_cid) else { return Err(socket) };
         self.sockets.opened(id, &socket);
         self.put(Line::new(id, kind, Some(socket)));
@@ -236,8 +244,9 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// A connection that was to come later is there, or will not be.
-    pub fn connected(&mut self, id: Id, socket: Option<S::Socket>) {
-        let asked = self.table.get(id).is_some_and(|connection| connection.phase == Phase::Connecting);
+    pub fn connected(&mut self, id: ConnectionId, socket: Option<S::Socket>) {
+        let asked =
+            self.table.get(id).is_some_and(|connection| connection.state == ConnectionState::Connecting);
         match (socket, self.line(id)) {
             (Some(socket), Some(line)) if asked => {
                 line.socket = Some(socket);
@@ -251,13 +260,13 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// A socket has something new for the guest, or has ended.
-    pub fn readable(&mut self, id: Id, news: News) {
+    pub fn readable(&mut self, id: ConnectionId, news: Readiness) {
         let Some(line) = self.line(id) else { return };
         line.readable = true;
-        line.urgent |= news == News::Urgent;
-        line.ending |= matches!(news, News::Ending | News::HungUp);
-        line.hung_up |= news == News::HungUp;
-        if news == News::HungUp && line.ended && !line.deaf && !line.write_shut {
+        line.urgent |= news == Readiness::Urgent;
+        line.ending |= matches!(news, Readiness::ReadClosed | Readiness::Closed);
+        line.hung_up |= news == Readiness::Closed;
+        if news == Readiness::Closed && line.ended && !line.deaf && !line.write_shut {
             // Its end was told already, when only that was known.
             self.deafen(id);
         }
@@ -265,7 +274,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// A socket that was full takes more.
-    pub fn writable(&mut self, id: Id) {
+    pub fn writable(&mut self, id: ConnectionId) {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         if std::mem::take(&mut line.blocked)
             && let Some(socket) = &line.socket
@@ -275,13 +284,13 @@ impl<S: Sockets> Engine<S> {
         self.flush(id);
     }
 
-    /// What the time is, on any clock that only goes forward. Ends what takes too long.
+    /// What the time is, on any clock that only goes forward. SeqFlags what takes too long.
     pub fn tick(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
         while self.deadlines.front().is_some_and(|(at, _)| *at <= now_ms) {
             let Some((_, id)) = self.deadlines.pop() else { return };
-            let late = [Phase::Asked, Phase::Connecting, Phase::Over];
-            if self.table.get(id).is_some_and(|connection| late.contains(&connection.phase)) {
+            let late = [ConnectionState::RequestSent, ConnectionState::Connecting, ConnectionState::Closing];
+            if self.table.get(id).is_some_and(|connection| late.contains(&connection.state)) {
                 self.end(id, true);
             }
         }
@@ -330,11 +339,11 @@ impl<S: Sockets> Engine<S> {
         (self.ready, self.waiting, self.deadlines, self.stalls) = Default::default();
     }
 
-    fn line(&mut self, id: Id) -> Option<&mut Line<S::Socket>> {
+    fn line(&mut self, id: ConnectionId) -> Option<&mut Line<S::Socket>> {
         Self::line_of(&mut self.lines, id)
     }
 
-    fn line_of(lines: &mut [Option<Line<S::Socket>>], id: Id) -> Option<&mut Line<S::Socket>> {
+    fn line_of(lines: &mut [Option<Line<S::Socket>>], id: ConnectionId) -> Option<&mut Line<S::Socket>> {
         lines.get_mut(id.index as usize)?.as_mut().filter(|line| line.id == id)
     }
 
@@ -349,7 +358,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// The host side goes, and nothing is said of it.
-    fn hang_up(&mut self, id: Id, reset: bool) {
+    fn hang_up(&mut self, id: ConnectionId, reset: bool) {
         if self.line(id).is_some()
             && let Some(line) = self.lines[id.index as usize].take()
         {
@@ -358,15 +367,16 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// The connection ends now, for both.
-    fn end(&mut self, id: Id, reset: bool) {
+    fn end(&mut self, id: ConnectionId, reset: bool) {
         self.hang_up(id, reset);
         self.table.reset(id);
     }
 
     /// Puts a connection in line to be read, if there is reason to.
-    fn line_up(&mut self, id: Id) {
+    fn line_up(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
-        let open = connection.phase == Phase::Open && !connection.guest_shut.contains(Shut::RECEIVE);
+        let open = connection.state == ConnectionState::Established
+            && !connection.guest_shut.contains(ShutdownFlags::RECEIVE);
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         let something = line.readable || line.message.is_some();
         if open && something && !line.stalled && !line.ended && !line.in_line {
@@ -375,9 +385,9 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    /// Ends a connection whose other end has not confirmed its current state by then.
-    fn end_later(&mut self, id: Id) {
-        self.deadlines.push((self.now_ms + PATIENCE_MS, id), |(_, id)| self.table.get(*id).is_some());
+    /// SeqFlags a connection whose other end has not confirmed its current state by then.
+    fn end_later(&mut self, id: ConnectionId) {
+        self.deadlines.push((self.now_ms + CONNECT_TIMEOUT_MS, id), |(_, id)| self.table.get(*id).is_some());
     }
 
     /// A message is on its way to the guest no more; others may have its memory.
@@ -391,11 +401,11 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// After anything that may have been the last: ends what has ended.
-    fn settle(&mut self, id: Id) {
+    fn settle(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
-        let (phase, guest) = (connection.phase, connection.guest_shut);
+        let (phase, guest) = (connection.state, connection.guest_shut);
         let Some(line) = Self::line_of(&mut self.lines, id) else {
-            if phase == Phase::Over && guest.is_all() {
+            if phase == ConnectionState::Closing && guest.is_all() {
                 self.table.reset(id);
             }
             return;
@@ -407,19 +417,19 @@ impl<S: Sockets> Engine<S> {
             }
             return;
         };
-        let through = guest.contains(Shut::SEND) && line.out.is_empty();
-        if through && guest.contains(Shut::RECEIVE) {
+        let through = guest.contains(ShutdownFlags::SEND) && line.out.is_empty();
+        if through && guest.contains(ShutdownFlags::RECEIVE) {
             // At once: whoever sees the two ways end one after the other takes the first for all that there is.
             self.end(id, false);
             return;
         }
-        if guest.contains(Shut::RECEIVE) && !line.read_shut {
+        if guest.contains(ShutdownFlags::RECEIVE) && !line.read_shut {
             line.read_shut = true;
-            self.sockets.shutdown(socket, Shut::RECEIVE);
+            self.sockets.shutdown(socket, ShutdownFlags::RECEIVE);
         }
         if through && !line.write_shut {
             line.write_shut = true;
-            self.sockets.shutdown(socket, Shut::SEND);
+            self.sockets.shutdown(socket, ShutdownFlags::SEND);
         }
         if line.ended && (through || line.deaf) {
             self.hang_up(id, false);
@@ -435,19 +445,19 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    fn connect(&mut self, id: Id) {
+    fn connect(&mut self, id: ConnectionId) {
         let Some(connection) = self.table.get(id) else { return };
         let (key, kind) = (connection.key, connection.kind);
         match self.sockets.connect(id, key, kind) {
-            Connect::Now(socket) => {
+            ConnectOutcome::Connected(socket) => {
                 self.put(Line::new(id, kind, Some(socket)));
                 self.table.established(id);
             }
-            Connect::Later => {
+            ConnectOutcome::InProgress => {
                 self.put(Line::new(id, kind, None));
                 self.end_later(id);
             }
-            Connect::Refused => self.table.reset(id),
+            ConnectOutcome::Refused => self.table.reset(id),
         }
     }
 }

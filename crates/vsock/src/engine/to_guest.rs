@@ -8,9 +8,9 @@ use zerocopy::IntoBytes as _;
 
 use super::line::{is_heavy, pieces};
 use super::{Engine, SKIP, STALL_MS};
-use crate::connection::Id;
-use crate::packet::{Ends, HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, Shut};
-use crate::sockets::{Front, Received, Sockets};
+use crate::connection::ConnectionId;
+use crate::packet::{HEADER_BYTES, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
+use crate::sockets::{Peeked, Received, Sockets};
 
 /// Buffers of the guest's that are taken together.
 const BATCH: usize = 256;
@@ -38,7 +38,7 @@ impl<S: Sockets> Engine<S> {
             self.buffers = buffers;
             if count == 0 {
                 // Only now does it matter that the guest has new ones.
-                self.statistics.starved += 1;
+                self.statistics.rx_ring_empty += 1;
                 ring.listen(true);
                 return false;
             }
@@ -91,11 +91,11 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Lets one connection have its turn. Returns how many buffers it filled.
-    fn fill_from(&mut self, id: Id, ring: &mut Ring, first: usize) -> usize {
+    fn fill_from(&mut self, id: ConnectionId, ring: &mut Ring, first: usize) -> usize {
         let room = self.table.room(id) as usize;
         let Some(connection) = self.table.get(id) else { return 0 };
         let kind = connection.kind;
-        let deaf = connection.guest_shut.contains(Shut::RECEIVE);
+        let deaf = connection.guest_shut.contains(ShutdownFlags::RECEIVE);
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         line.in_line = false;
         if deaf || line.ended || !(line.readable || line.message.is_some()) {
@@ -109,8 +109,8 @@ impl<S: Sockets> Engine<S> {
         used
     }
 
-    fn stall(&mut self, id: Id) {
-        self.statistics.stalled += 1;
+    fn stall(&mut self, id: ConnectionId) {
+        self.statistics.out_of_credit += 1;
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         line.stalled = true;
         if !std::mem::replace(&mut line.stall_noted, true) {
@@ -118,7 +118,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    fn fill_stream(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
+    fn fill_stream(&mut self, id: ConnectionId, ring: &mut Ring, first: usize, room: usize) -> usize {
         if room == 0 {
             // An end needs no room, and the guest may be waiting for it.
             if self.line(id).is_some_and(|line| line.ending) && self.is_at_end(id) {
@@ -152,7 +152,7 @@ impl<S: Sockets> Engine<S> {
             }
             Ok(Received { bytes, more, .. }) => {
                 line.readable = more || bytes == offered || line.ending || line.urgent;
-                let used = self.write_headers(id, ring, first, bytes, Ends::empty());
+                let used = self.write_headers(id, ring, first, bytes, SeqFlags::empty());
                 if let Some(line) = self.line(id) {
                     line.appetite = if used == offered_buffers { 2 * used } else { used + 1 }.min(BATCH);
                 }
@@ -163,9 +163,9 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Whether nothing but its end is left in a socket.
-    fn is_at_end(&mut self, id: Id) -> bool {
+    fn is_at_end(&mut self, id: ConnectionId) -> bool {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return false };
-        line.socket.as_ref().is_some_and(|socket| matches!(self.sockets.front(socket), Ok(Front::End)))
+        line.socket.as_ref().is_some_and(|socket| matches!(self.sockets.front(socket), Ok(Peeked::Eof)))
     }
 
     /// A buffer with room for a header only.
@@ -174,7 +174,7 @@ impl<S: Sockets> Engine<S> {
         1
     }
 
-    fn failed(&mut self, id: Id, error: &io::Error) -> usize {
+    fn failed(&mut self, id: ConnectionId, error: &io::Error) -> usize {
         if error.kind() == io::ErrorKind::WouldBlock {
             if let Some(line) = self.line(id) {
                 line.readable = false;
@@ -187,18 +187,25 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// The socket has sent all.
-    fn ended(&mut self, id: Id) {
+    fn ended(&mut self, id: ConnectionId) {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         line.ended = true;
         line.readable = false;
         // Nobody is left to receive either.
         let hung_up = line.hung_up && !line.write_shut;
-        self.table.shut(id, Shut::SEND);
+        self.table.shut(id, ShutdownFlags::SEND);
         if hung_up { self.deafen(id) } else { self.settle(id) }
     }
 
     /// Puts headers in front of what was received. Returns how many buffers it took.
-    fn write_headers(&mut self, id: Id, ring: &mut Ring, first: usize, bytes: usize, ends: Ends) -> usize {
+    fn write_headers(
+        &mut self,
+        id: ConnectionId,
+        ring: &mut Ring,
+        first: usize,
+        bytes: usize,
+        ends: SeqFlags,
+    ) -> usize {
         let (mut left, mut index) = (bytes, first);
         while left > 0 {
             let chain = self.buffers.chain(index);
@@ -210,7 +217,7 @@ impl<S: Sockets> Engine<S> {
             }
             left -= here;
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
-            let header = self.table.data(id, len, if left == 0 { ends } else { Ends::empty() });
+            let header = self.table.data(id, len, if left == 0 { ends } else { SeqFlags::empty() });
             chain.write_at(0, header.as_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
         }
@@ -219,26 +226,26 @@ impl<S: Sockets> Engine<S> {
             line.statistics.bytes_to_guest += bytes;
             line.statistics.packets_to_guest += used;
         }
-        self.statistics.lines.bytes_to_guest += bytes;
-        self.statistics.lines.packets_to_guest += used;
+        self.statistics.totals.bytes_to_guest += bytes;
+        self.statistics.totals.packets_to_guest += used;
         index - first
     }
 
     /// One message, whole: the guest is given its packets only when it has room for all.
-    fn fill_message(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
+    fn fill_message(&mut self, id: ConnectionId, ring: &mut Ring, first: usize, room: usize) -> usize {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let Some(socket) = &line.socket else { return 0 };
         if line.message.is_some() {
             return self.fill_rest(id, ring, first, room);
         }
         let len = match self.sockets.front(socket) {
-            Ok(Front::Bytes(len)) => len,
-            Ok(Front::End) => {
+            Ok(Peeked::Bytes(len)) => len,
+            Ok(Peeked::Eof) => {
                 self.ended(id);
                 return 0;
             }
             // It stays readable, behind the others.
-            Ok(Front::Skipped) => return 0,
+            Ok(Peeked::Skipped) => return 0,
             Err(error) => return self.failed(id, &error),
         };
         if len > self.table.room_at_most(id) as usize {
@@ -280,7 +287,13 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// A message that does not fit into the buffers that were taken: it is copied, and goes piece by piece.
-    fn receive_long(&mut self, id: Id, ring: &mut Ring, (first, room): (usize, usize), len: usize) -> usize {
+    fn receive_long(
+        &mut self,
+        id: ConnectionId,
+        ring: &mut Ring,
+        (first, room): (usize, usize),
+        len: usize,
+    ) -> usize {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let Some(socket) = &line.socket else { return 0 };
         let mut message = Vec::new();
@@ -304,12 +317,12 @@ impl<S: Sockets> Engine<S> {
         message.truncate(received.bytes);
         line.appetite = (2 * line.appetite).min(BATCH);
         line.statistics.bytes_copied += message.len() as u64;
-        self.statistics.lines.bytes_copied += message.len() as u64;
+        self.statistics.totals.bytes_copied += message.len() as u64;
         line.message = Some((message, 0, received.ends()));
         self.fill_rest(id, ring, first, room)
     }
 
-    fn fill_rest(&mut self, id: Id, ring: &mut Ring, first: usize, room: usize) -> usize {
+    fn fill_rest(&mut self, id: ConnectionId, ring: &mut Ring, first: usize, room: usize) -> usize {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let Some((message, mut offset, end)) = line.message.take() else { return 0 };
         let (mut index, mut room) = (first, room);
@@ -324,13 +337,13 @@ impl<S: Sockets> Engine<S> {
             chain.write_at(SKIP, &message[offset..offset + here]);
             offset += here;
             room -= here;
-            let ends = if offset == message.len() { end } else { Ends::empty() };
+            let ends = if offset == message.len() { end } else { SeqFlags::empty() };
             let len = u32::try_from(here).expect("at most `PAYLOAD_BYTES_MAX`");
             let header = self.table.data(id, len, ends);
             chain.write_at(0, header.as_bytes());
             ring.complete(chain, HEADER_BYTES as u32 + len);
-            self.statistics.lines.bytes_to_guest += here as u64;
-            self.statistics.lines.packets_to_guest += 1;
+            self.statistics.totals.bytes_to_guest += here as u64;
+            self.statistics.totals.packets_to_guest += 1;
             if let Some(line) = Self::line_of(&mut self.lines, id) {
                 line.statistics.bytes_to_guest += here as u64;
                 line.statistics.packets_to_guest += 1;

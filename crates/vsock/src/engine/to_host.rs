@@ -7,8 +7,8 @@ use towline_vhost_user::Ring;
 
 use super::line::{HELD_MAX, Line, Out, chunk_bytes};
 use super::{Engine, SKIP};
-use crate::connection::{Id, Inbound};
-use crate::packet::{Ends, HEADER_BYTES, Header, Kind, Shut};
+use crate::connection::{ConnectionId, Inbound};
+use crate::packet::{HEADER_BYTES, Header, Kind, SeqFlags, ShutdownFlags};
 use crate::sockets::Sockets;
 
 /// Packets that are looked at together.
@@ -68,7 +68,7 @@ impl<S: Sockets> Engine<S> {
         let inbound = self.table.from_guest(&header, payload);
         self.traffic.from_guest += u64::from(!matches!(inbound, Inbound::Credit(_)));
         if let Inbound::Payload(id, ends) = inbound {
-            self.statistics.lines.packets_from_guest += 1;
+            self.statistics.totals.packets_from_guest += 1;
             if self.payload(id, (slot, index), header.len.get(), ends) {
                 return;
             }
@@ -79,10 +79,10 @@ impl<S: Sockets> Engine<S> {
             Inbound::Connect(id) => self.connect(id),
             Inbound::Accepted(id) => self.accepted(id),
             Inbound::Credit(_) => {}
-            Inbound::Shut(id) => self.touch(id),
+            Inbound::Shutdown(id) => self.touch(id),
             Inbound::Gone(id, by_guest) => self.gone(id, by_guest),
         }
-        if let Inbound::Credit(id) | Inbound::Shut(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
+        if let Inbound::Credit(id) | Inbound::Shutdown(id) | Inbound::Payload(id, _) | Inbound::Accepted(id) =
             inbound
         {
             self.resume(id);
@@ -90,12 +90,12 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Puts a packet's payload in line for its socket. False if its chain is not needed.
-    fn payload(&mut self, id: Id, (slot, chain): (usize, usize), len: u32, ends: Ends) -> bool {
+    fn payload(&mut self, id: ConnectionId, (slot, chain): (usize, usize), len: u32, ends: SeqFlags) -> bool {
         let taken = match Self::line_of(&mut self.lines, id) {
             Some(line) if !line.deaf => {
                 line.statistics.packets_from_guest += 1;
-                let is_end = line.kind == Kind::Seqpacket && ends.contains(Ends::MESSAGE);
-                let end = if is_end { ends } else { Ends::empty() };
+                let is_end = line.kind == Kind::Seqpacket && ends.contains(SeqFlags::EOM);
+                let end = if is_end { ends } else { SeqFlags::empty() };
                 if len == 0 {
                     is_end && line.end_message(end)
                 } else {
@@ -118,7 +118,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// A guest that had no room may have some.
-    fn resume(&mut self, id: Id) {
+    fn resume(&mut self, id: ConnectionId) {
         let room = self.table.room(id);
         if let Some(line) = self.line(id)
             && line.stalled
@@ -129,7 +129,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    fn touch(&mut self, id: Id) {
+    fn touch(&mut self, id: ConnectionId) {
         match self.line(id) {
             Some(line) if line.touched => {}
             Some(line) => {
@@ -140,7 +140,7 @@ impl<S: Sockets> Engine<S> {
         }
     }
 
-    fn accepted(&mut self, id: Id) {
+    fn accepted(&mut self, id: ConnectionId) {
         let port = self.table.get(id).map_or(0, |connection| connection.key.peer_port);
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         let Some(socket) = &line.socket else { return };
@@ -153,7 +153,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// The guest has reset it, or has done what none may. What it sent before is still for the host side, if that takes it.
-    fn gone(&mut self, id: Id, by_guest: bool) {
+    fn gone(&mut self, id: ConnectionId, by_guest: bool) {
         if by_guest && self.line(id).is_some_and(|line| !line.blocked) {
             self.flush(id);
         }
@@ -161,7 +161,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Sends what waits for a socket, as far as it takes it.
-    pub(super) fn flush(&mut self, id: Id) {
+    pub(super) fn flush(&mut self, id: ConnectionId) {
         loop {
             let Some(line) = Self::line_of(&mut self.lines, id) else { return };
             let whole = line.kind == Kind::Seqpacket;
@@ -204,19 +204,19 @@ impl<S: Sockets> Engine<S> {
         self.settle(id);
     }
 
-    fn sent(&mut self, id: Id, (bytes, loan): (usize, Option<u64>), blocked: bool) {
+    fn sent(&mut self, id: ConnectionId, (bytes, loan): (usize, Option<u64>), blocked: bool) {
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         if let Some(number) = loan {
             line.loans.begin(number);
         }
         line.advance(bytes, loan, &mut self.shelf);
-        for statistics in [&mut line.statistics, &mut self.statistics.lines] {
+        for statistics in [&mut line.statistics, &mut self.statistics.totals] {
             statistics.bytes_to_host += bytes as u64;
-            statistics.bytes_lent += if loan.is_some() { bytes as u64 } else { 0 };
+            statistics.bytes_zero_copy += if loan.is_some() { bytes as u64 } else { 0 };
         }
         if blocked {
             line.blocked = true;
-            self.statistics.blocked += 1;
+            self.statistics.socket_full += 1;
             if let Some(socket) = &line.socket {
                 self.sockets.watch_writable(id, socket, true);
             }
@@ -226,7 +226,7 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// The socket takes nothing any more. It may still have something for the guest, unless it was reset.
-    fn refused(&mut self, id: Id, error: &io::Error) {
+    fn refused(&mut self, id: ConnectionId, error: &io::Error) {
         tracing::debug!(%error, ?id, "a socket of the host takes nothing any more");
         if error.kind() != io::ErrorKind::BrokenPipe {
             self.end(id, true);
@@ -236,36 +236,36 @@ impl<S: Sockets> Engine<S> {
     }
 
     /// Nobody is left to receive, which the guest is told.
-    pub(super) fn deafen(&mut self, id: Id) {
+    pub(super) fn deafen(&mut self, id: ConnectionId) {
         let kept = self.table.kept(id);
         if let Some(line) = Self::line_of(&mut self.lines, id) {
             line.discard(&mut self.shelf);
             line.deaf = true;
         }
         self.table.forwarded(id, kept);
-        self.table.shut(id, Shut::RECEIVE);
+        self.table.shut(id, ShutdownFlags::RECEIVE);
         self.settle(id);
     }
 
     /// What did not leave with this batch is held or copied.
-    fn hold(&mut self, id: Id) {
+    fn hold(&mut self, id: ConnectionId) {
         let size = chunk_bytes(self.table.window(id));
         let Some(line) = Self::line_of(&mut self.lines, id) else { return };
         if line.settled < line.out.len() {
             let copied = line.settle(&mut self.shelf, size) as u64;
             line.statistics.bytes_copied += copied;
-            self.statistics.lines.bytes_copied += copied;
+            self.statistics.totals.bytes_copied += copied;
         }
         line.trim();
     }
 
     /// Copies everything that a connection has in the ring. Returns how many bytes that were.
-    pub(super) fn copy_out(&mut self, id: Id) -> usize {
+    pub(super) fn copy_out(&mut self, id: ConnectionId) -> usize {
         let size = chunk_bytes(self.table.window(id));
         let Some(line) = Self::line_of(&mut self.lines, id) else { return 0 };
         let copied = line.let_go(&mut self.shelf, size);
         line.statistics.bytes_copied += copied as u64;
-        self.statistics.lines.bytes_copied += copied as u64;
+        self.statistics.totals.bytes_copied += copied as u64;
         copied
     }
 }
@@ -273,7 +273,7 @@ impl<S: Sockets> Engine<S> {
 impl<S> Line<S> {
     /// The message that began ends, without another byte. False if none began: nobody could tell an empty message from
     /// the end.
-    fn end_message(&mut self, ends_with: Ends) -> bool {
+    fn end_message(&mut self, ends_with: SeqFlags) -> bool {
         match self.out.back_mut() {
             Some(Out::Chain { end, .. }) if end.is_empty() => {
                 *end = ends_with;

@@ -6,19 +6,19 @@ use std::sync::Arc;
 use super::convention::{self, Line};
 use super::socket::{Begun, HostSocket};
 use super::{Event, Host};
-use crate::connection::{Id, Key};
-use crate::engine::News;
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::engine::Readiness;
+use crate::local_guests::Incoming;
 use crate::packet::{HOST_CID, Kind};
-use crate::rules::{Place, Rule};
-use crate::siblings::Incoming;
-use crate::sockets::Connect;
+use crate::rules::{HostAddress, Rule};
+use crate::sockets::ConnectOutcome;
 
 /// A connection that the guest has asked for, under way.
 pub(super) enum Pending {
     /// To a place.
     Begun(HostSocket),
     /// A place had no room; it is tried again.
-    Again(Place, Kind),
+    Again(HostAddress, Kind),
     /// To another guest: to its device, which will want to hear where to.
     Device(HostSocket, u32),
     /// And which will say that the other guest has accepted.
@@ -32,7 +32,7 @@ enum Step {
 
 impl Host {
     /// Takes a connection that is under way a step further.
-    pub(super) fn advance(&mut self, id: Id) {
+    pub(super) fn advance(&mut self, id: ConnectionId) {
         let outcome = match self.pending.remove(&id) {
             Some(Pending::Begun(socket)) => socket.outcome().map(|()| Step::Done(socket)),
             Some(Pending::Device(socket, port)) => socket
@@ -54,7 +54,7 @@ impl Host {
                     let early = socket.has_early();
                     self.events.push_back(Event::Connected(id, Some(socket)));
                     if early {
-                        self.events.push_back(Event::Readable(id, News::Data));
+                        self.events.push_back(Event::Readable(id, Readiness::Readable));
                     }
                 }
                 Err(_) => self.events.push_back(Event::Connected(id, None)),
@@ -73,13 +73,18 @@ impl Host {
     }
 
     /// Where the guest wants to go, if it may.
-    pub(super) fn begin_for(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+    pub(super) fn begin_for(
+        &mut self,
+        id: ConnectionId,
+        key: ConnectionKey,
+        kind: Kind,
+    ) -> ConnectOutcome<HostSocket> {
         if key.peer_cid != HOST_CID {
             return self.begin_sibling(id, key, kind);
         }
         let ears = Arc::clone(&self.ears);
         let out = ears.rules.iter().find_map(|rule| match rule {
-            Rule::Out { port, to } if *port == key.peer_port => Some(to),
+            Rule::Connect { port, to } if *port == key.peer_port => Some(to),
             _ => None,
         });
         match (out, &ears.uds) {
@@ -87,63 +92,73 @@ impl Host {
             (None, Some(uds)) => {
                 let mut path = uds.clone().into_os_string();
                 path.push(format!("_{}", key.peer_port));
-                self.begin(id, &Place::Unix(path.into()), kind)
+                self.begin(id, &HostAddress::Unix(path.into()), kind)
             }
-            (None, None) => Connect::Refused,
+            (None, None) => ConnectOutcome::Refused,
         }
     }
 
-    pub(super) fn begin(&mut self, id: Id, place: &Place, kind: Kind) -> Connect<HostSocket> {
+    pub(super) fn begin(
+        &mut self,
+        id: ConnectionId,
+        place: &HostAddress,
+        kind: Kind,
+    ) -> ConnectOutcome<HostSocket> {
         match HostSocket::begin(place, kind) {
             Ok(Begun::Connected(socket)) => match self.watch(id, &socket, false, false) {
-                Ok(()) => Connect::Now(socket),
-                Err(_) => Connect::Refused,
+                Ok(()) => ConnectOutcome::Connected(socket),
+                Err(_) => ConnectOutcome::Refused,
             },
             Ok(Begun::Waits(socket)) => self.wait_for(id, socket, Pending::Begun, true),
             Ok(Begun::Full) => {
                 self.pending.insert(id, Pending::Again(place.clone(), kind));
-                Connect::Later
+                ConnectOutcome::InProgress
             }
             Err(error) => {
                 tracing::debug!(%error, ?place, "the guest wants to be connected with this");
-                Connect::Refused
+                ConnectOutcome::Refused
             }
         }
     }
 
     fn wait_for(
         &mut self,
-        id: Id,
+        id: ConnectionId,
         socket: HostSocket,
         pending: impl FnOnce(HostSocket) -> Pending,
         write: bool,
-    ) -> Connect<HostSocket> {
+    ) -> ConnectOutcome<HostSocket> {
         if self.watch(id, &socket, write, false).is_err() {
-            return Connect::Refused;
+            return ConnectOutcome::Refused;
         }
         self.pending.insert(id, pending(socket));
-        Connect::Later
+        ConnectOutcome::InProgress
     }
 
-    fn begin_sibling(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+    fn begin_sibling(
+        &mut self,
+        id: ConnectionId,
+        key: ConnectionKey,
+        kind: Kind,
+    ) -> ConnectOutcome<HostSocket> {
         let ears = Arc::clone(&self.ears);
-        if let Some(mailbox) = ears.siblings.find(ears.cid, key.peer_cid) {
-            let Ok((ours, theirs)) = HostSocket::pair(kind) else { return Connect::Refused };
-            let most = ears.siblings.share(key.peer_cid, mailbox.most());
+        if let Some(mailbox) = ears.local_guests.find(ears.cid, key.peer_cid) {
+            let Ok((ours, theirs)) = HostSocket::pair(kind) else { return ConnectOutcome::Refused };
+            let most = ears.local_guests.share(key.peer_cid, mailbox.most());
             let put =
                 mailbox.put(Incoming { port: key.peer_port, kind, cid: ears.cid, socket: theirs }, most);
-            return if put { self.wait_for(id, ours, Pending::Ok, false) } else { Connect::Refused };
+            return if put { self.wait_for(id, ours, Pending::Ok, false) } else { ConnectOutcome::Refused };
         }
         let uds = ears.rules.iter().find_map(|rule| match rule {
-            Rule::Sibling { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
+            Rule::PeerGuest { cid, uds } if *cid == key.peer_cid => Some(uds.clone()),
             _ => None,
         });
-        let Some(uds) = uds else { return Connect::Refused };
-        match HostSocket::begin(&Place::Unix(uds), kind) {
+        let Some(uds) = uds else { return ConnectOutcome::Refused };
+        match HostSocket::begin(&HostAddress::Unix(uds), kind) {
             Ok(Begun::Connected(socket) | Begun::Waits(socket)) => {
                 self.wait_for(id, socket, |socket| Pending::Device(socket, key.peer_port), true)
             }
-            Ok(Begun::Full) | Err(_) => Connect::Refused,
+            Ok(Begun::Full) | Err(_) => ConnectOutcome::Refused,
         }
     }
 }

@@ -26,12 +26,12 @@ use self::lending::Lenders;
 pub(crate) use self::lending::wait_for_freed;
 pub(crate) use self::socket::HostSocket;
 pub(crate) use self::socket::Listening;
-use crate::connection::{Id, Key};
-use crate::engine::News;
-use crate::packet::{Ends, HOST_CID, Kind, Shut};
+use crate::connection::{ConnectionId, ConnectionKey};
+use crate::engine::Readiness;
+use crate::local_guests::{Incoming, LocalGuests, Mailbox};
+use crate::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
 use crate::rules::Rule;
-use crate::siblings::{Incoming, Mailbox, Siblings};
-use crate::sockets::{Connect, Front, Received, Sockets};
+use crate::sockets::{ConnectOutcome, Peeked, Received, Sockets};
 
 /// How long they may take.
 const GREETING_MS: u64 = 10_000;
@@ -41,7 +41,7 @@ const ACCEPTS: usize = 64;
 const EVENTS: usize = 64;
 /// Ticks of the clock, when somebody waits for time.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// An [`Id`] never has this bit; what is not a connection has.
+/// An [`ConnectionId`] never has this bit; what is not a connection has.
 const OTHER: u64 = 1 << 63;
 /// What it is then, above the index.
 const TIMER: u64 = OTHER | 1 << 32;
@@ -60,7 +60,7 @@ pub(crate) struct Ears {
     pub(crate) rules: Vec<Rule>,
     pub(crate) zero_copy_send: ZeroCopySend,
     pub(crate) cid: u64,
-    pub(crate) siblings: Arc<Siblings>,
+    pub(crate) local_guests: Arc<LocalGuests>,
     pub(crate) mailbox: Arc<Mailbox>,
     /// The most handshakes under way.
     pub(crate) greetings_max: usize,
@@ -68,11 +68,11 @@ pub(crate) struct Ears {
 
 /// What happened, for the engine.
 pub(crate) enum Event {
-    Readable(Id, News),
-    Writable(Id),
+    Readable(ConnectionId, Readiness),
+    Writable(ConnectionId),
     /// Either something that was lent is free, or the socket has failed.
-    Error(Id),
-    Connected(Id, Option<HostSocket>),
+    Error(ConnectionId),
+    Connected(ConnectionId, Option<HostSocket>),
     /// Somebody wants a port of the guest's.
     Open {
         port: u32,
@@ -104,17 +104,17 @@ pub(crate) struct Host {
     greetings: Vec<Option<Greeting>>,
     greeting_count: usize,
     greeted: u64,
-    pending: HashMap<Id, Pending>,
+    pending: HashMap<ConnectionId, Pending>,
     lenders: Lenders,
     events: VecDeque<Event>,
     now_ms: u64,
 }
 
-fn id_of(data: u64) -> Id {
-    Id { index: data as u32, generation: (data >> 32) as u32 }
+fn id_of(data: u64) -> ConnectionId {
+    ConnectionId { index: data as u32, generation: (data >> 32) as u32 }
 }
 
-fn data_of(id: Id) -> u64 {
+fn data_of(id: ConnectionId) -> u64 {
     u64::from(id.index) | u64::from(id.generation) << 32
 }
 
@@ -213,7 +213,7 @@ impl Host {
             }
         }
         self.listen(true);
-        let again: Vec<Id> =
+        let again: Vec<ConnectionId> =
             self.pending.iter().filter(|(_, p)| matches!(p, Pending::Again(..))).map(|(id, _)| *id).collect();
         for id in again {
             if let Some(Pending::Again(place, kind)) = self.pending.remove(&id) {
@@ -225,7 +225,7 @@ impl Host {
 
     /// How many connections each other guest of the process may have with this one.
     pub(crate) fn sibling_share(&self, connections: usize) -> usize {
-        self.ears.siblings.share(self.ears.cid, connections)
+        self.ears.local_guests.share(self.ears.cid, connections)
     }
 
     /// What time it is, in milliseconds.
@@ -240,11 +240,11 @@ impl Host {
         self.now_ms
     }
 
-    fn tell(&mut self, id: Id, connect: Connect<HostSocket>) {
+    fn tell(&mut self, id: ConnectionId, connect: ConnectOutcome<HostSocket>) {
         match connect {
-            Connect::Now(socket) => self.events.push_back(Event::Connected(id, Some(socket))),
-            Connect::Refused => self.events.push_back(Event::Connected(id, None)),
-            Connect::Later => {}
+            ConnectOutcome::Connected(socket) => self.events.push_back(Event::Connected(id, Some(socket))),
+            ConnectOutcome::Refused => self.events.push_back(Event::Connected(id, None)),
+            ConnectOutcome::InProgress => {}
         }
     }
 
@@ -296,7 +296,7 @@ impl Host {
         }
     }
 
-    /// Ends the oldest handshake if there are as many as there may be: clients that say nothing shut out nobody who does.
+    /// SeqFlags the oldest handshake if there are as many as there may be: clients that say nothing shut out nobody who does.
     fn make_room(&mut self) {
         if self.greeting_count < self.ears.greetings_max {
             return;
@@ -341,7 +341,7 @@ impl Host {
         }
     }
 
-    fn connection(&mut self, id: Id, flags: epoll::EventFlags) {
+    fn connection(&mut self, id: ConnectionId, flags: epoll::EventFlags) {
         if self.pending.contains_key(&id) {
             self.advance(id);
             return;
@@ -353,21 +353,21 @@ impl Host {
             self.events.push_back(Event::Error(id));
         }
         if flags.contains(epoll::EventFlags::PRI) {
-            self.events.push_back(Event::Readable(id, News::Urgent));
+            self.events.push_back(Event::Readable(id, Readiness::Urgent));
         }
         let news = if flags.contains(epoll::EventFlags::HUP) {
-            News::HungUp
+            Readiness::Closed
         } else if flags.contains(epoll::EventFlags::RDHUP) {
-            News::Ending
+            Readiness::ReadClosed
         } else if flags.contains(epoll::EventFlags::IN) {
-            News::Data
+            Readiness::Readable
         } else {
             return;
         };
         self.events.push_back(Event::Readable(id, news));
     }
 
-    fn watch(&self, id: Id, socket: &HostSocket, write: bool, known: bool) -> io::Result<()> {
+    fn watch(&self, id: ConnectionId, socket: &HostSocket, write: bool, known: bool) -> io::Result<()> {
         let flags = if write { READ | WRITE } else { READ };
         let data = epoll::EventData::new_u64(data_of(id));
         let done = match known {
@@ -389,11 +389,11 @@ impl AsFd for Host {
 impl Sockets for Host {
     type Socket = HostSocket;
 
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<HostSocket> {
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<HostSocket> {
         self.begin_for(id, key, kind)
     }
 
-    fn opened(&mut self, id: Id, socket: &HostSocket) {
+    fn opened(&mut self, id: ConnectionId, socket: &HostSocket) {
         let data = epoll::EventData::new_u64(data_of(id));
         let added = match epoll::add(&self.epoll, socket, data, READ) {
             Err(rustix::io::Errno::EXIST) => epoll::modify(&self.epoll, socket, data, READ),
@@ -403,11 +403,11 @@ impl Sockets for Host {
             tracing::error!(%errno, "epoll_ctl");
             self.events.push_back(Event::Connected(id, None));
         } else if socket.has_early() {
-            self.events.push_back(Event::Readable(id, News::Data));
+            self.events.push_back(Event::Readable(id, Readiness::Readable));
         }
     }
 
-    fn accepted(&mut self, _: Id, socket: &HostSocket, port: u32) -> io::Result<()> {
+    fn accepted(&mut self, _: ConnectionId, socket: &HostSocket, port: u32) -> io::Result<()> {
         if socket.convention { socket.say(&format!("OK {port}\n")) } else { Ok(()) }
     }
 
@@ -415,11 +415,11 @@ impl Sockets for Host {
         socket.receive(bufs)
     }
 
-    fn front(&mut self, socket: &HostSocket) -> io::Result<Front> {
+    fn front(&mut self, socket: &HostSocket) -> io::Result<Peeked> {
         socket.front()
     }
 
-    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
+    fn send(&mut self, socket: &HostSocket, bufs: &[IoBuf<'_>], ends: SeqFlags) -> io::Result<usize> {
         socket.send(bufs, ends)
     }
 
@@ -438,15 +438,15 @@ impl Sockets for Host {
     fn part(&mut self, socket: &HostSocket, reset: bool) {
         match reset {
             true => socket.disconnect(),
-            false => socket.shutdown(Shut::all()),
+            false => socket.shutdown(ShutdownFlags::all()),
         }
     }
 
-    fn shutdown(&mut self, socket: &HostSocket, what: Shut) {
+    fn shutdown(&mut self, socket: &HostSocket, what: ShutdownFlags) {
         socket.shutdown(what);
     }
 
-    fn watch_writable(&mut self, id: Id, socket: &HostSocket, wanted: bool) {
+    fn watch_writable(&mut self, id: ConnectionId, socket: &HostSocket, wanted: bool) {
         let _ = self.watch(id, socket, wanted, true);
     }
 
@@ -457,7 +457,7 @@ impl Sockets for Host {
         drop(socket);
     }
 
-    fn forget(&mut self, id: Id) {
+    fn forget(&mut self, id: ConnectionId) {
         self.pending.remove(&id);
     }
 }

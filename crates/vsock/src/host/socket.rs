@@ -19,9 +19,9 @@ use towline_channel::{IOV_MAX, IoBuf, IoBufMut, gather, scatter, total_len};
 use super::convention::{LINE_BYTES_MAX, Line};
 use super::lending::Lending;
 use crate::credit::WINDOW_FIRST_MAX;
-use crate::packet::{Ends, Kind, Shut};
-use crate::rules::Place;
-use crate::sockets::{Front, Received};
+use crate::packet::{Kind, SeqFlags, ShutdownFlags};
+use crate::rules::HostAddress;
+use crate::sockets::{Peeked, Received};
 use crate::sys::{self, VsockAddress};
 
 /// Connections that wait to be accepted.
@@ -89,14 +89,14 @@ impl HostSocket {
     }
 
     /// Begins to connect.
-    pub(super) fn begin(place: &Place, kind: Kind) -> io::Result<Begun> {
+    pub(super) fn begin(place: &HostAddress, kind: Kind) -> io::Result<Begun> {
         let (fd, connected) = match place {
-            Place::Unix(path) => {
+            HostAddress::Unix(path) => {
                 let fd = socket_with(AddressFamily::UNIX, socket_type(kind), FLAGS, None)?;
                 let connected = connect(&fd, &SocketAddrUnix::new(path)?);
                 (fd, connected)
             }
-            Place::Tcp(address) => {
+            HostAddress::Tcp(address) => {
                 if kind != Kind::Stream {
                     return Err(Errno::PROTOTYPE.into());
                 }
@@ -105,13 +105,13 @@ impl HostSocket {
                 let connected = connect(&fd, address);
                 (fd, connected)
             }
-            Place::Vsock { cid, port } => {
+            HostAddress::Vsock { cid, port } => {
                 let fd = socket_with(AddressFamily::VSOCK, socket_type(kind), FLAGS, None)?;
                 let connected = connect(&fd, &VsockAddress::new(*cid, *port));
                 (fd, connected)
             }
         };
-        let peer = if let Place::Tcp(address) = place { Some(address.ip()) } else { None };
+        let peer = if let HostAddress::Tcp(address) = place { Some(address.ip()) } else { None };
         let socket = Self::new(fd, kind, peer, false);
         match connected {
             Ok(()) => Ok(Begun::Connected(socket)),
@@ -183,12 +183,12 @@ impl HostSocket {
         all.push(IoBufMut::from(&mut mark));
         all.extend(bufs.iter_mut().map(|buf| buf.prefix(buf.len())));
         let received = sys::receive(self.fd.as_fd(), &mut all)?;
-        let record = Ends::from_bits_truncate(mark[0].into()).contains(Ends::RECORD);
+        let record = SeqFlags::from_bits_truncate(mark[0].into()).contains(SeqFlags::EOR);
         Ok(Received { bytes: received.bytes.saturating_sub(mark.len()), record, ..received })
     }
 
     /// Sends these, or some of them; a message whole.
-    pub(super) fn send(&self, bufs: &[IoBuf<'_>], ends: Ends) -> io::Result<usize> {
+    pub(super) fn send(&self, bufs: &[IoBuf<'_>], ends: SeqFlags) -> io::Result<usize> {
         if !self.marked {
             return sys::send(self.fd.as_fd(), bufs);
         }
@@ -220,10 +220,10 @@ impl HostSocket {
 
     /// What comes next. Empty messages, which vsock does not carry, are skipped, a few at a time: their sender may be
     /// faster than this.
-    pub(super) fn front(&self) -> io::Result<Front> {
+    pub(super) fn front(&self) -> io::Result<Peeked> {
         let early = self.early.borrow().len();
         if early > 0 {
-            return Ok(Front::Bytes(early));
+            return Ok(Peeked::Bytes(early));
         }
         for _ in 0..EMPTY_MAX {
             let (_, len) =
@@ -231,14 +231,14 @@ impl HostSocket {
             // Between guests a message has a mark.
             let len = len.saturating_sub(usize::from(self.marked));
             if len > 0 {
-                return Ok(Front::Bytes(len));
+                return Ok(Peeked::Bytes(len));
             }
             if self.kind == Kind::Stream || self.is_at_end()? {
-                return Ok(Front::End);
+                return Ok(Peeked::Eof);
             }
             self.skip_message()?;
         }
-        Ok(Front::Skipped)
+        Ok(Peeked::Skipped)
     }
 
     /// Of one that gives nothing: whether that is not just an empty message.
@@ -249,8 +249,8 @@ impl HostSocket {
         Ok(ended && rustix::io::ioctl_fionread(&self.fd)? == 0)
     }
 
-    pub(super) fn shutdown(&self, what: Shut) {
-        let how = match (what.contains(Shut::SEND), what.contains(Shut::RECEIVE)) {
+    pub(super) fn shutdown(&self, what: ShutdownFlags) {
+        let how = match (what.contains(ShutdownFlags::SEND), what.contains(ShutdownFlags::RECEIVE)) {
             (true, true) => rustix::net::Shutdown::Both,
             (true, false) => rustix::net::Shutdown::Write,
             (false, true) => rustix::net::Shutdown::Read,
@@ -266,7 +266,7 @@ impl HostSocket {
         if let Err(errno) = connect_unspec(&self.fd) {
             // A sandbox without leave to connect: it is reset when it is closed.
             tracing::debug!(%errno, "a connection is not reset at once");
-            self.shutdown(Shut::all());
+            self.shutdown(ShutdownFlags::all());
         }
     }
 
@@ -354,11 +354,11 @@ impl Listening {
         Ok(Self { fd, kind: Kind::Stream, file: None })
     }
 
-    pub(crate) fn place(place: &Place) -> io::Result<Self> {
+    pub(crate) fn place(place: &HostAddress) -> io::Result<Self> {
         match place {
-            Place::Vsock { cid, port } => Self::vsock(*cid, *port),
-            Place::Unix(path) => Self::unix(path, Kind::Stream),
-            Place::Tcp(address) => Self::tcp(address),
+            HostAddress::Vsock { cid, port } => Self::vsock(*cid, *port),
+            HostAddress::Unix(path) => Self::unix(path, Kind::Stream),
+            HostAddress::Tcp(address) => Self::tcp(address),
         }
     }
 
@@ -384,7 +384,7 @@ mod tests {
     use super::super::convention;
     use super::*;
 
-    fn received(socket: &HostSocket) -> (Vec<u8>, Ends) {
+    fn received(socket: &HostSocket) -> (Vec<u8>, SeqFlags) {
         let mut bytes = vec![0; 2 * IOV_MAX];
         let received = socket.receive(&mut [IoBufMut::from(&mut bytes[..])]).unwrap();
         bytes.truncate(received.bytes);
@@ -398,21 +398,21 @@ mod tests {
         assert_eq!(one.hear(convention::ok).unwrap(), Line::Whole(7, 5));
         let many = vec![IoBuf::from(&b"x"[..]); IOV_MAX];
         for (bufs, ends) in [
-            (&[IoBuf::from(&b"one"[..]), IoBuf::from(&b"message"[..])][..], Ends::MESSAGE),
-            (&[IoBuf::from(&b"and a record"[..])], Ends::all()),
-            (&many[..50], Ends::all()),
+            (&[IoBuf::from(&b"one"[..]), IoBuf::from(&b"message"[..])][..], SeqFlags::EOM),
+            (&[IoBuf::from(&b"and a record"[..])], SeqFlags::all()),
+            (&many[..50], SeqFlags::all()),
         ] {
             let len = total_len(bufs);
             assert_eq!(one.send(bufs, ends).unwrap(), len);
-            assert_eq!(other.front().unwrap(), Front::Bytes(len));
+            assert_eq!(other.front().unwrap(), Peeked::Bytes(len));
             let (bytes, found) = received(&other);
             assert_eq!((bytes.len(), found), (len, ends));
         }
-        assert_eq!(one.send(&many, Ends::MESSAGE).unwrap(), IOV_MAX);
-        assert_eq!(other.front().unwrap(), Front::Bytes(IOV_MAX));
+        assert_eq!(one.send(&many, SeqFlags::EOM).unwrap(), IOV_MAX);
+        assert_eq!(other.front().unwrap(), Peeked::Bytes(IOV_MAX));
         drop(one);
         assert_eq!(received(&other).0.len(), IOV_MAX);
-        assert_eq!((other.front().unwrap(), received(&other).0.len()), (Front::End, 0));
+        assert_eq!((other.front().unwrap(), received(&other).0.len()), (Peeked::Eof, 0));
     }
 
     #[test]
@@ -425,7 +425,7 @@ mod tests {
         assert_eq!(other.hear(convention::connect).unwrap(), Line::Whole(52, 11));
         one.say(" and more").unwrap();
         assert!(other.has_early());
-        assert_eq!(other.front().unwrap(), Front::Bytes(8));
+        assert_eq!(other.front().unwrap(), Peeked::Bytes(8));
         let mut bytes = [0; 5];
         let first = other.receive(&mut [IoBufMut::from(&mut bytes)]).unwrap();
         assert_eq!((first, &bytes), (Received { bytes: 5, more: true, record: false }, b"and d"));
@@ -439,13 +439,13 @@ mod tests {
     fn empty_messages_are_skipped_a_few_at_a_time() {
         let (one, other) = HostSocket::pair(Kind::Seqpacket).unwrap();
         for _ in 0..2 * EMPTY_MAX {
-            assert_eq!(one.send(&[], Ends::MESSAGE).unwrap(), 0);
+            assert_eq!(one.send(&[], SeqFlags::EOM).unwrap(), 0);
         }
-        assert_eq!(one.send(&[IoBuf::from(b"x")], Ends::MESSAGE).unwrap(), 1);
+        assert_eq!(one.send(&[IoBuf::from(b"x")], SeqFlags::EOM).unwrap(), 1);
         for _ in 0..2 {
-            assert_eq!(other.front().unwrap(), Front::Skipped);
+            assert_eq!(other.front().unwrap(), Peeked::Skipped);
         }
-        assert_eq!(other.front().unwrap(), Front::Bytes(1));
+        assert_eq!(other.front().unwrap(), Peeked::Bytes(1));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use towline_frontend::vsock::{Event, Guest, Options};
 use towline_frontend::wire::{feature, protocol};
 use towline_frontend::{Frontend, Memory};
 use towline_vhost_user::{Address, Cancel, Device, Frontends, Listener};
-use towline_vsock::{Limits, Settings, Siblings, Vsock, ZeroCopySend};
+use towline_vsock::{Limits, LocalGuests, Settings, Vsock, ZeroCopySend};
 
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 pub(crate) const CID: u64 = 33;
@@ -51,7 +51,7 @@ impl Served {
     pub(crate) fn among(
         limits: Limits,
         cid: u64,
-        siblings: &Arc<Siblings>,
+        local_guests: &Arc<LocalGuests>,
         change: impl FnOnce(&mut Settings, &Path),
     ) -> Self {
         let directory = TempDir::with_prefix("towline-vsock-").unwrap();
@@ -64,11 +64,11 @@ impl Served {
             limits,
             // The loopback copies in the end, but only the peer's acknowledgement frees a packet there too.
             zero_copy_send: ZeroCopySend::On,
-            poll: Duration::from_micros(50),
+            busy_poll: Duration::from_micros(50),
             unmigratable: false,
         };
         change(&mut settings, directory.path());
-        let device = Arc::new(Vsock::new(settings, siblings).unwrap());
+        let device = Arc::new(Vsock::new(settings, local_guests).unwrap());
         let listener = Listener::bind(&Address::Unix(directory.path().join("d"))).unwrap();
         let cancel = Cancel::new().unwrap();
         let (serving, cancelled) = (Arc::clone(&device), cancel.clone());

@@ -17,7 +17,7 @@ use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Region, Ring, RingSetup};
 use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation};
-use towline_vsock::{Engine, Key, Limits, STRAYS_MAX};
+use towline_vsock::{ConnectionKey, Engine, Limits, PENDING_RESETS_MAX};
 use zerocopy::IntoBytes as _;
 
 use super::pipes::{CIDS, Net, World};
@@ -285,7 +285,7 @@ impl Guest {
         assert!(statistics.connections <= CONNECTIONS as u64);
         let backlog = self.engine.backlog();
         assert!(backlog <= 4 * (64 + 4 * CONNECTIONS), "{backlog} entries wait");
-        assert!(self.engine.table().control_len() <= STRAYS_MAX + 4 * CONNECTIONS + 2);
+        assert!(self.engine.table().control_len() <= PENDING_RESETS_MAX + 4 * CONNECTIONS + 2);
         let most = usize::from(self.tx.size() / 4) * 1024;
         assert!(self.engine.pieces() <= most, "{} pieces are described", self.engine.pieces());
     }
@@ -338,7 +338,7 @@ pub fn device(data: &[u8]) {
             20 => net.free_loans(),
             21 if step[1] & 7 == 0 => guest.restart(size),
             22 if step[1] & 7 == 0 => {
-                let key = Key { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
+                let key = ConnectionKey { guest_port: u32::from(step[2]), peer_cid: 2, peer_port: 9 };
                 guest.engine.arrive(amount, &[(key, Kind::Stream)]);
             }
             23 if step[1] & 31 == 0 => {

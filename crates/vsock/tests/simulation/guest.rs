@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use towline_vhost_user::log::LogSwitch;
 use towline_vhost_user::message::{RegionInfo, VringAddress};
 use towline_vhost_user::{Memory, Region, Ring, RingSetup, features};
-use towline_vsock::packet::{Ends, HEADER_BYTES, Header, Kind, Operation, Shut};
+use towline_vsock::packet::{HEADER_BYTES, Header, Kind, Operation, SeqFlags, ShutdownFlags};
 use zerocopy::IntoBytes as _;
 
 use crate::plan::{Plan, byte};
@@ -158,8 +158,8 @@ pub(crate) struct Line {
     alloc: u32,
     peer_alloc: u32,
     peer_taken: u32,
-    pub(crate) host_shut: Shut,
-    pub(crate) shut: Shut,
+    pub(crate) host_shut: ShutdownFlags,
+    pub(crate) shut: ShutdownFlags,
     /// Lengths of messages that came, and of the one that is coming.
     pub(crate) messages: Vec<u32>,
     message: u32,
@@ -172,7 +172,7 @@ impl Line {
 
     /// All that the host had for it has come, and was read.
     pub(crate) fn has_read_all(&self) -> bool {
-        self.host_shut.contains(Shut::SEND) && self.read == self.received
+        self.host_shut.contains(ShutdownFlags::SEND) && self.read == self.received
     }
 }
 
@@ -243,8 +243,8 @@ impl Guest {
             alloc: self.alloc,
             peer_alloc: 0,
             peer_taken: 0,
-            host_shut: Shut::empty(),
-            shut: Shut::empty(),
+            host_shut: ShutdownFlags::empty(),
+            shut: ShutdownFlags::empty(),
             messages: Vec::new(),
             message: 0,
         }
@@ -278,23 +278,23 @@ impl Guest {
     /// The program writes up to `most` bytes, as credit allows; at its end it shuts down.
     pub(crate) fn write(&mut self, name: Name, most: u32) {
         let line = self.lines.get_mut(&name).unwrap();
-        if !line.open || line.gone || line.shut.contains(Shut::SEND) {
+        if !line.open || line.gone || line.shut.contains(ShutdownFlags::SEND) {
             return;
         }
         if line.sent == line.plan.guest_bytes() {
-            line.shut |= Shut::SEND;
+            line.shut |= ShutdownFlags::SEND;
             let flags = line.shut.bits();
             self.say(name, Operation::Shutdown, flags, &[]);
             return;
         }
         let (left, ends) = line.plan.guest_message_at(line.sent);
         let len = most.min(line.room()).min(left).min(PAYLOAD_MAX);
-        if len == 0 || line.host_shut.contains(Shut::RECEIVE) {
+        if len == 0 || line.host_shut.contains(ShutdownFlags::RECEIVE) {
             return;
         }
         let payload: Vec<u8> = (0..len).map(|at| byte(line.plan.seed, line.sent + at)).collect();
         line.sent += len;
-        let ends = if ends && len == left { Ends::MESSAGE } else { Ends::empty() };
+        let ends = if ends && len == left { SeqFlags::EOM } else { SeqFlags::empty() };
         self.say(name, Operation::ReadWrite, ends.bits(), &payload);
     }
 
@@ -314,14 +314,14 @@ impl Guest {
         if line.gone || !line.open {
             return;
         }
-        let sent_all = line.shut.contains(Shut::SEND);
+        let sent_all = line.shut.contains(ShutdownFlags::SEND);
         if line.host_shut.is_all() && line.read == line.received {
             line.gone = true;
             line.was_reset |= !sent_all;
             self.say(name, Operation::Reset, 0, &[]);
         } else if sent_all && line.has_read_all() && !line.shut.is_all() {
-            line.shut = Shut::all();
-            self.say(name, Operation::Shutdown, Shut::all().bits(), &[]);
+            line.shut = ShutdownFlags::all();
+            self.say(name, Operation::Shutdown, ShutdownFlags::all().bits(), &[]);
         }
     }
 
@@ -435,7 +435,8 @@ impl Guest {
             Operation::Response => line.open = true,
             Operation::ReadWrite => line.payload(header, payload),
             Operation::Shutdown => {
-                line.host_shut |= Shut::from_bits(header.flags.get()).expect("flags of the standard");
+                line.host_shut |=
+                    ShutdownFlags::from_bits(header.flags.get()).expect("flags of the standard");
                 self.end_if_over(name);
             }
             Operation::Reset => {
@@ -451,7 +452,7 @@ impl Guest {
 
 impl Line {
     fn payload(&mut self, header: &Header, payload: &[u8]) {
-        assert!(self.open && !self.host_shut.contains(Shut::SEND), "bytes behind the end");
+        assert!(self.open && !self.host_shut.contains(ShutdownFlags::SEND), "bytes behind the end");
         let room = self.alloc - (self.received - self.told);
         assert!(payload.len() as u32 <= room, "{} bytes and room for {room}", payload.len());
         for (at, found) in (self.received..).zip(payload) {
@@ -459,7 +460,7 @@ impl Line {
         }
         self.received += payload.len() as u32;
         self.message += payload.len() as u32;
-        if self.plan.kind == Kind::Seqpacket && header.flags.get() & Ends::MESSAGE.bits() != 0 {
+        if self.plan.kind == Kind::Seqpacket && header.flags.get() & SeqFlags::EOM.bits() != 0 {
             self.messages.push(std::mem::take(&mut self.message));
         }
     }

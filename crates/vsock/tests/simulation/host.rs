@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use towline_channel::{IoBuf, IoBufMut, gather, scatter};
-use towline_vsock::packet::{Ends, Kind, Shut};
-use towline_vsock::{Connect, Front, Id, Key, News, Received, Sockets};
+use towline_vsock::packet::{Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectOutcome, ConnectionId, ConnectionKey, Peeked, Readiness, Received, Sockets};
 
 use crate::plan::{Plan, byte};
 
@@ -17,7 +17,7 @@ use crate::plan::{Plan, byte};
 #[derive(Debug)]
 pub(crate) struct Socket {
     pub(crate) plan: Plan,
-    pub(crate) id: Option<Id>,
+    pub(crate) id: Option<ConnectionId>,
     /// To the guest: what the program has written, and what the device has taken.
     written: u32,
     taken: u32,
@@ -58,7 +58,7 @@ pub(crate) struct World {
     /// What the guest's connections will find.
     pub(crate) listeners: BTreeMap<u32, Shared>,
     /// Those that come later.
-    pub(crate) later: Vec<(Id, Shared)>,
+    pub(crate) later: Vec<(ConnectionId, Shared)>,
 }
 
 pub(crate) fn socket(plan: &Plan, rng: &mut fastrand::Rng) -> Shared {
@@ -139,13 +139,13 @@ impl Socket {
     }
 
     /// What epoll would tell.
-    pub(crate) fn news(&mut self) -> (Option<News>, bool) {
+    pub(crate) fn news(&mut self) -> (Option<Readiness>, bool) {
         let news = if self.closed {
-            News::HungUp
+            Readiness::Closed
         } else if self.ended {
-            News::Ending
+            Readiness::ReadClosed
         } else {
-            News::Data
+            Readiness::Readable
         };
         let room = self.watched && std::mem::take(&mut self.room_edge);
         (std::mem::take(&mut self.edge).then_some(news), room)
@@ -179,25 +179,25 @@ impl Socket {
 impl Sockets for World {
     type Socket = Shared;
 
-    fn connect(&mut self, id: Id, key: Key, _: Kind) -> Connect<Shared> {
-        let Some(socket) = self.listeners.remove(&key.peer_port) else { return Connect::Refused };
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, _: Kind) -> ConnectOutcome<Shared> {
+        let Some(socket) = self.listeners.remove(&key.peer_port) else { return ConnectOutcome::Refused };
         {
             let mut socket = socket.borrow_mut();
             (socket.id, socket.accepted, socket.edge) = (Some(id), true, true);
         }
         if self.rng.bool() {
-            return Connect::Now(socket);
+            return ConnectOutcome::Connected(socket);
         }
         self.later.push((id, socket));
-        Connect::Later
+        ConnectOutcome::InProgress
     }
 
-    fn opened(&mut self, id: Id, socket: &Shared) {
+    fn opened(&mut self, id: ConnectionId, socket: &Shared) {
         let mut socket = socket.borrow_mut();
         (socket.id, socket.edge) = (Some(id), true);
     }
 
-    fn accepted(&mut self, _: Id, socket: &Shared, _: u32) -> io::Result<()> {
+    fn accepted(&mut self, _: ConnectionId, socket: &Shared, _: u32) -> io::Result<()> {
         let mut socket = socket.borrow_mut();
         socket.accepted = true;
         if socket.closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
@@ -232,15 +232,15 @@ impl Sockets for World {
         Ok(Received { bytes: here as usize, more: socket.taken < socket.written, record: false })
     }
 
-    fn front(&mut self, socket: &Shared) -> io::Result<Front> {
+    fn front(&mut self, socket: &Shared) -> io::Result<Peeked> {
         let socket = socket.borrow();
         if socket.taken < socket.written {
-            return Ok(Front::Bytes(socket.message_at(socket.taken) as usize));
+            return Ok(Peeked::Bytes(socket.message_at(socket.taken) as usize));
         }
-        if socket.ended || socket.closed { Ok(Front::End) } else { Err(io::ErrorKind::WouldBlock.into()) }
+        if socket.ended || socket.closed { Ok(Peeked::Eof) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
 
-    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
+    fn send(&mut self, socket: &Shared, bufs: &[IoBuf<'_>], _: SeqFlags) -> io::Result<usize> {
         let mut socket = socket.borrow_mut();
         assert!(!socket.device_closed && !socket.end_seen, "bytes behind the end");
         if socket.closed {
@@ -273,7 +273,7 @@ impl Sockets for World {
 
     fn lend(&mut self, socket: &Shared, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
         let start = socket.borrow().given;
-        let sent = self.send(socket, bufs, Ends::empty())?;
+        let sent = self.send(socket, bufs, SeqFlags::empty())?;
         if self.rng.u32(..8) == 0 {
             return Ok((sent, None));
         }
@@ -296,11 +296,11 @@ impl Sockets for World {
         socket.dropped |= reset;
     }
 
-    fn shutdown(&mut self, socket: &Shared, what: Shut) {
-        socket.borrow_mut().end_seen |= what.contains(Shut::SEND);
+    fn shutdown(&mut self, socket: &Shared, what: ShutdownFlags) {
+        socket.borrow_mut().end_seen |= what.contains(ShutdownFlags::SEND);
     }
 
-    fn watch_writable(&mut self, _: Id, socket: &Shared, wanted: bool) {
+    fn watch_writable(&mut self, _: ConnectionId, socket: &Shared, wanted: bool) {
         let mut socket = socket.borrow_mut();
         socket.watched = wanted;
         socket.room_edge = wanted;
@@ -311,7 +311,7 @@ impl Sockets for World {
         (socket.device_closed, socket.end_seen) = (true, true);
     }
 
-    fn forget(&mut self, id: Id) {
+    fn forget(&mut self, id: ConnectionId) {
         self.later.retain(|(other, _)| *other != id);
     }
 }

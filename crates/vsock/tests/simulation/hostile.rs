@@ -1,7 +1,7 @@
 //! Guests that do what none may, against the table: bounded memory, and a reset where one is due.
 
-use towline_vsock::packet::{Ends, HOST_CID, Header, Kind, Operation, Shut};
-use towline_vsock::{Inbound, Limits, Phase, STRAYS_MAX, Table};
+use towline_vsock::packet::{HOST_CID, Header, Kind, Operation, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectionState, Inbound, Limits, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 9;
 
@@ -22,7 +22,7 @@ fn limits(connections: usize) -> Limits {
     Limits { connections, ..Limits::default() }
 }
 
-fn open(table: &mut Table, port: u32) -> towline_vsock::Id {
+fn open(table: &mut Table, port: u32) -> towline_vsock::ConnectionId {
     let Inbound::Connect(id) = table.from_guest(&header(Operation::Request, port), 0) else {
         panic!("no connection")
     };
@@ -47,7 +47,7 @@ fn a_million_half_open_connections_are_a_few() {
             while table.next_control().is_some() {}
         }
         table.from_guest(&header(Operation::Request, port), 0);
-        assert!(table.len() <= 1000 && table.control_len() <= STRAYS_MAX);
+        assert!(table.len() <= 1000 && table.control_len() <= PENDING_RESETS_MAX);
     }
     assert_eq!(table.len(), 1000);
     assert_eq!(table.statistics().refused_by_limit, 999_000);
@@ -125,7 +125,7 @@ fn what_none_may_do_ends_the_connection() {
         (
             "bytes behind its end",
             vec![
-                (Header { flags: Shut::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
+                (Header { flags: ShutdownFlags::SEND.bits().into(), ..header(Operation::Shutdown, 5) }, 0),
                 (data(1), 1),
             ],
         ),
@@ -141,7 +141,7 @@ fn what_none_may_do_ends_the_connection() {
             .map(|(header, payload)| table.from_guest(header, *payload))
             .find(|inbound| matches!(inbound, Inbound::Gone(..)));
         assert_eq!(last, Some(Inbound::Gone(id, false)), "{what}");
-        assert_eq!(table.get(id).unwrap().phase, Phase::Resetting, "{what}");
+        assert_eq!(table.get(id).unwrap().state, ConnectionState::Resetting, "{what}");
         expect_reset(&mut table, 5);
         assert!(table.is_empty(), "{what}");
     }
@@ -152,7 +152,7 @@ fn credit_that_shrinks_or_is_nothing_sends_nothing() {
     let mut table = Table::new(CID, limits(10), 0);
     let id = open(&mut table, 5);
     assert_eq!(table.room(id), 1000);
-    table.data(id, 600, Ends::empty());
+    table.data(id, 600, SeqFlags::empty());
     for (alloc, room) in [(100u32, 0), (0, 0), (700, 100), (u32::MAX, u32::MAX - 600)] {
         let update = Header { buf_alloc: alloc.into(), ..header(Operation::CreditUpdate, 5) };
         assert_eq!(table.from_guest(&update, 0), Inbound::Credit(id));

@@ -1,8 +1,8 @@
 //! The body of the fuzz target `vsock_packet`: any packets and any events of the host's side against the table.
 #![allow(dead_code, unreachable_pub, reason = "the fuzz target uses it")]
 
-use towline_vsock::packet::{Ends, Header, Operation, Shut};
-use towline_vsock::{Id, Inbound, Limits, STRAYS_MAX, Table};
+use towline_vsock::packet::{Header, Operation, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectionId, Inbound, Limits, PENDING_RESETS_MAX, Table};
 
 const CID: u64 = 3;
 const CONNECTIONS: usize = 8;
@@ -16,7 +16,7 @@ pub fn packets(data: &[u8]) {
     let limits =
         Limits { connections: CONNECTIONS, buf_alloc: 64 << 10, memory: MEMORY, ..Limits::default() };
     let mut table = Table::new(CID, limits, 0);
-    let mut ids: Vec<Id> = Vec::new();
+    let mut ids: Vec<ConnectionId> = Vec::new();
     for step in data.chunks_exact(STEP) {
         let word = |at: usize| u32::from_le_bytes(step[at..at + 4].try_into().expect("four bytes"));
         let id = ids.get(usize::from(step[1]) % ids.len().max(1)).copied();
@@ -34,7 +34,9 @@ pub fn packets(data: &[u8]) {
             (6, Some(id)) => host(&mut table, id, step[2], word(8)),
             _ => control(&mut table, usize::from(step[1])),
         }
-        assert!(table.len() <= CONNECTIONS && table.control_len() <= STRAYS_MAX + 2 * CONNECTIONS + 2);
+        assert!(
+            table.len() <= CONNECTIONS && table.control_len() <= PENDING_RESETS_MAX + 2 * CONNECTIONS + 2
+        );
         let kept: u64 = ids.iter().map(|id| u64::from(table.kept(*id))).sum();
         assert!(kept <= table.reserved(), "{kept} bytes are kept, {} are reserved", table.reserved());
         assert!(table.reserved() <= MEMORY, "{} bytes are reserved", table.reserved());
@@ -49,7 +51,7 @@ fn kind(byte: u8) -> towline_vsock::packet::Kind {
     if byte & 1 == 0 { Kind::Stream } else { Kind::Seqpacket }
 }
 
-fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<Id> {
+fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option<ConnectionId> {
     let header = Header {
         source_cid: if step[0] & 0x80 == 0 { CID } else { u64::from(word(8)) }.into(),
         destination_cid: 2.into(),
@@ -78,16 +80,16 @@ fn packet(table: &mut Table, step: &[u8], word: impl Fn(usize) -> u32) -> Option
     }
 }
 
-fn host(table: &mut Table, id: Id, what: u8, amount: u32) {
+fn host(table: &mut Table, id: ConnectionId, what: u8, amount: u32) {
     match what % 5 {
-        0 => table.shut(id, Shut::SEND),
-        1 => table.shut(id, Shut::RECEIVE),
+        0 => table.shut(id, ShutdownFlags::SEND),
+        1 => table.shut(id, ShutdownFlags::RECEIVE),
         2 => table.over(id),
         3 => table.reset(id),
         _ => {
             let room = table.room(id).min(amount).min(65536);
             if table.get(id).is_some() && room > 0 {
-                let header = table.data(id, room, Ends::empty());
+                let header = table.data(id, room, SeqFlags::empty());
                 assert_eq!(header.len.get(), room);
             }
         }

@@ -7,8 +7,8 @@ use std::io;
 use std::rc::Rc;
 
 use towline_channel::{IOV_MAX, IoBuf, IoBufMut, scatter};
-use towline_vsock::packet::{Ends, HOST_CID, Kind, Shut};
-use towline_vsock::{Connect, Front, Id, Key, News, Received, Sockets};
+use towline_vsock::packet::{HOST_CID, Kind, SeqFlags, ShutdownFlags};
+use towline_vsock::{ConnectOutcome, ConnectionId, ConnectionKey, Peeked, Readiness, Received, Sockets};
 
 /// The contexts of the two guests.
 pub(super) const CIDS: [u64; 2] = [7, 8];
@@ -32,7 +32,7 @@ struct Way {
 #[derive(Debug, Default)]
 struct Watch {
     /// Whose: a guest's context and connection.
-    owner: Option<(u64, Id)>,
+    owner: Option<(u64, ConnectionId)>,
     edge: bool,
     urgent: bool,
     /// Every call fails: the other end has reset it.
@@ -81,14 +81,14 @@ impl End {
 /// What a guest's connection wants of another one: port, kind, who, and its end.
 type Letter = (u32, Kind, u64, End);
 /// What is new at a socket: to read, room, freed loans.
-type NewsOf = (Id, Option<News>, bool, bool);
+type NewsOf = (ConnectionId, Option<Readiness>, bool, bool);
 
 #[derive(Debug, Default)]
 struct State {
     pipes: Vec<SharedPipe>,
     mail: [Vec<Letter>; 2],
     /// Connections that were asked for and come later, by guest.
-    later: [Vec<(Id, End)>; 2],
+    later: [Vec<(ConnectionId, End)>; 2],
     calls: u64,
     rng: u64,
 }
@@ -211,7 +211,7 @@ impl Net {
     }
 
     /// Connections of this guest's that came about, or did not.
-    pub(super) fn connected(&self, cid: u64) -> Vec<(Id, Option<End>)> {
+    pub(super) fn connected(&self, cid: u64) -> Vec<(ConnectionId, Option<End>)> {
         let Some(guest) = guest(cid) else { return Vec::new() };
         let later = std::mem::take(&mut self.0.borrow_mut().later[guest]);
         let (mut done, mut wait) = (Vec::new(), Vec::new());
@@ -249,10 +249,10 @@ impl Net {
                 let end = &mut pipe.ends[side];
                 let Some((_, id)) = end.owner.filter(|(owner, _)| *owner == cid) else { continue };
                 let news = match (std::mem::take(&mut end.edge), std::mem::take(&mut end.urgent)) {
-                    (_, true) => Some(News::Urgent),
-                    (true, _) if gone => Some(News::HungUp),
-                    (true, _) if ended => Some(News::Ending),
-                    (true, _) => Some(News::Data),
+                    (_, true) => Some(Readiness::Urgent),
+                    (true, _) if gone => Some(Readiness::Closed),
+                    (true, _) if ended => Some(Readiness::ReadClosed),
+                    (true, _) => Some(Readiness::Readable),
                     _ => None,
                 };
                 let room = end.wants_room && std::mem::take(&mut end.room);
@@ -297,7 +297,7 @@ impl End {
         if failed { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(()) }
     }
 
-    fn watch(&self, cid: u64, id: Id) {
+    fn watch(&self, cid: u64, id: ConnectionId) {
         let mut pipe = self.pipe.borrow_mut();
         let end = &mut pipe.ends[self.side];
         (end.owner, end.edge) = (Some((cid, id)), true);
@@ -323,38 +323,38 @@ impl World {
 impl Sockets for World {
     type Socket = End;
 
-    fn connect(&mut self, id: Id, key: Key, kind: Kind) -> Connect<End> {
+    fn connect(&mut self, id: ConnectionId, key: ConnectionKey, kind: Kind) -> ConnectOutcome<End> {
         self.call();
         let own = guest(self.cid).expect("one of the two");
         if key.peer_cid == HOST_CID {
             let end = self.net.client(kind);
             end.pipe.borrow_mut().accepted = true;
             return match key.peer_port & 3 {
-                0 => Connect::Refused,
+                0 => ConnectOutcome::Refused,
                 1 => {
                     self.net.0.borrow_mut().later[own].push((id, end));
-                    Connect::Later
+                    ConnectOutcome::InProgress
                 }
                 _ => {
                     end.watch(self.cid, id);
-                    Connect::Now(end)
+                    ConnectOutcome::Connected(end)
                 }
             };
         }
-        let Some(other) = guest(key.peer_cid) else { return Connect::Refused };
+        let Some(other) = guest(key.peer_cid) else { return ConnectOutcome::Refused };
         let pipe = self.net.pipe(kind, false);
         let theirs = End { pipe: Rc::clone(&pipe), side: 1 };
         let mut state = self.net.0.borrow_mut();
         state.mail[other].push((key.peer_port, kind, self.cid, theirs));
         state.later[own].push((id, End { pipe, side: 0 }));
-        Connect::Later
+        ConnectOutcome::InProgress
     }
 
-    fn opened(&mut self, id: Id, socket: &End) {
+    fn opened(&mut self, id: ConnectionId, socket: &End) {
         socket.watch(self.cid, id);
     }
 
-    fn accepted(&mut self, _: Id, socket: &End, _: u32) -> io::Result<()> {
+    fn accepted(&mut self, _: ConnectionId, socket: &End, _: u32) -> io::Result<()> {
         let mut pipe = socket.pipe.borrow_mut();
         pipe.accepted = true;
         if pipe.ends[1 - socket.side].closed { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
@@ -382,7 +382,7 @@ impl Sockets for World {
         Ok(Received { bytes: bytes as usize, more, record: false })
     }
 
-    fn front(&mut self, socket: &End) -> io::Result<Front> {
+    fn front(&mut self, socket: &End) -> io::Result<Peeked> {
         self.call();
         socket.check()?;
         let mut pipe = socket.pipe.borrow_mut();
@@ -390,15 +390,15 @@ impl Sockets for World {
         for _ in 0..EMPTY_MAX {
             match way.waiting.front() {
                 Some(0) if kind == Kind::Seqpacket => way.waiting.pop_front(),
-                Some(len) => return Ok(Front::Bytes(*len as usize)),
-                None if way.ended => return Ok(Front::End),
+                Some(len) => return Ok(Peeked::Bytes(*len as usize)),
+                None if way.ended => return Ok(Peeked::Eof),
                 None => return Err(io::ErrorKind::WouldBlock.into()),
             };
         }
-        Ok(Front::Skipped)
+        Ok(Peeked::Skipped)
     }
 
-    fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: Ends) -> io::Result<usize> {
+    fn send(&mut self, socket: &End, bufs: &[IoBuf<'_>], _: SeqFlags) -> io::Result<usize> {
         self.call();
         assert!(bufs.len() <= IOV_MAX, "{} buffers", bufs.len());
         socket.check()?;
@@ -428,7 +428,7 @@ impl Sockets for World {
     }
 
     fn lend(&mut self, socket: &End, bufs: &[IoBuf<'_>]) -> io::Result<(usize, Option<u64>)> {
-        let sent = self.send(socket, bufs, Ends::empty())?;
+        let sent = self.send(socket, bufs, SeqFlags::empty())?;
         let end = &mut socket.pipe.borrow_mut().ends[socket.side];
         end.issued += 1;
         Ok((sent, Some(end.issued)))
@@ -449,15 +449,15 @@ impl Sockets for World {
         }
     }
 
-    fn shutdown(&mut self, socket: &End, what: Shut) {
+    fn shutdown(&mut self, socket: &End, what: ShutdownFlags) {
         let mut pipe = socket.pipe.borrow_mut();
-        if what.contains(Shut::SEND) {
+        if what.contains(ShutdownFlags::SEND) {
             pipe.ways[socket.side].ended = true;
             pipe.ends[1 - socket.side].edge = true;
         }
     }
 
-    fn watch_writable(&mut self, _: Id, socket: &End, wanted: bool) {
+    fn watch_writable(&mut self, _: ConnectionId, socket: &End, wanted: bool) {
         let mut pipe = socket.pipe.borrow_mut();
         let way = &pipe.ways[socket.side];
         let room = way.bytes < way.capacity && way.waiting.len() < MESSAGES_MAX;
@@ -469,7 +469,7 @@ impl Sockets for World {
         socket.close();
     }
 
-    fn forget(&mut self, id: Id) {
+    fn forget(&mut self, id: ConnectionId) {
         let Some(guest) = guest(self.cid) else { return };
         self.net.0.borrow_mut().later[guest].retain(|(other, end)| {
             if *other == id {

@@ -35,7 +35,7 @@ impl Mailbox {
         Ok(Self { event, most, waiting: Mutex::default() })
     }
 
-    /// About how many connections it takes; each guest leaves a [share](Siblings::share) of them.
+    /// About how many connections it takes; each guest leaves a [share](LocalGuests::share) of them.
     pub(crate) fn most(&self) -> usize {
         self.most
     }
@@ -76,11 +76,11 @@ type Member = (Vec<String>, Arc<Mailbox>);
 
 /// All guests of a process.
 #[derive(Debug, Default)]
-pub struct Siblings {
+pub struct LocalGuests {
     guests: Mutex<HashMap<u64, Member>>,
 }
 
-impl Siblings {
+impl LocalGuests {
     /// Adds a guest. False if its context is another's.
     pub(crate) fn add(&self, cid: u64, groups: Vec<String>, mailbox: Arc<Mailbox>) -> bool {
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -119,12 +119,12 @@ mod tests {
 
     #[test]
     fn each_guest_has_a_share_of_a_mailbox() {
-        let siblings = Siblings::default();
+        let local_guests = LocalGuests::default();
         let mailboxes: Vec<_> = (3..8).map(|_| Arc::new(Mailbox::new(MOST).unwrap())).collect();
         for (cid, mailbox) in (3..).zip(&mailboxes) {
-            assert!(siblings.add(cid, vec!["lab".to_owned()], Arc::clone(mailbox)));
+            assert!(local_guests.add(cid, vec!["lab".to_owned()], Arc::clone(mailbox)));
         }
-        let share = siblings.share(3, MOST);
+        let share = local_guests.share(3, MOST);
         assert_eq!(share, MOST / 2 / 5);
         let put = |cid| {
             let (_ours, socket) = HostSocket::pair(Kind::Stream).unwrap();
