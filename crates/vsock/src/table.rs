@@ -1,33 +1,34 @@
-//! The connections of one guest: what a packet of its means, and what is to be said to it. No I/O and no payload, only
+//! The connections of one guest: the meaning of its packets, and the packets to send to it. No I/O and no payload, only
 //! lengths.
 //!
 //! ```text
-//!   header from the guest ─► from_guest ─► Inbound: what its engine shall do
-//!   what happened on the host ─► open, established, forwarded, shut, reset ─► owed ─► next_control ─► header for the guest
+//!   header from the guest ─► from_guest ─► Inbound: action of the engine
+//!   events of the host ─► open, established, forwarded, shutdown, reset ─► control queue ─► next_control ─► header for the guest
 //! ```
-//! What is owed to the guest is kept as flags of its connection, which is in line at most once, so whatever a guest or
-//! the host does, what waits is bounded by the table. Answers to packets of no connection wait in a short queue of their
-//! own ([`PENDING_RESETS_MAX`]); while it is full, no more is taken from the guest.
+//! Pending control packets are flags of their connection, which is in the control queue at most once, so the queue is bounded
+//! by the table whatever the guest or the host do. Resets of unknown connections wait in a short queue of their own
+//! ([`PENDING_RESETS_MAX`]); while it is full, no packet of the guest is processed.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
 use crate::connection::{
-    Connection, ConnectionId, ConnectionKey, ConnectionState, Inbound, Limits, Owed, TableStatistics,
+    ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, ControlPackets, HostEvent, Inbound,
+    Initiator, Limits, PacketAction, TableStatistics,
 };
 use crate::credit::{PeerCredit, ReceiveWindow, WINDOW_FIRST_MAX, WINDOW_MIN};
-use crate::packet::{Header, Kind, Operation, PAYLOAD_BYTES_MAX, SeqFlags, ShutdownFlags};
+use crate::packet::{Header, Kind, Operation, SeqFlags, ShutdownFlags};
 
-/// The most resets for unknown connections that wait for room in the guest's ring.
+/// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
 pub const PENDING_RESETS_MAX: usize = 1024;
-/// Each connection is given this share of the memory that is left, so that windows get smaller.
+/// Share of the remaining memory that a new connection gets, so that windows become smaller.
 const SHARE: u64 = 8192;
-/// As long as less than a quarter is promised, a larger one: of the usual memory, a full first window.
+/// Larger share while less than a quarter is reserved: with the default limit a full initial window.
 const SHARE_FIRST: u64 = SHARE / 16;
-/// Ports of the host side: above those that programs are given by name.
+/// Ephemeral ports of the host: above those that applications choose.
 const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
 
-/// An [`ConnectionId`] leaves the highest bit of 64 to whoever mixes it with other things.
+/// Bit 63 of a [`ConnectionId`] as a `u64` is reserved for callers (epoll tags).
 const GENERATION_MAX: u32 = u32::MAX >> 1;
 
 /// The connections of one guest.
@@ -37,16 +38,16 @@ pub struct Table {
     limits: Limits,
     slots: Vec<Slot>,
     free: Vec<u32>,
-    names: HashMap<ConnectionKey, ConnectionId>,
-    line: VecDeque<ConnectionId>,
-    strays: VecDeque<Header>,
+    by_key: HashMap<ConnectionKey, ConnectionId>,
+    control_queue: VecDeque<ConnectionId>,
+    pending_resets: VecDeque<Header>,
     next_port: u32,
-    /// Bytes of memory that are reserved: the cost of all windows, and messages on their way to the guest.
-    promised: u64,
-    /// Of `promised`, those of messages.
-    messages: u64,
-    /// Connections that other guests asked for, by their contexts.
-    incoming: HashMap<u64, usize>,
+    /// Reserved memory in bytes: the cost of all windows, and messages in transit to the guest.
+    reserved: u64,
+    /// Part of `reserved` for messages.
+    reserved_messages: u64,
+    /// Connections that peers initiated, by CID.
+    opened_by: HashMap<u64, usize>,
     statistics: TableStatistics,
 }
 
@@ -56,8 +57,29 @@ struct Slot {
     connection: Option<Connection>,
 }
 
+/// Makes the headers of data packets of one connection.
+#[derive(Debug)]
+pub struct DataHeaders<'t> {
+    cid: u64,
+    connection: &'t mut Connection,
+}
+
+impl DataHeaders<'_> {
+    /// Returns the header of a packet with `len` bytes, which consume credit. It advertises credit too, so a credit update
+    /// that was queued is dropped.
+    pub fn next(&mut self, len: u32, flags: SeqFlags) -> Header {
+        debug_assert!(len <= self.connection.peer_credit.available(), "the guest has no credit for it");
+        self.connection.peer_credit.consume(len);
+        self.connection.control.remove(ControlPackets::CREDIT_UPDATE);
+        let mut header = self.connection.header(self.cid, Operation::ReadWrite);
+        header.len = len.into();
+        header.flags = flags.bits().into();
+        header
+    }
+}
+
 impl Table {
-    /// A table for the guest with this context. Ports of the host side begin at `seed` modulo their number.
+    /// Creates a table for the guest with this CID. Ephemeral ports begin at `seed` modulo their number.
     pub fn new(cid: u64, limits: Limits, seed: u32) -> Self {
         let span = HOST_PORTS.end() - HOST_PORTS.start() + 1;
         Self {
@@ -65,33 +87,33 @@ impl Table {
             limits,
             slots: Vec::new(),
             free: Vec::new(),
-            names: HashMap::new(),
-            line: VecDeque::new(),
-            strays: VecDeque::new(),
+            by_key: HashMap::new(),
+            control_queue: VecDeque::new(),
+            pending_resets: VecDeque::new(),
             next_port: HOST_PORTS.start() + seed % span,
-            promised: 0,
-            messages: 0,
-            incoming: HashMap::new(),
+            reserved: 0,
+            reserved_messages: 0,
+            opened_by: HashMap::new(),
             statistics: TableStatistics::default(),
         }
     }
 
-    /// The guest's context.
+    /// Returns the guest's CID.
     pub fn cid(&self) -> u64 {
         self.cid
     }
 
-    /// How many connections there are.
+    /// Returns the number of connections.
     pub fn len(&self) -> usize {
-        self.names.len()
+        self.by_key.len()
     }
 
-    /// Whether there is none.
+    /// Returns true if there is no connection.
     pub fn is_empty(&self) -> bool {
-        self.names.is_empty()
+        self.by_key.is_empty()
     }
 
-    /// A connection, if it is still there.
+    /// Returns a connection, if it still exists.
     pub fn get(&self, id: ConnectionId) -> Option<&Connection> {
         self.slots.get(id.index as usize).filter(|slot| slot.generation == id.generation)?.connection.as_ref()
     }
@@ -104,39 +126,44 @@ impl Table {
             .as_mut()
     }
 
-    /// All of them.
-    pub fn ids(&self) -> impl Iterator<Item = ConnectionId> + '_ {
-        self.names.values().copied()
+    /// Returns true if a connection still exists.
+    pub fn contains(&self, id: ConnectionId) -> bool {
+        self.get(id).is_some()
     }
 
-    /// What was counted.
+    /// Returns all connections.
+    pub fn ids(&self) -> impl Iterator<Item = ConnectionId> + '_ {
+        self.by_key.values().copied()
+    }
+
+    /// Returns the counters.
     pub fn statistics(&self) -> TableStatistics {
         self.statistics
     }
 
-    /// Whether the table can take what any packet of the guest's may lead to.
-    pub fn takes(&self) -> bool {
-        self.strays.len() < PENDING_RESETS_MAX
+    /// Returns true if any packet of the guest can be processed: there is room for a reset that answers it.
+    pub fn accepts_packets(&self) -> bool {
+        self.pending_resets.len() < PENDING_RESETS_MAX
     }
 
-    /// The port that comes next on the host side.
+    /// Returns the next ephemeral port of the host.
     pub fn next_port(&self) -> u32 {
         self.next_port
     }
 
-    /// Which port comes next, where another process has used those before.
+    /// Sets the next ephemeral port, to continue after those of another process.
     pub fn set_next_port(&mut self, port: u32) {
         self.next_port = if HOST_PORTS.contains(&port) { port } else { *HOST_PORTS.start() };
     }
 
-    /// Resets that wait are forgotten: the guest takes none, and waits itself for us to go on.
-    pub fn forget_strays(&mut self) -> usize {
-        std::mem::take(&mut self.strays).len()
+    /// Drops the pending resets of unknown connections, because a guest that posts no buffers waits for its packets to be
+    /// processed. Returns their number.
+    pub fn drop_pending_resets(&mut self) -> usize {
+        std::mem::take(&mut self.pending_resets).len()
     }
 
-    /// A packet of the guest's, with so many bytes behind its header.
+    /// Processes a packet of the guest that has `payload` bytes after its header.
     pub fn from_guest(&mut self, header: &Header, payload: u32) -> Inbound {
-        let operation = Operation::from_number(header.operation.get());
         if header.source_cid.get() != self.cid {
             self.statistics.dropped += 1;
             return Inbound::Nothing;
@@ -146,39 +173,39 @@ impl Table {
             peer_cid: header.destination_cid.get(),
             peer_port: header.destination_port.get(),
         };
-        let known = self.names.get(&key).copied();
+        let operation = Operation::from_number(header.operation.get());
         let kind = Kind::from_number(header.kind.get());
-        match (known, operation, kind) {
-            (Some(id), Some(operation), Some(kind)) => self.known(id, operation, kind, header, payload),
+        match (self.by_key.get(&key).copied(), operation, kind) {
+            (Some(id), Some(operation), Some(kind)) => self.on_packet(id, operation, kind, header, payload),
             (Some(id), ..) => self.violation(id),
             (None, Some(Operation::Reset), _) => Inbound::Nothing,
             (None, Some(Operation::Request), Some(kind)) => self.request(key, kind, header),
-            (None, ..) => self.stray(header),
+            (None, ..) => self.refuse_packet(header),
         }
     }
 
-    fn stray(&mut self, header: &Header) -> Inbound {
-        if self.takes() {
-            self.strays.push_back(header.reset());
+    /// Queues a reset that answers a packet of an unknown connection.
+    fn refuse_packet(&mut self, header: &Header) -> Inbound {
+        if self.accepts_packets() {
+            self.pending_resets.push_back(header.reset());
         }
         Inbound::Nothing
     }
 
     fn request(&mut self, key: ConnectionKey, kind: Kind, header: &Header) -> Inbound {
         self.statistics.requests_from_guest += 1;
-        let Some(id) = self.add(key, kind, ConnectionState::Connecting) else {
+        let Some((id, connection)) = self.add(key, kind, Initiator::Guest) else {
             self.statistics.refused_by_limit += 1;
-            return self.stray(header);
+            return self.refuse_packet(header);
         };
-        // A request's credit is where all begins: nothing was sent, so nothing can have been taken.
-        let connection = self.get_mut(id).expect("it was added just now");
-        match connection.to_guest.hear(header.buf_alloc.get(), header.fwd_cnt.get()) {
+        // Nothing was sent yet, so a request with a `fwd_cnt` is a violation.
+        match connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get()) {
             Ok(()) => Inbound::Connect(id),
             Err(_) => self.violation(id),
         }
     }
 
-    fn known(
+    fn on_packet(
         &mut self,
         id: ConnectionId,
         operation: Operation,
@@ -186,314 +213,318 @@ impl Table {
         header: &Header,
         payload: u32,
     ) -> Inbound {
-        if operation == Operation::Reset {
-            return self.reset_by_guest(id);
-        }
-        let connection = self.get_mut(id).expect("names lead to connections");
-        match connection.state {
-            ConnectionState::Resetting => return Inbound::Nothing,
-            ConnectionState::Draining => return self.stray(header),
+        self.statistics.resets_received += u64::from(operation == Operation::Reset);
+        let Some(connection) = self.get_mut(id) else { return Inbound::Nothing };
+        let action = connection.state.on_packet(operation);
+        match action {
+            PacketAction::Ignore => return Inbound::Nothing,
+            PacketAction::Refuse => return self.refuse_packet(header),
+            PacketAction::Close => return self.close_by_guest(id),
+            PacketAction::Remove => {
+                self.remove(id);
+                return Inbound::Closed(id, ClosedBy::Guest);
+            }
             _ => {}
         }
-        let heard = connection.to_guest.hear(header.buf_alloc.get(), header.fwd_cnt.get());
-        if heard.is_err() || connection.kind != kind {
+        let credit = connection.peer_credit.update(header.buf_alloc.get(), header.fwd_cnt.get());
+        if credit.is_err() || connection.kind != kind {
             return self.violation(id);
         }
-        let connected = matches!(connection.state, ConnectionState::Established | ConnectionState::Closing);
-        match operation {
-            Operation::Response if connection.state == ConnectionState::RequestSent => {
+        match action {
+            PacketAction::Accept => {
                 connection.state = ConnectionState::Established;
                 Inbound::Accepted(id)
             }
-            Operation::ReadWrite if connected => self.payload(id, header, payload),
-            Operation::CreditUpdate if connection.state != ConnectionState::RequestSent => {
+            PacketAction::Forward => match connection.receive(header, payload) {
+                Ok(flags) => {
+                    self.advertise_credit(id);
+                    Inbound::Payload(id, flags)
+                }
+                Err(_) => self.violation(id),
+            },
+            PacketAction::UpdateCredit => {
                 self.statistics.credit_updates_received += 1;
                 Inbound::Credit(id)
             }
-            Operation::CreditRequest if connected => {
-                self.owe(id, Owed::CREDIT);
+            PacketAction::SendCredit => {
+                self.queue_control(id, ControlPackets::CREDIT_UPDATE);
                 Inbound::Credit(id)
             }
-            Operation::Shutdown if connection.state != ConnectionState::RequestSent => {
-                connection.guest_shut |= ShutdownFlags::from_bits_truncate(header.flags.get());
+            PacketAction::Shutdown => {
+                connection.guest_shutdown |= ShutdownFlags::from_bits_truncate(header.flags.get());
                 Inbound::Shutdown(id)
             }
             _ => self.violation(id),
         }
     }
 
-    /// A guest that has closed a connection waits some seconds for us and then resets it; what it sent before it closed is
-    /// for the host side all the same.
-    fn reset_by_guest(&mut self, id: ConnectionId) -> Inbound {
-        self.statistics.resets_received += 1;
-        let connection = self.get_mut(id).expect("names lead to connections");
-        if connection.guest_shut.contains(ShutdownFlags::SEND) && connection.from_guest.kept() > 0 {
+    /// Processes a RST. A guest that has closed a connection waits some seconds for the device and then resets it; payload
+    /// from before the close is forwarded nevertheless.
+    fn close_by_guest(&mut self, id: ConnectionId) -> Inbound {
+        let Some(connection) = self.get_mut(id) else { return Inbound::Nothing };
+        let has_ended = connection.guest_shutdown.contains(ShutdownFlags::SEND);
+        if has_ended && connection.receive_window.unforwarded() > 0 {
             connection.state = ConnectionState::Draining;
-            connection.guest_shut = ShutdownFlags::all();
-            connection.owed = Owed::empty();
+            connection.guest_shutdown = ShutdownFlags::all();
+            connection.control = ControlPackets::empty();
             return Inbound::Shutdown(id);
         }
         self.remove(id);
-        Inbound::Gone(id, true)
-    }
-
-    fn payload(&mut self, id: ConnectionId, header: &Header, payload: u32) -> Inbound {
-        let connection = self.get_mut(id).expect("the caller has looked");
-        let len = header.len.get();
-        let told = len <= payload
-            && len <= PAYLOAD_BYTES_MAX
-            && !connection.guest_shut.contains(ShutdownFlags::SEND);
-        if !told || connection.from_guest.receive(len).is_err() {
-            return self.violation(id);
-        }
-        self.tell_credit(id);
-        Inbound::Payload(id, SeqFlags::from_bits_truncate(header.flags.get()))
+        Inbound::Closed(id, ClosedBy::Guest)
     }
 
     fn violation(&mut self, id: ConnectionId) -> Inbound {
         self.statistics.violations += 1;
         self.reset(id);
-        Inbound::Gone(id, false)
+        Inbound::Closed(id, ClosedBy::Violation)
     }
 
-    /// The host side asks for a port of the guest's, in the name of `peer_cid`. `None` beyond the limits.
+    /// Opens a connection from `peer_cid` to a port of the guest. `None` beyond the limits.
     pub fn open(&mut self, guest_port: u32, kind: Kind, peer_cid: u64) -> Option<ConnectionId> {
         self.statistics.requests_to_guest += 1;
-        let mut key = ConnectionKey { guest_port, peer_cid, peer_port: self.take_port() };
+        let mut key = ConnectionKey { guest_port, peer_cid, peer_port: self.allocate_port() };
         // There are more ports than connections, so one is free.
-        while self.names.contains_key(&key) {
-            key.peer_port = self.take_port();
+        while self.by_key.contains_key(&key) {
+            key.peer_port = self.allocate_port();
         }
-        let id = self.add(key, kind, ConnectionState::RequestSent);
+        let id = self.add(key, kind, Initiator::Peer).map(|(id, _)| id);
         match id {
             Some(id) => {
-                if let Some(connection) = self.get_mut(id) {
-                    connection.incoming = true;
-                }
-                *self.incoming.entry(peer_cid).or_default() += 1;
-                self.owe(id, Owed::REQUEST);
+                *self.opened_by.entry(peer_cid).or_default() += 1;
+                self.queue_control(id, ControlPackets::REQUEST);
             }
             None => self.statistics.refused_by_limit += 1,
         }
         id
     }
 
-    /// How many connections there are that this peer asked for.
-    pub fn incoming(&self, peer_cid: u64) -> usize {
-        self.incoming.get(&peer_cid).copied().unwrap_or(0)
+    /// Returns the number of connections that this peer initiated.
+    pub fn opened_by(&self, peer_cid: u64) -> usize {
+        self.opened_by.get(&peer_cid).copied().unwrap_or(0)
     }
 
-    /// A connection was refused before it came here.
-    pub(crate) fn refuse(&mut self) {
+    /// Counts a connection that was refused before it was added.
+    pub(crate) fn count_refused(&mut self) {
         self.statistics.refused_by_limit += 1;
     }
 
-    /// Bytes of memory that are reserved, of [`Limits::memory`].
+    /// Returns the reserved memory in bytes, at most [`Limits::memory`] and one message.
     pub fn reserved(&self) -> u64 {
-        self.promised
+        self.reserved
     }
 
-    /// Reserves memory for a message on its way to the guest. Without room for it there is still one at a time, so that
-    /// messages go on.
+    /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at a time is
+    /// always admitted, so that messages make progress.
     pub fn reserve(&mut self, bytes: u64) -> bool {
-        let fits = bytes <= self.limits.memory.saturating_sub(self.promised);
-        if !fits && self.messages > 0 {
+        let fits = bytes <= self.limits.memory.saturating_sub(self.reserved);
+        if !fits && self.reserved_messages > 0 {
             return false;
         }
-        self.promised += bytes;
-        self.messages += bytes;
+        self.reserved += bytes;
+        self.reserved_messages += bytes;
         true
     }
 
-    /// Gives memory back that was [reserved](Table::reserve).
-    pub fn release(&mut self, bytes: u64) {
-        self.promised -= bytes;
-        self.messages -= bytes;
+    /// Frees memory that was [reserved](Table::reserve).
+    pub fn unreserve(&mut self, bytes: u64) {
+        self.reserved -= bytes;
+        self.reserved_messages -= bytes;
     }
 
-    /// The window of a connection, in bytes.
+    /// Returns the window of a connection in bytes.
     pub fn window(&self, id: ConnectionId) -> u32 {
-        self.get(id).map_or(0, |connection| connection.from_guest.window())
+        self.get(id).map_or(0, |connection| connection.receive_window.buf_alloc())
     }
 
-    fn take_port(&mut self) -> u32 {
+    fn allocate_port(&mut self) -> u32 {
         let port = self.next_port;
         self.next_port = if port == *HOST_PORTS.end() { *HOST_PORTS.start() } else { port + 1 };
         port
     }
 
-    fn add(&mut self, key: ConnectionKey, kind: Kind, phase: ConnectionState) -> Option<ConnectionId> {
-        let left = self.limits.memory.saturating_sub(self.promised);
+    fn add(
+        &mut self,
+        key: ConnectionKey,
+        kind: Kind,
+        initiator: Initiator,
+    ) -> Option<(ConnectionId, &mut Connection)> {
+        let left = self.limits.memory.saturating_sub(self.reserved);
         let least = WINDOW_MIN.min(self.limits.buf_alloc);
-        if self.names.len() >= self.limits.connections || left < Limits::cost(least, kind) {
+        if self.by_key.len() >= self.limits.connections || left < Limits::cost(least, kind) {
             return None;
         }
-        let share = if self.promised < self.limits.memory / 4 { SHARE_FIRST } else { SHARE };
+        let share = if self.reserved < self.limits.memory / 4 { SHARE_FIRST } else { SHARE };
         let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
         let window = fair.min(self.limits.buf_alloc);
-        self.promised += Limits::cost(window, kind);
+        self.reserved += Limits::cost(window, kind);
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
         });
         let slot = &mut self.slots[index as usize];
-        slot.connection = Some(Connection {
+        let id = ConnectionId { index, generation: slot.generation };
+        self.by_key.insert(key, id);
+        let connection = slot.connection.insert(Connection {
             key,
             kind,
-            state: phase,
-            guest_shut: ShutdownFlags::empty(),
-            host_shut: ShutdownFlags::empty(),
-            to_guest: PeerCredit::default(),
-            from_guest: ReceiveWindow::new(window),
-            owed: Owed::empty(),
-            in_line: false,
-            incoming: false,
+            state: match initiator {
+                Initiator::Guest => ConnectionState::Connecting,
+                Initiator::Peer => ConnectionState::RequestSent,
+            },
+            guest_shutdown: ShutdownFlags::empty(),
+            host_shutdown: ShutdownFlags::empty(),
+            peer_credit: PeerCredit::default(),
+            receive_window: ReceiveWindow::new(window),
+            control: ControlPackets::empty(),
+            in_control_queue: false,
+            initiator,
         });
-        let id = ConnectionId { index, generation: slot.generation };
-        self.names.insert(key, id);
-        Some(id)
+        Some((id, connection))
     }
 
     fn remove(&mut self, id: ConnectionId) {
-        let slot = &mut self.slots[id.index as usize];
-        let connection = slot.connection.take().expect("the caller has looked");
+        let slot = self.slots.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation);
+        let Some(slot) = slot else { return };
+        let Some(connection) = slot.connection.take() else { return };
         slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
-        self.promised -= Limits::cost(connection.from_guest.window(), connection.kind);
-        if connection.incoming
-            && let Entry::Occupied(mut count) = self.incoming.entry(connection.key.peer_cid)
+        self.reserved -= Limits::cost(connection.receive_window.buf_alloc(), connection.kind);
+        if connection.initiator == Initiator::Peer
+            && let Entry::Occupied(mut count) = self.opened_by.entry(connection.key.peer_cid)
         {
             *count.get_mut() -= 1;
             if *count.get() == 0 {
                 count.remove();
             }
         }
-        self.names.remove(&connection.key);
+        self.by_key.remove(&connection.key);
         self.free.push(id.index);
     }
 
-    fn owe(&mut self, id: ConnectionId, owed: Owed) {
+    fn queue_control(&mut self, id: ConnectionId, packets: ControlPackets) {
         let Some(connection) = self.get_mut(id) else { return };
-        connection.owed |= owed;
-        if std::mem::replace(&mut connection.in_line, true) {
+        connection.control |= packets;
+        if std::mem::replace(&mut connection.in_control_queue, true) {
             return;
         }
-        // A guest that takes nothing can have connections come and go, whose places in the line are left.
-        if self.line.len() > 2 * self.names.len() {
-            let mut line = std::mem::take(&mut self.line);
-            line.retain(|id| self.get(*id).is_some());
-            self.line = line;
+        // A guest that posts no buffers can have connections come and go, whose entries stay in the queue.
+        if self.control_queue.len() > 2 * self.by_key.len() {
+            let mut queue = std::mem::take(&mut self.control_queue);
+            queue.retain(|id| self.contains(*id));
+            self.control_queue = queue;
         }
-        self.line.push_back(id);
+        self.control_queue.push_back(id);
     }
 
-    /// The host side is there: the guest will be told so.
+    /// The host's socket is connected: queues the response.
     pub fn established(&mut self, id: ConnectionId) {
         if let Some(connection) = self.get_mut(id)
-            && connection.state == ConnectionState::Connecting
+            && let Some(state) = connection.state.on_host(HostEvent::Connected)
         {
-            connection.state = ConnectionState::Established;
-            self.owe(id, Owed::RESPONSE);
+            connection.state = state;
+            self.queue_control(id, ControlPackets::RESPONSE);
         }
     }
 
-    /// So many bytes have reached the host side.
+    /// Accounts for `bytes` that reached the host's socket.
     pub fn forwarded(&mut self, id: ConnectionId, bytes: u32) {
         if let Some(connection) = self.get_mut(id) {
-            connection.from_guest.forward(bytes);
-            self.tell_credit(id);
+            connection.receive_window.forward(bytes);
+            self.advertise_credit(id);
         }
     }
 
-    /// Tells the guest of its credit, if that is due.
-    fn tell_credit(&mut self, id: ConnectionId) {
-        let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.promised));
+    /// Queues a credit update, if one is needed, and grows the window of a stream.
+    fn advertise_credit(&mut self, id: ConnectionId) {
+        let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.reserved));
         let Some(connection) = self.get_mut(id) else { return };
-        let own = connection.to_guest.alloc();
-        let is_due = connection.from_guest.is_due(own, connection.kind == Kind::Seqpacket);
-        if !is_due || connection.guest_shut.contains(ShutdownFlags::SEND) {
+        let window = &mut connection.receive_window;
+        let needs_update = window.needs_update(connection.peer_credit.buf_alloc(), connection.kind);
+        if !needs_update || connection.guest_shutdown.contains(ShutdownFlags::SEND) {
             return;
         }
-        // A message has to fit into what a socket of the host takes at once, so there the window stays.
+        // A message has to fit into the send buffer of the host's socket, so its window does not grow.
         if connection.kind == Kind::Stream {
-            let (window, wanted) = (connection.from_guest.window(), connection.from_guest.wanted().min(most));
-            let wanted = wanted.max(window);
-            let more = Limits::cost(wanted, Kind::Stream) - Limits::cost(window, Kind::Stream);
+            let present = window.buf_alloc();
+            let desired = window.desired().min(most).max(present);
+            let more = Limits::cost(desired, Kind::Stream) - Limits::cost(present, Kind::Stream);
             if more <= left / 2 {
-                connection.from_guest.widen(wanted);
-                self.promised += more;
+                window.grow(desired);
+                self.reserved += more;
             }
         }
-        self.owe(id, Owed::CREDIT);
+        self.queue_control(id, ControlPackets::CREDIT_UPDATE);
     }
 
-    /// The host side takes no more for now.
-    pub fn fell_behind(&mut self, id: ConnectionId) {
+    /// Records that the host's socket was full.
+    pub fn mark_congested(&mut self, id: ConnectionId) {
         if let Some(connection) = self.get_mut(id) {
-            connection.from_guest.fall_behind();
+            connection.receive_window.mark_congested();
         }
     }
 
-    /// How many bytes may go to the guest.
-    pub fn room(&self, id: ConnectionId) -> u32 {
-        self.get(id).map_or(0, |connection| connection.to_guest.room())
+    /// Returns the number of bytes that may be sent to the guest.
+    pub fn peer_credit(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.peer_credit.available())
     }
 
-    /// The most that the guest ever takes at once; a longer message will never fit.
-    pub fn room_at_most(&self, id: ConnectionId) -> u32 {
-        self.get(id).map_or(0, |connection| connection.to_guest.alloc())
+    /// Returns the size of the guest's receive buffer; a longer message never fits.
+    pub fn peer_buf_alloc(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.peer_credit.buf_alloc())
     }
 
-    /// The guest has no credit left and has not said so for a while: asks it.
-    pub fn ask_credit(&mut self, id: ConnectionId) {
-        self.owe(id, Owed::ASK_CREDIT);
+    /// Queues a credit request: the guest's credit is used up, and no update has come for a while.
+    pub fn request_credit(&mut self, id: ConnectionId) {
+        self.queue_control(id, ControlPackets::CREDIT_REQUEST);
     }
 
-    /// The host will not send, or not receive, any more. Said behind all that was sent before.
-    pub fn shut(&mut self, id: ConnectionId, what: ShutdownFlags) {
+    /// Ends directions of the host's side. The packet is sent after all payload so far.
+    pub fn shutdown(&mut self, id: ConnectionId, directions: ShutdownFlags) {
         let Some(connection) = self.get_mut(id) else { return };
-        if connection.state == ConnectionState::Established && !connection.host_shut.contains(what) {
-            connection.host_shut |= what;
-            self.owe(id, Owed::SHUTDOWN);
+        let is_legal = connection.state.on_host(HostEvent::Shutdown).is_some();
+        if is_legal && !connection.host_shutdown.contains(directions) {
+            connection.host_shutdown |= directions;
+            self.queue_control(id, ControlPackets::SHUTDOWN);
         }
     }
 
-    /// Both ways are over and the host side is closed. The guest is told, and confirms with a reset.
-    pub fn over(&mut self, id: ConnectionId) {
+    /// Both directions have ended and the host's socket is closed. The guest confirms that with a RST.
+    pub fn close(&mut self, id: ConnectionId) {
         let Some(connection) = self.get_mut(id) else { return };
-        connection.state = ConnectionState::Closing;
-        if !connection.host_shut.is_all() {
-            connection.host_shut = ShutdownFlags::all();
-            self.owe(id, Owed::SHUTDOWN);
+        let Some(state) = connection.state.on_host(HostEvent::Closed) else { return };
+        connection.state = state;
+        if !connection.host_shutdown.is_all() {
+            connection.host_shutdown = ShutdownFlags::all();
+            self.queue_control(id, ControlPackets::SHUTDOWN);
         }
     }
 
-    /// The connection ends: the guest is told, and then it is gone.
+    /// Queues a RST, which removes the connection when it is sent.
     pub fn reset(&mut self, id: ConnectionId) {
         let Some(connection) = self.get_mut(id) else { return };
-        let lingers =
-            std::mem::replace(&mut connection.state, ConnectionState::Resetting) == ConnectionState::Draining;
-        if lingers || connection.owed.contains(Owed::REQUEST) {
-            // The guest knows, or has never heard of it. Its place in the line is skipped.
+        let Some(state) = connection.state.on_host(HostEvent::Reset) else { return };
+        let was_draining = std::mem::replace(&mut connection.state, state) == ConnectionState::Draining;
+        if was_draining || connection.control.contains(ControlPackets::REQUEST) {
+            // The guest has reset it, or has not received the request. Its entry in the control queue is skipped.
             self.remove(id);
             return;
         }
-        connection.owed = Owed::empty();
-        self.owe(id, Owed::RESET);
+        connection.control = ControlPackets::empty();
+        self.queue_control(id, ControlPackets::RESET);
     }
 
-    /// All connections end, and the guest is not told: it is another one.
+    /// Removes all connections without notifying the guest, because its driver is another one.
     pub fn clear(&mut self) {
         let ids: Vec<ConnectionId> = self.ids().collect();
         for id in ids {
             self.remove(id);
         }
-        self.line.clear();
-        self.strays.clear();
+        self.control_queue.clear();
+        self.pending_resets.clear();
     }
 
-    /// A reset for a connection that somebody else had and that the guest may still believe in.
-    pub fn reset_pair(&mut self, key: ConnectionKey, kind: Kind) {
-        if self.names.contains_key(&key) {
+    /// Queues a reset for a connection of another process that the guest may still have.
+    pub fn queue_reset(&mut self, key: ConnectionKey, kind: Kind) {
+        if self.by_key.contains_key(&key) {
             return;
         }
         let header = Header {
@@ -504,51 +535,49 @@ impl Table {
             kind: kind.number().into(),
             ..Header::default()
         };
-        self.strays.push_back(header.reset());
+        self.pending_resets.push_back(header.reset());
     }
 
-    /// How many headers without payload wait for the guest, at least.
-    pub fn control_len(&self) -> usize {
-        self.line.len() + self.strays.len()
+    /// Returns the minimum number of packets without payload that wait for buffers of the guest.
+    pub fn control_queue_len(&self) -> usize {
+        self.control_queue.len() + self.pending_resets.len()
     }
 
-    /// How many bytes of the guest's have not reached the host side.
-    pub fn kept(&self, id: ConnectionId) -> u32 {
-        self.get(id).map_or(0, |connection| connection.from_guest.kept())
+    /// Returns the number of bytes from the guest that have not reached the host's socket.
+    pub fn unforwarded(&self, id: ConnectionId) -> u32 {
+        self.get(id).map_or(0, |connection| connection.receive_window.unforwarded())
     }
 
-    /// A packet too short to have a sender.
+    /// Counts a packet that is shorter than a header.
     pub fn drop_packet(&mut self) {
         self.statistics.dropped += 1;
     }
 
-    /// The next header without payload for the guest. Whoever takes it, sends it.
+    /// Removes the next packet without payload from the queue. The caller sends it.
     pub fn next_control(&mut self) -> Option<Header> {
-        while let Some(id) = self.line.pop_front() {
+        while let Some(id) = self.control_queue.pop_front() {
+            let cid = self.cid;
             let Some(connection) = self.get_mut(id) else { continue };
-            connection.in_line = false;
-            let mut each = connection.owed.iter();
-            let Some(owed) = each.next() else { continue };
-            let more = each.next().is_some();
-            connection.owed.remove(owed);
-            let operation = match owed {
-                Owed::REQUEST => Operation::Request,
-                Owed::RESPONSE => Operation::Response,
-                Owed::CREDIT => Operation::CreditUpdate,
-                Owed::ASK_CREDIT => Operation::CreditRequest,
-                Owed::SHUTDOWN => Operation::Shutdown,
+            connection.in_control_queue = false;
+            let Some(packet) = connection.control.iter().next() else { continue };
+            connection.control.remove(packet);
+            let operation = match packet {
+                ControlPackets::REQUEST => Operation::Request,
+                ControlPackets::RESPONSE => Operation::Response,
+                ControlPackets::CREDIT_UPDATE => Operation::CreditUpdate,
+                ControlPackets::CREDIT_REQUEST => Operation::CreditRequest,
+                ControlPackets::SHUTDOWN => Operation::Shutdown,
                 _ => Operation::Reset,
             };
-            if more {
-                connection.in_line = true;
-                self.line.push_front(id);
+            let mut header = connection.header(cid, operation);
+            if operation == Operation::Shutdown {
+                header.flags = connection.host_shutdown.bits().into();
             }
-            let mut header = self.header(id, operation)?;
+            if !connection.control.is_empty() {
+                connection.in_control_queue = true;
+                self.control_queue.push_front(id);
+            }
             match operation {
-                Operation::Shutdown => {
-                    let shut = self.get(id).map_or(0, |connection| connection.host_shut.bits());
-                    header.flags = shut.into();
-                }
                 Operation::CreditUpdate => self.statistics.credit_updates_sent += 1,
                 Operation::Reset => {
                     self.statistics.resets_sent += 1;
@@ -558,40 +587,14 @@ impl Table {
             }
             return Some(header);
         }
-        let reset = self.strays.pop_front();
+        let reset = self.pending_resets.pop_front();
         self.statistics.resets_sent += u64::from(reset.is_some());
         reset
     }
 
-    /// The header of a packet with payload, which counts from now on. Tells the credit too, so that is no longer owed.
-    ///
-    /// # Panics
-    /// If the connection is not there.
-    pub fn data(&mut self, id: ConnectionId, len: u32, ends: SeqFlags) -> Header {
-        let connection = self.get_mut(id).expect("who sends has looked");
-        debug_assert!(len <= connection.to_guest.room(), "more than the guest has room for");
-        connection.to_guest.send(len);
-        connection.owed.remove(Owed::CREDIT);
-        let mut header = self.header(id, Operation::ReadWrite).expect("it is there");
-        (header.len, header.flags) = (len.into(), ends.bits().into());
-        header
-    }
-
-    fn header(&mut self, id: ConnectionId, operation: Operation) -> Option<Header> {
+    /// Returns the maker of a connection's data headers, if the connection still exists.
+    pub fn data_headers(&mut self, id: ConnectionId) -> Option<DataHeaders<'_>> {
         let cid = self.cid;
-        let connection = self.get_mut(id)?;
-        let (window, forwarded) = connection.from_guest.say();
-        Some(Header {
-            source_cid: connection.key.peer_cid.into(),
-            destination_cid: cid.into(),
-            source_port: connection.key.peer_port.into(),
-            destination_port: connection.key.guest_port.into(),
-            len: 0.into(),
-            kind: connection.kind.number().into(),
-            operation: operation.number().into(),
-            flags: 0.into(),
-            buf_alloc: window.into(),
-            fwd_cnt: forwarded.into(),
-        })
+        Some(DataHeaders { cid, connection: self.get_mut(id)? })
     }
 }

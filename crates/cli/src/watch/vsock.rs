@@ -69,7 +69,7 @@ impl Managed for Guest {
             labels: vec![("guest", self.cid.to_string())],
             numbers: numbers(&report),
         };
-        std::iter::once(guest).chain(report.connections().map(|one| self.connection(&one))).collect()
+        std::iter::once(guest).chain(report.connections.iter().map(|one| self.connection(one))).collect()
     }
 
     fn set_link(&self, _: bool) -> Result<(), String> {
