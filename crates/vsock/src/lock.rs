@@ -1,4 +1,4 @@
-//! Locks whose holders leave valid data behind wherever they panic.
+//! Mutexes whose data is valid wherever a holder panics.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,5 +1,5 @@
-//! Large packets that go to TCP without a copy: the kernel reads them in the guest's memory, so they may come back only when
-//! the other end has them. On the loopback that is as on a network card for all that the kernel has not transmitted yet.
+//! Zero-copy sends of large packets to TCP: the kernel reads them in guest memory, so they are used only when the peer has
+//! acknowledged them. For data that the kernel has not transmitted yet, the loopback behaves like a network card.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -7,6 +7,7 @@ mod common;
 use std::io::Read as _;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -16,71 +17,74 @@ use towline_frontend::vsock::{Event, Guest};
 use towline_frontend::wire::{Code, RegionInfo, words};
 use towline_vsock::{Limits, Statistics};
 
-use common::{CID, Served, WITHIN, bytes, send_all, until};
+use common::{CID, Served, TIMEOUT, bytes, poll_until, read_to_end, send_all, send_until_full};
 
 const PORTS: (u32, u32) = (1080, 80);
-/// A packet that is worth being lent.
+/// Length of a packet that is sent without a copy.
 const PACKET: usize = 60_000;
 
-/// A guest with a connection to TCP whose peer takes little.
-struct Lender {
+/// A guest with a connection to TCP whose peer has a small buffer.
+struct ZeroCopyConnection {
     served: Served,
     frontend: Frontend,
     guest: Guest,
     peer: TcpStream,
 }
 
-impl Lender {
+impl ZeroCopyConnection {
     fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         sockopt::set_socket_recv_buffer_size(&listener, 16 << 10).unwrap();
         let rule = format!("guest:80=tcp:{}", listener.local_addr().unwrap());
-        let served = Served::with(Limits::default(), CID, &[rule]);
+        let served = Served::with_rules(Limits::default(), CID, &[rule]);
         let (frontend, mut guest) = served.guest();
         guest.request(PORTS);
-        until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
+        poll_until(&mut guest, |_, event| (event == Event::Connected(PORTS)).then_some(()));
         let peer = listener.accept().unwrap().0;
-        peer.set_read_timeout(Some(WITHIN)).unwrap();
+        peer.set_read_timeout(Some(TIMEOUT)).unwrap();
         Self { served, frontend, guest, peer }
     }
 
-    /// One with as much under way as the device takes for a peer that reads nothing; what was to be sent, and how much
-    /// of it was.
+    /// Returns a connection with as much data in transit as the device accepts for a peer that reads nothing, the content to
+    /// send, and the number of bytes sent of it.
     fn full() -> (Self, Vec<u8>, usize) {
-        let (mut lender, content) = (Self::new(), bytes(32 << 20));
-        let sent = lender.fill(&content);
-        let statistics = lender.statistics();
+        let (mut connection, content) = (Self::new(), bytes(32 << 20));
+        let sent = connection.fill(&content);
+        let statistics = connection.statistics();
         assert!(sent < content.len() && statistics.totals.bytes_zero_copy > 0, "{sent}: {statistics:?}");
         assert!(statistics.zero_copy_in_flight > 0, "{statistics:?}");
-        (lender, content, sent)
+        (connection, content, sent)
     }
 
     fn statistics(&self) -> Statistics {
         self.served.device.report().statistics
     }
 
-    /// Sends until the device takes no more, or all of this. Returns how much it took.
+    /// Sends until the device accepts no more, or all of this. Returns the number of bytes sent.
     fn fill(&mut self, content: &[u8]) -> usize {
-        let (mut sent, mut idle) = (0, 0);
-        while sent < content.len() && idle < 20 {
-            let piece = &content[sent..(sent + PACKET).min(content.len())];
-            if self.guest.has_room()
-                && self.guest.credit(PORTS) as usize >= piece.len()
-                && self.guest.send(PORTS, piece, 0)
-            {
-                (sent, idle) = (sent + piece.len(), 0);
-            } else {
-                idle += 1;
-                self.guest.wait(false, Duration::from_millis(10)).unwrap();
-            }
-            self.guest.poll(|_, _| ()).unwrap();
-        }
-        sent
+        send_until_full(&mut self.guest, PORTS, content, PACKET)
     }
 
-    /// Until nothing of the guest's is with the device.
-    fn wait_for_all(&mut self) {
-        let deadline = Instant::now() + WITHIN;
+    /// Starts to read at the peer.
+    fn read(&self) -> JoinHandle<Vec<u8>> {
+        read_to_end(self.peer.try_clone().unwrap())
+    }
+
+    /// Sends the rest of the content, and ends the connection when no packet is in flight any more.
+    fn send_rest(&mut self, rest: &[u8]) {
+        send_all(&mut self.guest, PORTS, rest);
+        self.wait_for_completions();
+        self.shutdown();
+    }
+
+    fn shutdown(&mut self) {
+        self.guest.shutdown(PORTS, 3);
+        self.guest.poll(|_, _| ()).unwrap();
+    }
+
+    /// Waits until no packet of the guest is in flight.
+    fn wait_for_completions(&mut self) {
+        let deadline = Instant::now() + TIMEOUT;
         while self.guest.tx().in_flight() > 0 {
             assert!(Instant::now() < deadline, "{:?}", self.statistics());
             self.guest.poll(|_, _| ()).unwrap();
@@ -90,117 +94,95 @@ impl Lender {
 }
 
 #[test]
-fn packets_come_back_when_the_peer_has_them() {
-    let (mut lender, content, sent) = Lender::full();
-    let statistics = lender.statistics();
-    assert!(u64::from(lender.guest.tx().in_flight()) >= statistics.zero_copy_in_flight);
-    let mut peer = lender.peer.try_clone().unwrap();
-    let reader = std::thread::spawn(move || {
-        let mut heard = Vec::new();
-        peer.read_to_end(&mut heard).unwrap();
-        heard
-    });
-    // The guest writes into each buffer again as soon as it has it back.
-    send_all(&mut lender.guest, PORTS, &content[sent..]);
-    lender.wait_for_all();
-    lender.guest.shutdown(PORTS, 3);
-    lender.guest.poll(|_, _| ()).unwrap();
-    assert!(reader.join().unwrap() == content, "other bytes came");
-    let statistics = lender.statistics();
+fn packets_are_used_when_the_peer_has_acknowledged_them() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    let statistics = connection.statistics();
+    assert!(u64::from(connection.guest.tx().in_flight()) >= statistics.zero_copy_in_flight);
+    let reader = connection.read();
+    // The guest overwrites each buffer as soon as it is used.
+    connection.send_rest(&content[sent..]);
+    assert!(reader.join().unwrap() == content, "the peer has received other bytes");
+    let statistics = connection.statistics();
     assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 0));
     assert!(statistics.totals.bytes_zero_copy > 1 << 20, "{statistics:?}");
 }
 
 #[test]
-fn what_is_lent_when_a_connection_ends_is_delivered() {
-    let (mut lender, content, sent) = Lender::full();
-    lender.guest.shutdown(PORTS, 3);
-    lender.guest.poll(|_, _| ()).unwrap();
-    let mut heard = Vec::new();
-    lender.peer.read_to_end(&mut heard).unwrap();
-    assert!(heard == content[..sent], "{} of {sent} bytes", heard.len());
-    lender.wait_for_all();
-    assert_eq!(lender.statistics().zero_copy_resets, 0);
+fn data_in_flight_when_a_connection_ends_is_delivered() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    connection.shutdown();
+    let mut received = Vec::new();
+    connection.peer.read_to_end(&mut received).unwrap();
+    assert!(received == content[..sent], "{} of {sent} bytes", received.len());
+    connection.wait_for_completions();
+    assert_eq!(connection.statistics().zero_copy_resets, 0);
 }
 
 #[test]
-fn a_guest_that_resets_a_connection_gets_everything_back_at_once() {
-    let (mut lender, ..) = Lender::full();
-    lender.guest.reset(PORTS);
-    lender.wait_for_all();
-    assert_eq!(lender.statistics().zero_copy_in_flight, 0);
-    // What was on the way already is there, then comes the reset.
-    let error = lender.peer.read_to_end(&mut Vec::new()).unwrap_err();
+fn a_reset_of_the_guest_completes_all_packets_at_once() {
+    let (mut connection, ..) = ZeroCopyConnection::full();
+    connection.guest.reset(PORTS);
+    connection.wait_for_completions();
+    assert_eq!(connection.statistics().zero_copy_in_flight, 0);
+    // The reset follows the data that was transmitted already.
+    let error = connection.peer.read_to_end(&mut Vec::new()).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
 }
 
-/// The guest may write to its memory when the ring has stopped, and whoever has not acknowledged what is there until then
-/// must not get what comes instead.
+/// The guest may overwrite its memory when the ring has stopped, and a peer that has not acknowledged its data must not receive
+/// the new contents.
 #[test]
-fn a_ring_that_stops_takes_everything_back() {
-    let (mut lender, content, sent) = Lender::full();
-    lender.frontend.stop(1).unwrap();
-    lender.guest.poll(|_, _| ()).unwrap();
-    assert_eq!(lender.guest.tx().in_flight(), 0);
-    let statistics = lender.statistics();
+fn a_ring_that_stops_resets_connections_with_unacknowledged_data() {
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    connection.frontend.stop(1).unwrap();
+    connection.guest.poll(|_, _| ()).unwrap();
+    assert_eq!(connection.guest.tx().in_flight(), 0);
+    let statistics = connection.statistics();
     assert_eq!((statistics.zero_copy_in_flight, statistics.zero_copy_resets), (0, 1), "{statistics:?}");
-    let mut heard = Vec::new();
-    let error = lender.peer.read_to_end(&mut heard).unwrap_err();
+    let mut received = Vec::new();
+    let error = connection.peer.read_to_end(&mut received).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
-    assert!(heard.len() < sent && heard == content[..heard.len()]);
+    assert!(received.len() < sent && received == content[..received.len()]);
 }
 
-/// How many mappings of a memfd with this name the process has.
+/// Returns the number of mappings of a memfd with this name.
 fn mapped(name: &str) -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().filter(|line| line.contains(&format!("memfd:{name} "))).count()
 }
 
-/// A region that the guest gave up is the host's again, whatever a peer does that acknowledges nothing.
+/// A region that was unplugged is unmapped, even if a peer acknowledges nothing.
 #[test]
-fn memory_that_is_taken_away_is_unmapped_while_packets_are_lent() {
+fn unplugged_memory_is_unmapped_while_packets_are_in_flight() {
     let other = memfd_create("plugged", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&other, 1 << 20).unwrap();
     let region = RegionInfo { guest: 0x1_0000_0000, size: 1 << 20, user: 0x1000_0000, offset: 0 };
     let payload = [words(&[0]), region.encode()].concat();
-    let mut lender = Lender::new();
-    lender.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
+    let mut connection = ZeroCopyConnection::new();
+    connection.frontend.request(Code::ADD_MEM_REG, &payload, &[other.as_fd()]).unwrap();
     let content = bytes(32 << 20);
-    let sent = lender.fill(&content);
-    let lent = lender.statistics().zero_copy_in_flight;
-    assert!(sent < content.len() && lent > 0, "{lent} are lent");
+    let sent = connection.fill(&content);
+    let in_flight = connection.statistics().zero_copy_in_flight;
+    assert!(sent < content.len() && in_flight > 0, "{in_flight} packets are in flight");
     assert_eq!(mapped("plugged"), 1);
-    lender.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
-    assert_eq!(mapped("plugged"), 0, "{lent} packets that are lent keep it mapped");
-    assert_eq!(lender.statistics().zero_copy_in_flight, lent, "the peer has nothing of them yet");
-    // The connection goes on, and what is lent comes back.
-    let mut peer = lender.peer.try_clone().unwrap();
-    let reader = std::thread::spawn(move || {
-        let mut heard = Vec::new();
-        peer.read_to_end(&mut heard).unwrap();
-        heard
-    });
-    send_all(&mut lender.guest, PORTS, &content[sent..]);
-    lender.wait_for_all();
-    lender.guest.shutdown(PORTS, 3);
-    lender.guest.poll(|_, _| ()).unwrap();
-    assert!(reader.join().unwrap() == content, "other bytes came");
+    connection.frontend.request(Code::REM_MEM_REG, &payload, &[]).unwrap();
+    assert_eq!(mapped("plugged"), 0, "{in_flight} packets in flight keep it mapped");
+    let statistics = connection.statistics();
+    assert_eq!(statistics.zero_copy_in_flight, in_flight, "the peer has acknowledged nothing yet");
+    // The connection continues, and all packets complete.
+    let reader = connection.read();
+    connection.send_rest(&content[sent..]);
+    assert!(reader.join().unwrap() == content, "the peer has received other bytes");
 }
 
 #[test]
 fn a_ring_that_stops_waits_for_a_peer_that_reads() {
-    let (mut lender, content, sent) = Lender::full();
-    let mut peer = lender.peer.try_clone().unwrap();
-    let reader = std::thread::spawn(move || {
-        let mut heard = Vec::new();
-        peer.read_to_end(&mut heard).unwrap();
-        heard
-    });
-    let base = lender.frontend.stop(1).unwrap();
-    assert_eq!(lender.statistics().zero_copy_resets, 0);
-    lender.guest.poll(|_, _| ()).unwrap();
-    lender.frontend.start(lender.guest.tx(), base).unwrap();
-    lender.guest.shutdown(PORTS, 3);
-    lender.guest.poll(|_, _| ()).unwrap();
+    let (mut connection, content, sent) = ZeroCopyConnection::full();
+    let reader = connection.read();
+    let base = connection.frontend.stop(1).unwrap();
+    assert_eq!(connection.statistics().zero_copy_resets, 0);
+    connection.guest.poll(|_, _| ()).unwrap();
+    connection.frontend.start(connection.guest.tx(), base).unwrap();
+    connection.shutdown();
     assert!(reader.join().unwrap() == content[..sent]);
 }

@@ -13,7 +13,7 @@ use crate::packet::{Kind, SeqFlags};
 /// Minimum growth of a buffer in bytes.
 const STEP_BYTES: usize = 512;
 
-/// A piece of copied payload.
+/// A part of the copied payload.
 #[derive(Debug, Default)]
 pub(super) struct Chunk {
     bytes: Vec<u8>,

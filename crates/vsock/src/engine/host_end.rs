@@ -169,7 +169,7 @@ impl<S> HostEnd<S> {
     }
 
     /// Ends the message that has begun, without further bytes. Returns false if none has begun: an empty message could not
-    /// be told from the end of the stream.
+    /// be distinguished from the end of the stream.
     pub(super) fn end_message(&mut self, flags: SeqFlags) -> bool {
         match self.send_queue.back_mut() {
             Some(Payload::Chain(last)) if last.flags.is_empty() => {
@@ -432,7 +432,7 @@ impl<S> HostEnds<S> {
         if self.0.len() <= index {
             self.0.resize_with(index + 1, || None);
         }
-        debug_assert!(self.0[index].is_none(), "the slot has the end of a connection that is gone");
+        debug_assert!(self.0[index].is_none(), "the slot has the end of a closed connection");
         self.0[index] = Some(end);
     }
 

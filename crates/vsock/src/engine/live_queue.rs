@@ -1,4 +1,4 @@
-//! Queue of connections that may be gone by the time that their turn comes.
+//! Queue of connections, some of which may be closed by the time of their turn.
 
 use std::collections::VecDeque;
 
@@ -63,7 +63,7 @@ mod tests {
         }
         let mut last = None;
         while let Some(entry) = queue.pop() {
-            assert!(last.is_none_or(|last| entry == last + 1), "{entry} behind {last:?}");
+            assert!(last.is_none_or(|last| entry == last + 1), "{entry} after {last:?}");
             last = Some(entry);
         }
         assert_eq!((last, queue.is_empty()), (Some(999_999), true));
