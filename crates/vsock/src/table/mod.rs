@@ -9,22 +9,23 @@
 //! by the table whatever the guest or the host do. Resets of unknown connections wait in a short queue of their own
 //! ([`PENDING_RESETS_MAX`]); while it is full, no packet of the guest is processed.
 
+mod control;
+mod memory;
+
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
+pub use self::control::DataHeaders;
+use self::memory::MemoryBudget;
 use crate::connection::{
     ClosedBy, Connection, ConnectionId, ConnectionKey, ConnectionState, ControlPackets, HostEvent, Inbound,
     Initiator, Limits, PacketAction, TableStatistics,
 };
-use crate::credit::{PeerCredit, ReceiveWindow, WINDOW_FIRST_MAX, WINDOW_MIN};
-use crate::packet::{Header, Kind, Operation, SeqFlags, ShutdownFlags};
+use crate::credit::{PeerCredit, ReceiveWindow};
+use crate::packet::{Header, Kind, Operation, ShutdownFlags};
 
 /// Maximum number of resets of unknown connections that wait for buffers in the guest's ring.
 pub const PENDING_RESETS_MAX: usize = 1024;
-/// Share of the remaining memory that a new connection gets, so that windows become smaller.
-const SHARE: u64 = 8192;
-/// Larger share while less than a quarter is reserved: with the default limit a full initial window.
-const SHARE_FIRST: u64 = SHARE / 16;
 /// Ephemeral ports of the host: above those that applications choose.
 const HOST_PORTS: std::ops::RangeInclusive<u32> = 1 << 30..=(1 << 31) - 1;
 
@@ -42,10 +43,7 @@ pub struct Table {
     control_queue: VecDeque<ConnectionId>,
     pending_resets: VecDeque<Header>,
     next_port: u32,
-    /// Reserved memory in bytes: the cost of all windows, and messages in transit to the guest.
-    reserved: u64,
-    /// Part of `reserved` for messages.
-    reserved_messages: u64,
+    memory: MemoryBudget,
     /// Connections that peers initiated, by CID.
     opened_by: HashMap<u64, usize>,
     statistics: TableStatistics,
@@ -55,27 +53,6 @@ pub struct Table {
 struct Slot {
     generation: u32,
     connection: Option<Connection>,
-}
-
-/// Makes the headers of data packets of one connection.
-#[derive(Debug)]
-pub struct DataHeaders<'t> {
-    cid: u64,
-    connection: &'t mut Connection,
-}
-
-impl DataHeaders<'_> {
-    /// Returns the header of a packet with `len` bytes, which consume credit. It advertises credit too, so a credit update
-    /// that was queued is dropped.
-    pub fn next(&mut self, len: u32, flags: SeqFlags) -> Header {
-        debug_assert!(len <= self.connection.peer_credit.available(), "the guest has no credit for it");
-        self.connection.peer_credit.consume(len);
-        self.connection.control.remove(ControlPackets::CREDIT_UPDATE);
-        let mut header = self.connection.header(self.cid, Operation::ReadWrite);
-        header.len = len.into();
-        header.flags = flags.bits().into();
-        header
-    }
 }
 
 impl Table {
@@ -91,8 +68,7 @@ impl Table {
             control_queue: VecDeque::new(),
             pending_resets: VecDeque::new(),
             next_port: HOST_PORTS.start() + seed % span,
-            reserved: 0,
-            reserved_messages: 0,
+            memory: MemoryBudget::new(limits.memory),
             opened_by: HashMap::new(),
             statistics: TableStatistics::default(),
         }
@@ -119,11 +95,12 @@ impl Table {
     }
 
     fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Connection> {
-        self.slots
-            .get_mut(id.index as usize)
-            .filter(|slot| slot.generation == id.generation)?
-            .connection
-            .as_mut()
+        Self::connection(&mut self.slots, id)
+    }
+
+    fn connection(slots: &mut [Slot], id: ConnectionId) -> Option<&mut Connection> {
+        let slot = slots.get_mut(id.index as usize).filter(|slot| slot.generation == id.generation)?;
+        slot.connection.as_mut()
     }
 
     /// Returns true if a connection still exists.
@@ -141,11 +118,6 @@ impl Table {
         self.statistics
     }
 
-    /// Returns true if any packet of the guest can be processed: there is room for a reset that answers it.
-    pub fn accepts_packets(&self) -> bool {
-        self.pending_resets.len() < PENDING_RESETS_MAX
-    }
-
     /// Returns the next ephemeral port of the host.
     pub fn next_port(&self) -> u32 {
         self.next_port
@@ -154,12 +126,6 @@ impl Table {
     /// Sets the next ephemeral port, to continue after those of another process.
     pub fn set_next_port(&mut self, port: u32) {
         self.next_port = if HOST_PORTS.contains(&port) { port } else { *HOST_PORTS.start() };
-    }
-
-    /// Drops the pending resets of unknown connections, because a guest that posts no buffers waits for its packets to be
-    /// processed. Returns their number.
-    pub fn drop_pending_resets(&mut self) -> usize {
-        std::mem::take(&mut self.pending_resets).len()
     }
 
     /// Processes a packet of the guest that has `payload` bytes after its header.
@@ -182,14 +148,6 @@ impl Table {
             (None, Some(Operation::Request), Some(kind)) => self.request(key, kind, header),
             (None, ..) => self.refuse_packet(header),
         }
-    }
-
-    /// Queues a reset that answers a packet of an unknown connection.
-    fn refuse_packet(&mut self, header: &Header) -> Inbound {
-        if self.accepts_packets() {
-            self.pending_resets.push_back(header.reset());
-        }
-        Inbound::Nothing
     }
 
     fn request(&mut self, key: ConnectionKey, kind: Kind, header: &Header) -> Inbound {
@@ -310,25 +268,18 @@ impl Table {
 
     /// Returns the reserved memory in bytes, at most [`Limits::memory`] and one message.
     pub fn reserved(&self) -> u64 {
-        self.reserved
+        self.memory.reserved()
     }
 
     /// Reserves memory for a message in transit to the guest. Returns false if there is none. One message at a time is
     /// always admitted, so that messages make progress.
     pub fn reserve(&mut self, bytes: u64) -> bool {
-        let fits = bytes <= self.limits.memory.saturating_sub(self.reserved);
-        if !fits && self.reserved_messages > 0 {
-            return false;
-        }
-        self.reserved += bytes;
-        self.reserved_messages += bytes;
-        true
+        self.memory.reserve_message(bytes)
     }
 
     /// Frees memory that was [reserved](Table::reserve).
     pub fn unreserve(&mut self, bytes: u64) {
-        self.reserved -= bytes;
-        self.reserved_messages -= bytes;
+        self.memory.free_message(bytes);
     }
 
     /// Returns the window of a connection in bytes.
@@ -348,15 +299,10 @@ impl Table {
         kind: Kind,
         initiator: Initiator,
     ) -> Option<(ConnectionId, &mut Connection)> {
-        let left = self.limits.memory.saturating_sub(self.reserved);
-        let least = WINDOW_MIN.min(self.limits.buf_alloc);
-        if self.by_key.len() >= self.limits.connections || left < Limits::cost(least, kind) {
+        if self.by_key.len() >= self.limits.connections {
             return None;
         }
-        let share = if self.reserved < self.limits.memory / 4 { SHARE_FIRST } else { SHARE };
-        let fair = u32::try_from(left / share).unwrap_or(u32::MAX).clamp(WINDOW_MIN, WINDOW_FIRST_MAX);
-        let window = fair.min(self.limits.buf_alloc);
-        self.reserved += Limits::cost(window, kind);
+        let window = self.memory.reserve_window(self.limits.buf_alloc, kind)?;
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             u32::try_from(self.slots.len() - 1).expect("limited by `Limits::connections`")
@@ -387,7 +333,7 @@ impl Table {
         let Some(slot) = slot else { return };
         let Some(connection) = slot.connection.take() else { return };
         slot.generation = slot.generation.wrapping_add(1) & GENERATION_MAX;
-        self.reserved -= Limits::cost(connection.receive_window.buf_alloc(), connection.kind);
+        self.memory.free_window(connection.receive_window.buf_alloc(), connection.kind);
         if connection.initiator == Initiator::Peer
             && let Entry::Occupied(mut count) = self.opened_by.entry(connection.key.peer_cid)
         {
@@ -398,21 +344,6 @@ impl Table {
         }
         self.by_key.remove(&connection.key);
         self.free.push(id.index);
-    }
-
-    fn queue_control(&mut self, id: ConnectionId, packets: ControlPackets) {
-        let Some(connection) = self.get_mut(id) else { return };
-        connection.control |= packets;
-        if std::mem::replace(&mut connection.in_control_queue, true) {
-            return;
-        }
-        // A guest that posts no buffers can have connections come and go, whose entries stay in the queue.
-        if self.control_queue.len() > 2 * self.by_key.len() {
-            let mut queue = std::mem::take(&mut self.control_queue);
-            queue.retain(|id| self.contains(*id));
-            self.control_queue = queue;
-        }
-        self.control_queue.push_back(id);
     }
 
     /// The host's socket is connected: queues the response.
@@ -435,8 +366,8 @@ impl Table {
 
     /// Queues a credit update, if one is needed, and grows the window of a stream.
     fn advertise_credit(&mut self, id: ConnectionId) {
-        let (most, left) = (self.limits.buf_alloc, self.limits.memory.saturating_sub(self.reserved));
-        let Some(connection) = self.get_mut(id) else { return };
+        let most = self.limits.buf_alloc;
+        let Some(connection) = Self::connection(&mut self.slots, id) else { return };
         let window = &mut connection.receive_window;
         let needs_update = window.needs_update(connection.peer_credit.buf_alloc(), connection.kind);
         if !needs_update || connection.guest_shutdown.contains(ShutdownFlags::SEND) {
@@ -446,10 +377,8 @@ impl Table {
         if connection.kind == Kind::Stream {
             let present = window.buf_alloc();
             let desired = window.desired().min(most).max(present);
-            let more = Limits::cost(desired, Kind::Stream) - Limits::cost(present, Kind::Stream);
-            if more <= left / 2 {
+            if self.memory.grow_window(present, desired) {
                 window.grow(desired);
-                self.reserved += more;
             }
         }
         self.queue_control(id, ControlPackets::CREDIT_UPDATE);
@@ -522,27 +451,6 @@ impl Table {
         self.pending_resets.clear();
     }
 
-    /// Queues a reset for a connection of another process that the guest may still have.
-    pub fn queue_reset(&mut self, key: ConnectionKey, kind: Kind) {
-        if self.by_key.contains_key(&key) {
-            return;
-        }
-        let header = Header {
-            source_cid: self.cid.into(),
-            destination_cid: key.peer_cid.into(),
-            source_port: key.guest_port.into(),
-            destination_port: key.peer_port.into(),
-            kind: kind.number().into(),
-            ..Header::default()
-        };
-        self.pending_resets.push_back(header.reset());
-    }
-
-    /// Returns the minimum number of packets without payload that wait for buffers of the guest.
-    pub fn control_queue_len(&self) -> usize {
-        self.control_queue.len() + self.pending_resets.len()
-    }
-
     /// Returns the number of bytes from the guest that have not reached the host's socket.
     pub fn unforwarded(&self, id: ConnectionId) -> u32 {
         self.get(id).map_or(0, |connection| connection.receive_window.unforwarded())
@@ -551,50 +459,5 @@ impl Table {
     /// Counts a packet that is shorter than a header.
     pub fn drop_packet(&mut self) {
         self.statistics.dropped += 1;
-    }
-
-    /// Removes the next packet without payload from the queue. The caller sends it.
-    pub fn next_control(&mut self) -> Option<Header> {
-        while let Some(id) = self.control_queue.pop_front() {
-            let cid = self.cid;
-            let Some(connection) = self.get_mut(id) else { continue };
-            connection.in_control_queue = false;
-            let Some(packet) = connection.control.iter().next() else { continue };
-            connection.control.remove(packet);
-            let operation = match packet {
-                ControlPackets::REQUEST => Operation::Request,
-                ControlPackets::RESPONSE => Operation::Response,
-                ControlPackets::CREDIT_UPDATE => Operation::CreditUpdate,
-                ControlPackets::CREDIT_REQUEST => Operation::CreditRequest,
-                ControlPackets::SHUTDOWN => Operation::Shutdown,
-                _ => Operation::Reset,
-            };
-            let mut header = connection.header(cid, operation);
-            if operation == Operation::Shutdown {
-                header.flags = connection.host_shutdown.bits().into();
-            }
-            if !connection.control.is_empty() {
-                connection.in_control_queue = true;
-                self.control_queue.push_front(id);
-            }
-            match operation {
-                Operation::CreditUpdate => self.statistics.credit_updates_sent += 1,
-                Operation::Reset => {
-                    self.statistics.resets_sent += 1;
-                    self.remove(id);
-                }
-                _ => {}
-            }
-            return Some(header);
-        }
-        let reset = self.pending_resets.pop_front();
-        self.statistics.resets_sent += u64::from(reset.is_some());
-        reset
-    }
-
-    /// Returns the maker of a connection's data headers, if the connection still exists.
-    pub fn data_headers(&mut self, id: ConnectionId) -> Option<DataHeaders<'_>> {
-        let cid = self.cid;
-        Some(DataHeaders { cid, connection: self.get_mut(id)? })
     }
 }
