@@ -175,7 +175,8 @@ impl Host {
             match tag & !INDEX {
                 TIMER => self.on_timer(),
                 ACCEPT_QUEUE => {
-                    self.events.extend(self.config.accept_queue.take_all().into_iter().map(Event::Incoming))
+                    let incoming = self.config.accept_queue.take_all();
+                    self.events.extend(incoming.into_iter().map(Event::Incoming));
                 }
                 LISTENER => self.accept(index),
                 HANDSHAKE => self.continue_handshake(index),
