@@ -399,7 +399,7 @@ fn become_idle(guests: &mut [Guest; 2], net: &Net) {
 }
 
 #[test]
-fn hostile_guests_and_peers_do_no_harm() {
+fn hostile_guests_and_peers_stay_within_the_limits() {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     let seeds = match number("TOWLINE_SEED") {
         Some(seed) => seed..seed + 1,
@@ -426,7 +426,7 @@ fn hostile_guests_and_peers_do_no_harm() {
 
 /// Inputs of former failures, and one of each kind of step.
 #[test]
-fn seeds_do_no_harm() {
+fn recorded_inputs_stay_within_the_limits() {
     let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/vsock_device");
     let mut count = 0;
     for seed in std::fs::read_dir(directory).expect("the seeds") {
