@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Device, Frontends, Record, ServeError, Service};
+use towline_vhost_user::{Device, Frontends, InFlightRecord, ServeError, Service};
 use towline_vsock::{HostAddress, Limits, LocalGuests, Rule, Settings, Vsock, guest_cid};
 
 pub(crate) use self::guest::Guest;
@@ -132,7 +132,7 @@ struct Served {
     cid: u64,
     device: Arc<Vsock>,
     frontends: Frontends,
-    record: Record,
+    record: InFlightRecord,
 }
 
 /// How long to wait for descriptors or memory that the process lacks.
@@ -234,7 +234,7 @@ fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Limits> {
 }
 
 /// Where the descriptors that are in flight with a guest's device are recorded.
-fn record(guest: &Guest) -> Result<Record> {
+fn record(guest: &Guest) -> Result<InFlightRecord> {
     state::record(guest.state.as_deref(), towline_vsock::QUEUES)
         .with_context(|| format!("the guest with the context {}", guest.cid))
 }
@@ -356,7 +356,7 @@ fn wait(cancel: &Cancel) {
 fn is_shortage(error: &ServeError) -> bool {
     let errno = match error {
         ServeError::Channel(towline_channel::Error::Io { source, .. }) => source.raw_os_error(),
-        ServeError::Descriptor(errno) => Some(errno.raw_os_error()),
+        ServeError::Descriptor(errno) => errno.raw_os_error(),
         _ => None,
     };
     errno.is_some_and(|errno| [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].contains(&errno))

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use towline_channel::ZeroCopySend;
-use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
+use towline_vhost_user::{
+    AdaptivePoller, BackendError, Device, Next, PollFlags, PollSet, ProtocolFeatures, Queues, Worker,
+};
 
 use crate::connection::Limits;
 use crate::engine::Engine;
@@ -192,7 +193,7 @@ impl Device for Vsock {
         ProtocolFeatures::CONFIG | ProtocolFeatures::DEVICE_STATE
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         let host = Host::new(Arc::clone(&self.config))?;
         self.report.add_worker();
         Ok(Box::new(VsockWorker {
@@ -203,7 +204,7 @@ impl Device for Vsock {
             transport_reset: TransportReset::default(),
             deferred: VecDeque::new(),
             queue_starts: [QueueStart::default(); 2],
-            poller: Pulse::new(self.busy_poll),
+            poller: AdaptivePoller::new(self.busy_poll),
             host_is_ready: true,
         }))
     }
@@ -213,12 +214,12 @@ impl Device for Vsock {
         self.cid.to_le_bytes().to_vec()
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
         let Report { keys, next_port, .. } = self.report();
         Ok(State { cid: self.cid, next_port, connections: keys }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state, self.cid)?;
         *lock(&self.updates.loaded) = Some(state);
         Ok(())
@@ -228,21 +229,24 @@ impl Device for Vsock {
         !self.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if self.unmigratable {
-            return Err(Refusal::new("the device was started with --unmigratable: it cannot be migrated"));
+            return Err(BackendError::new(
+                "the device was started with --unmigratable: it cannot be migrated",
+            ));
         }
         Ok(format!("{VERSION}{}", self.cid))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let cid = source.strip_prefix(VERSION);
-        let cid = cid.ok_or_else(|| Refusal::new(format!("`{source}`: expected `{VERSION}` and a CID")))?;
+        let cid =
+            cid.ok_or_else(|| BackendError::new(format!("`{source}`: expected `{VERSION}` and a CID")))?;
         if cid.parse() == Ok(self.cid) {
             return Ok(());
         }
         let own = self.cid;
-        Err(Refusal::new(format!(
+        Err(BackendError::new(format!(
             "the guest has CID {cid}, this device has CID {own}; give both the same --cid"
         )))
     }
@@ -284,7 +288,7 @@ struct VsockWorker {
     deferred: VecDeque<IncomingConnection>,
     /// Of the receive and the transmit queue.
     queue_starts: [QueueStart; 2],
-    poller: Pulse,
+    poller: AdaptivePoller,
     /// epoll has events of the host's side.
     host_is_ready: bool,
 }
@@ -376,7 +380,7 @@ impl VsockWorker {
     ///
     /// # Errors
     /// The kernel still reads guest memory.
-    fn finish_zero_copy(&mut self, deadline: Instant) -> Result<(), Refusal> {
+    fn finish_zero_copy(&mut self, deadline: Instant) -> Result<(), BackendError> {
         // A part of a retained chain may have been sent without a copy.
         self.engine.complete_retained(None);
         if self.wait_for_zero_copy(deadline) {
@@ -388,7 +392,9 @@ impl VsockWorker {
             return Ok(());
         }
         let packets = self.engine.zero_copy_in_flight();
-        Err(Refusal::new(format!("the kernel still reads {packets} packets of connections that were reset")))
+        Err(BackendError::new(format!(
+            "the kernel still reads {packets} packets of connections that were reset"
+        )))
     }
 
     /// Returns true if all zero-copy sends have completed by the deadline.
@@ -417,7 +423,7 @@ impl Worker for VsockWorker {
         let mut again = false;
         if let Some(ring) = queues.ring(EVENT) {
             // New buffers matter only while an event is to be sent.
-            ring.listen(!is_reset_done);
+            ring.set_notification(!is_reset_done);
         }
         if let Some(ring) = queues.ring(TRANSMIT) {
             again |= self.engine.process_tx(ring) == Next::Again;
@@ -433,7 +439,7 @@ impl Worker for VsockWorker {
         }
         let needs_tick = self.engine.needs_tick() || !is_reset_done;
         self.engine.sockets_mut().set_timer(needs_tick);
-        again |= self.poller.goes_on(self.engine.traffic(), Instant::now);
+        again |= self.poller.should_poll(self.engine.traffic(), Instant::now);
         if again { Next::Again } else { Next::Wait }
     }
 
@@ -464,15 +470,20 @@ impl Worker for VsockWorker {
         }
     }
 
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
-        fds.push(PollFd::new(self.engine.sockets(), PollFlags::IN));
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
+        fds.add(self.engine.sockets(), PollFlags::IN);
     }
 
-    fn polled(&mut self, events: &[PollFlags]) {
+    fn on_ready(&mut self, events: &[PollFlags]) {
         self.host_is_ready = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         if queue == TRANSMIT {
             self.finish_zero_copy(deadline)?;
             self.engine.complete_retained(queues.ring(TRANSMIT));
@@ -480,9 +491,9 @@ impl Worker for VsockWorker {
         Ok(())
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
+    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), BackendError> {
         // The kernel has pinned the pages of zero-copy sends, so they need no mapping.
-        self.engine.complete_retained(queues.held(TRANSMIT));
+        self.engine.complete_retained(queues.started_ring(TRANSMIT));
         self.engine.drop_idle_batches();
         Ok(())
     }

@@ -6,7 +6,7 @@
 //! ```
 //! All fields are little-endian. Connections are not migrated: their sockets belong to a host.
 
-use towline_vhost_user::Refusal;
+use towline_vhost_user::BackendError;
 
 use crate::connection::ConnectionKey;
 use crate::packet::Kind;
@@ -44,26 +44,26 @@ impl State {
     }
 
     /// Decodes a state for the guest with this CID.
-    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, Refusal> {
+    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, BackendError> {
         let Some((head, entries)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "a state of {} bytes is shorter than the header of a vsock device's state",
                 bytes.len()
             )));
         };
         if !head.starts_with(MAGIC) {
-            return Err(Refusal::new("the state is not that of a vsock device, or has another version"));
+            return Err(BackendError::new("the state is not that of a vsock device, or has another version"));
         }
         let found = u64::from_le_bytes(part(head, 8));
         if found != cid {
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "the state is of a guest with CID {found}, this device has CID {cid}; give both devices the same --cid"
             )));
         }
         let count = u32::from_le_bytes(part(head, 20)) as usize;
         if count > CONNECTIONS_MAX || entries.len() != count * ENTRY_BYTES {
             let found = entries.len();
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "the state has {found} bytes for {count} connections; expected {ENTRY_BYTES} each"
             )));
         }
@@ -76,7 +76,7 @@ impl State {
             };
             let kind = Kind::from_number(kind);
             kind.map(|kind| (key, kind))
-                .ok_or_else(|| Refusal::new("the state has a connection of an unknown socket type"))
+                .ok_or_else(|| BackendError::new("the state has a connection of an unknown socket type"))
         };
         let connections = entries.chunks_exact(ENTRY_BYTES).map(entry).collect::<Result<_, _>>()?;
         Ok(Self { cid, next_port: u32::from_le_bytes(part(head, 16)), connections })

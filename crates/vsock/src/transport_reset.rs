@@ -49,7 +49,7 @@ impl TransportReset {
                     let written = chain.write_at(0, &TRANSPORT_RESET);
                     config_read.store(false, Ordering::Relaxed);
                     ring.complete(chain, u32::try_from(written).unwrap_or(0));
-                    ring.give_back(&mut batch, 1);
+                    ring.rewind(&mut batch, 1);
                     *self = Self::Sent { buffers_left: count - 1 };
                 }
             }
@@ -57,7 +57,7 @@ impl TransportReset {
             (Self::Sent { buffers_left }, Some(ring)) => {
                 let mut batch = Batch::new();
                 let count = ring.pop(&mut batch, BUFFERS_MAX);
-                ring.give_back(&mut batch, 0);
+                ring.rewind(&mut batch, 0);
                 if count > buffers_left || config_read.load(Ordering::Relaxed) {
                     *self = Self::Done;
                 }

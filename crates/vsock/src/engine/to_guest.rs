@@ -38,7 +38,7 @@ impl<S: Sockets> Engine<S> {
         for _ in 0..ROUNDS {
             let wanted = self.wanted_buffers();
             if wanted == 0 {
-                ring.listen(false);
+                ring.set_notification(false);
                 return Next::Wait;
             }
             let mut batch = std::mem::take(&mut self.rx_batch);
@@ -47,12 +47,12 @@ impl<S: Sockets> Engine<S> {
             if count == 0 {
                 // Notifications of new buffers matter only now.
                 self.statistics.rx_ring_empty += 1;
-                ring.listen(true);
+                ring.set_notification(true);
                 return Next::Wait;
             }
             let is_large = is_large(segments(&self.rx_batch));
             let used = self.fill_batch(ring, count);
-            ring.give_back(&mut self.rx_batch, used);
+            ring.rewind(&mut self.rx_batch, used);
             if is_large {
                 self.rx_batch = Batch::new();
             }

@@ -36,7 +36,7 @@ impl<S: Sockets> Engine<S> {
             self.complete_chains(ring);
             // Packets that are not processed need no notification either.
             let accepts_packets = self.table.accepts_packets();
-            ring.listen(accepts_packets);
+            ring.set_notification(accepts_packets);
             if !accepts_packets {
                 return Next::Wait;
             }
