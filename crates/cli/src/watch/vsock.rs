@@ -6,7 +6,7 @@ use towline_compat::facts;
 use towline_control::device::Managed;
 use towline_control::statistics::{Number, Subject};
 use towline_vhost_user::{Device, RING_SIZE_MAX};
-use towline_vsock::{ConnectionReport, LineStatistics, Report, STATE_VERSION, Vsock};
+use towline_vsock::{ConnectionReport, ConnectionStatistics, Report, STATE_VERSION, Vsock};
 
 /// See the module.
 struct Guest {
@@ -31,7 +31,7 @@ impl Guest {
             ("peer", connection.peer_cid.to_string()),
             ("peer_port", connection.peer_port.to_string()),
         ];
-        Subject { kind: "vsock-connection", labels, numbers: line(&connection.line).into() }
+        Subject { kind: "vsock-connection", labels, numbers: line(&connection.statistics).into() }
     }
 }
 
@@ -69,7 +69,7 @@ impl Managed for Guest {
             labels: vec![("guest", self.cid.to_string())],
             numbers: numbers(&report),
         };
-        std::iter::once(guest).chain(report.connections().map(|one| self.connection(&one))).collect()
+        std::iter::once(guest).chain(report.connections.iter().map(|one| self.connection(one))).collect()
     }
 
     fn set_link(&self, _: bool) -> Result<(), String> {
@@ -82,8 +82,12 @@ fn numbers(report: &Report) -> Vec<Number> {
     let mut numbers = vec![
         Number::level("connections", "connections that there are", all.connections),
         Number::level("connections-peak", "the most that there were at a time", all.connections_peak),
-        Number::level("kept-bytes", "bytes kept for sockets that do not take them", report.kept as u64)
-            .in_bytes(),
+        Number::level(
+            "buffered-bytes",
+            "bytes kept for sockets that do not take them",
+            report.buffered_bytes as u64,
+        )
+        .in_bytes(),
         Number::level(
             "memory-reserved-bytes",
             "memory that connections are given, of --memory-limit",
@@ -95,11 +99,15 @@ fn numbers(report: &Report) -> Vec<Number> {
             "times that a message for the guest waited for memory",
             all.memory_waits,
         ),
-        Number::level("lent", "packets that the kernel reads in the guest's memory", all.lent),
+        Number::level(
+            "zero-copy-in-flight",
+            "packets that the kernel reads in the guest's memory",
+            all.zero_copy_in_flight,
+        ),
         Number::events(
-            "taken-back",
+            "zero-copy-resets",
             "connections reset because it still did when the ring stopped",
-            all.taken_back,
+            all.zero_copy_resets,
         ),
         Number::events(
             "requests-from-guest",
@@ -120,21 +128,25 @@ fn numbers(report: &Report) -> Vec<Number> {
         Number::events("credit-updates-received", "such of the guest", table.credit_updates_received),
         Number::events("sends", "calls that sent to sockets", all.sends),
         Number::events("receives", "calls that received from sockets", all.receives),
-        Number::events("blocked", "times that a socket took less than there was", all.blocked),
-        Number::events("stalled", "times that the guest had no credit", all.stalled),
-        Number::events("starved", "times that the guest's ring had no buffer", all.starved),
+        Number::events("socket-full", "times that a socket took less than there was", all.socket_full),
+        Number::events("out-of-credit", "times that the guest had no credit", all.out_of_credit),
+        Number::events("rx-ring-empty", "times that the guest's ring had no buffer", all.rx_ring_empty),
     ];
-    numbers.extend(line(&all.lines));
+    numbers.extend(line(&all.totals));
     numbers
 }
 
 /// What went over connections.
-fn line(line: &LineStatistics) -> [Number; 6] {
+fn line(line: &ConnectionStatistics) -> [Number; 6] {
     [
         Number::bytes("to-host-bytes", "to the host side", line.bytes_to_host),
         Number::bytes("to-guest-bytes", "to the guest", line.bytes_to_guest),
         Number::bytes("copied-bytes", "copied because a side was behind", line.bytes_copied),
-        Number::bytes("lent-bytes", "to the host side, read in the guest's memory", line.bytes_lent),
+        Number::bytes(
+            "zero-copy-bytes",
+            "to the host side, read in the guest's memory",
+            line.bytes_zero_copy,
+        ),
         Number::events("from-guest-packets", "packets from the guest", line.packets_from_guest),
         Number::events("to-guest-packets", "packets to the guest", line.packets_to_guest),
     ]

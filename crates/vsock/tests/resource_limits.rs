@@ -1,7 +1,7 @@
-//! What a guest, or a client of the host, cannot do to a device: keep it busy when it is left alone, keep it from stopping,
-//! have it take more memory than is stated, shut others out.
+//! Neither a guest nor a client of the host can keep an idle device busy, keep it from stopping, make it use more memory than is
+//! stated, or shut out other clients.
 //!
-//! One test at a time: processor time and memory of this process are measured.
+//! The tests run one at a time, because CPU time and memory of the process are measured.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod common;
@@ -18,25 +18,25 @@ use towline_frontend::vsock::{BUF_ALLOC, Event, Guest, HOST_CID, Header, Ports, 
 use towline_frontend::{Buffer, Queue, QueueOptions};
 use towline_vsock::Limits;
 
-use common::{CID, Served, WITHIN, bytes, listen_for_messages, message_socket, until};
+use common::{CID, Served, TIMEOUT, bytes, listen_seqpacket, poll_until, seqpacket_socket};
 
-/// What ends a message, and a record.
+/// `VIRTIO_VSOCK_SEQ_EOM`.
 const END_OF_MESSAGE: u32 = 1;
-/// How long a device is watched that shall rest, and the most of that time that it may be awake.
-const WATCHED: Duration = Duration::from_millis(500);
-const AWAKE_MAX: Duration = Duration::from_millis(50);
-/// The limit of a guest's memory where that is measured, and what else a process may grow by: of driver and allocator.
+/// Time for which an idle device is observed, and maximum CPU time in it.
+const OBSERVED: Duration = Duration::from_millis(500);
+const CPU_TIME_MAX: Duration = Duration::from_millis(50);
+/// Limit of a guest's memory where that is measured, and tolerance for the driver and the allocator.
 const MEMORY: u64 = 2 << 20;
 const MEMORY_OTHERS: u64 = 1 << 20;
 
-/// One test at a time.
-fn alone() -> MutexGuard<'static, ()> {
+/// Locks out the other tests.
+fn exclusive() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The processor time of all threads of devices in this process.
-fn processor_time() -> Duration {
+/// Returns the CPU time of all workers in this process.
+fn cpu_time() -> Duration {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let stats = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("stat")).ok());
     let ticks = stats.filter(|stat| stat.contains("(vsock-0)")).map(|stat| {
@@ -52,24 +52,24 @@ fn processor_time() -> Duration {
     Duration::from_millis(10 * ticks.sum::<u64>())
 }
 
-/// A device that nobody wants anything of uses no processor time, after a second at most.
-fn assert_rests(guest: &mut Guest) {
-    let deadline = Instant::now() + Duration::from_secs(1) + WATCHED;
+/// Asserts that the device becomes idle within a second: it uses no CPU time then.
+fn assert_becomes_idle(guest: &mut Guest) {
+    let deadline = Instant::now() + Duration::from_secs(1) + OBSERVED;
     loop {
-        let (before, since) = (processor_time(), Instant::now());
-        while let Some(left) = WATCHED.checked_sub(since.elapsed()) {
+        let (before, since) = (cpu_time(), Instant::now());
+        while let Some(left) = OBSERVED.checked_sub(since.elapsed()) {
             guest.wait(false, left).unwrap();
             guest.poll(|_, _| ()).unwrap();
         }
-        let awake = processor_time() - before;
-        if awake <= AWAKE_MAX {
+        let used = cpu_time() - before;
+        if used <= CPU_TIME_MAX {
             return;
         }
-        assert!(Instant::now() < deadline, "it was awake for {awake:?} of {WATCHED:?}");
+        assert!(Instant::now() < deadline, "the idle device used {used:?} of {OBSERVED:?}");
     }
 }
 
-/// Private memory of this process, in bytes.
+/// Returns the private memory of this process in bytes.
 fn private_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
@@ -91,56 +91,56 @@ fn message_header(ports: Ports, len: usize, flags: u32) -> Header {
     }
 }
 
-/// Until the device has looked at so many packets with payload.
+/// Waits until the device has processed `count` data packets.
 fn wait_for_packets(served: &Served, guest: &mut Guest, count: u64) {
-    let deadline = Instant::now() + WITHIN;
-    while served.device.report().statistics.lines.packets_from_guest < count {
+    let deadline = Instant::now() + TIMEOUT;
+    while served.device.report().statistics.totals.packets_from_guest < count {
         assert!(Instant::now() < deadline, "{:?}", served.device.report().statistics);
         guest.poll(|_, _| ()).unwrap();
     }
 }
 
-/// A message of more pieces of memory than one system call takes, most of them in a chain that is held already.
+/// A message has more memory segments than one system call takes, most of them in a chain that is retained already.
 #[test]
-fn a_message_in_more_pieces_than_a_call_takes_arrives() {
-    let _alone = alone();
+fn a_message_with_more_segments_than_a_call_takes_arrives() {
+    let _exclusive = exclusive();
     let served = Served::new(Limits::default());
-    let (mut frontend, mut guest) = served.guest_with(2048);
-    let listener = listen_for_messages(&served.path("v_5000"));
+    let (mut frontend, mut guest) = served.guest_with_rings(2048);
+    let listener = listen_seqpacket(&served.path("v_5000"));
     let ports = (6000, 5000);
     guest.request_seqpacket(ports);
-    until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
     let host = rustix::net::accept(&listener).unwrap();
     let content = bytes(8192);
-    // 1024 descriptors, which are held: the message has no end yet.
+    // 1024 descriptors, which are retained: the message has no end yet.
     assert!(guest.put_in_pieces(&message_header(ports, content.len(), 0), &content, 8));
     guest.poll(|_, _| ()).unwrap();
     wait_for_packets(&served, &mut guest, 1);
     assert!(guest.put_in_pieces(&message_header(ports, 1, 0), b"+", 8));
     guest.poll(|_, _| ()).unwrap();
-    // A device that goes round in circles answers nobody: neither this nor a stop.
+    // A device in an endless loop would process neither this nor a stop.
     wait_for_packets(&served, &mut guest, 2);
     assert!(guest.put_in_pieces(&message_header(ports, 1, END_OF_MESSAGE), b"!", 8));
     guest.poll(|_, _| ()).unwrap();
     let mut found = vec![0; 10_000];
     let (_, len) = rustix::net::recv(&host, &mut found[..], RecvFlags::empty()).unwrap();
     assert!(found[..len] == [&content[..], b"+!"].concat(), "{len} bytes");
-    assert_rests(&mut guest);
+    assert_becomes_idle(&mut guest);
     frontend.stop(1).unwrap();
 }
 
-/// Many threads of one client of the host send messages of nothing, faster than the device takes them.
+/// Several threads of a client send empty messages faster than the device drops them.
 #[test]
 fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
-    let _alone = alone();
-    let served = Served::adapted(Limits::default(), CID, |settings, directory| {
+    let _exclusive = exclusive();
+    let served = Served::with_settings(Limits::default(), CID, |settings, directory| {
         settings.uds_seqpacket = Some(directory.join("m"));
     });
     let (mut frontend, mut guest) = served.guest();
-    let client = message_socket();
+    let client = seqpacket_socket();
     rustix::net::connect(&client, &SocketAddrUnix::new(served.path("m")).unwrap()).unwrap();
     rustix::net::send(&client, b"CONNECT 22\n", SendFlags::empty()).unwrap();
-    until(&mut guest, |guest, event| match event {
+    poll_until(&mut guest, |guest, event| match event {
         Event::Request(ports) => {
             guest.accept(ports);
             Some(())
@@ -148,13 +148,13 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
         _ => None,
     });
     guest.poll(|_, _| ()).unwrap();
-    let (over, sent) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (done, sent) = (AtomicBool::new(false), AtomicBool::new(false));
     let most = Instant::now() + Duration::from_secs(30);
     std::thread::scope(|scope| {
         for _ in 0..7 {
             scope.spawn(|| {
-                while !over.load(Ordering::Relaxed) && Instant::now() < most {
-                    // It may have been reset.
+                while !done.load(Ordering::Relaxed) && Instant::now() < most {
+                    // The connection may have been reset.
                     let _ = rustix::net::send(&client, &[], SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
                     sent.store(true, Ordering::Relaxed);
                 }
@@ -165,32 +165,32 @@ fn empty_messages_of_a_client_do_not_keep_a_device_from_stopping() {
         }
         for _ in 0..20 {
             let base = frontend.stop(0).unwrap();
-            assert!(Instant::now() < most, "it stops only when they stop");
+            assert!(Instant::now() < most, "the device stops only when the client stops");
             frontend.start(guest.rx(), base).unwrap();
         }
-        over.store(true, Ordering::Relaxed);
+        done.store(true, Ordering::Relaxed);
     });
-    assert_rests(&mut guest);
+    assert_becomes_idle(&mut guest);
 }
 
-/// The last bytes of messages are counted too: a guest sends messages of one byte that nobody reads.
+/// The bookkeeping of messages is within the limit too: a guest sends messages of one byte to programs that never read.
 #[test]
-fn messages_of_one_byte_take_no_more_memory_than_is_stated() {
-    let _alone = alone();
+fn messages_of_one_byte_use_no_more_memory_than_is_stated() {
+    let _exclusive = exclusive();
     let served = Served::new(Limits { memory: MEMORY, ..Limits::default() });
-    let (_frontend, mut guest) = served.guest_with(1024);
-    let listener = listen_for_messages(&served.path("v_5000"));
+    let (_frontend, mut guest) = served.guest_with_rings(1024);
+    let listener = listen_seqpacket(&served.path("v_5000"));
     let mut hosts = Vec::new();
     let mut connected = Vec::new();
     for port in 0..1000 {
         let ports = (port, 5000);
         guest.request_seqpacket(ports);
-        let there = until(&mut guest, |_, event| match event {
+        let is_connected = poll_until(&mut guest, |_, event| match event {
             Event::Connected(found) => Some(found == ports),
             Event::Reset(_) => Some(false),
             _ => None,
         });
-        if !there {
+        if !is_connected {
             break;
         }
         hosts.push(rustix::net::accept(&listener).unwrap());
@@ -214,17 +214,21 @@ fn messages_of_one_byte_take_no_more_memory_than_is_stated() {
     }
     let report = served.device.report();
     let grown = private_bytes().saturating_sub(before);
-    assert!(report.kept as u64 > MEMORY / 4, "{} bytes are kept", report.kept);
+    assert!(report.buffered_bytes as u64 > MEMORY / 4, "{} bytes are buffered", report.buffered_bytes);
     let most = MEMORY + MEMORY / 10 + MEMORY_OTHERS;
-    assert!(grown <= most, "with {} bytes kept it grew by {grown}, at most {most}", report.kept);
+    assert!(
+        grown <= most,
+        "with {} bytes buffered the process grew by {grown}, at most {most}",
+        report.buffered_bytes
+    );
     drop(hosts);
-    assert_rests(&mut guest);
+    assert_becomes_idle(&mut guest);
 }
 
 /// Most frontends leave the event queue to the device, and drivers post buffers there.
 #[test]
-fn buffers_for_events_do_not_keep_a_device_awake() {
-    let _alone = alone();
+fn event_buffers_do_not_keep_a_device_busy() {
+    let _exclusive = exclusive();
     let served = Served::new(Limits::default());
     let (mut frontend, mut guest) = served.guest();
     let memory = Arc::clone(guest.memory());
@@ -236,47 +240,46 @@ fn buffers_for_events_do_not_keep_a_device_awake() {
     events.publish();
     frontend.start(&events, 0).unwrap();
     events.force_kick();
-    assert_rests(&mut guest);
+    assert_becomes_idle(&mut guest);
 }
 
-/// Clients that connect and say nothing shut out nobody who does.
 #[test]
-fn silent_clients_do_not_shut_out_others() {
-    let _alone = alone();
-    towline_vsock::allow_descriptors();
+fn clients_that_send_nothing_do_not_shut_out_others() {
+    let _exclusive = exclusive();
+    towline_vsock::raise_descriptor_limit();
     let served = Served::new(Limits::default());
     let (_frontend, mut guest) = served.guest();
     let connect = || UnixStream::connect(served.path("v")).unwrap();
     let mut silent: Vec<UnixStream> = (0..1100).map(|_| connect()).collect();
     let _client = served.connect(22);
-    let deadline = Instant::now() + WITHIN;
-    until(&mut guest, |_, event| matches!(event, Event::Request(_)).then_some(()));
+    let deadline = Instant::now() + TIMEOUT;
+    poll_until(&mut guest, |_, event| matches!(event, Event::Request(_)).then_some(()));
     assert!(Instant::now() < deadline);
-    // One that is not among the oldest has its time yet: the others did not wait for the end of it.
+    // A client that is not among the oldest is still connected: the handshake of the other one did not wait for timeouts.
     let other = &mut silent[500];
     other.set_nonblocking(true).unwrap();
     let error = other.read(&mut [0]).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
 }
 
-/// A read stops at the mark of urgent data; what is behind it was there already.
+/// A read stops at the mark of urgent data, although there is data after it.
 #[test]
-fn what_is_behind_urgent_data_is_not_forgotten() {
-    let _alone = alone();
+fn data_after_urgent_data_is_received() {
+    let _exclusive = exclusive();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let rule = format!("guest:5000=tcp:{}", listener.local_addr().unwrap());
-    let served = Served::with(Limits::default(), CID, &[rule]);
+    let served = Served::with_rules(Limits::default(), CID, &[rule]);
     let (_frontend, mut guest) = served.guest();
     let ports = (6000, 5000);
     guest.request(ports);
-    until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
+    poll_until(&mut guest, |_, event| (event == Event::Connected(ports)).then_some(()));
     let (mut host, _): (TcpStream, _) = listener.accept().unwrap();
     for round in 0..100 {
         host.write_all(b"before").unwrap();
         rustix::net::send(&host, b"!", SendFlags::OOB).unwrap();
         host.write_all(b"after").unwrap();
         let mut found = 0;
-        until(&mut guest, |_, event| {
+        poll_until(&mut guest, |_, event| {
             if let Event::Data { len, .. } = event {
                 found += len;
             }
@@ -284,5 +287,5 @@ fn what_is_behind_urgent_data_is_not_forgotten() {
         });
         assert_eq!(found, 11, "round {round}");
     }
-    assert_rests(&mut guest);
+    assert_becomes_idle(&mut guest);
 }
