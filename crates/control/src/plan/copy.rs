@@ -1,10 +1,8 @@
 //! A copy, from what is asked for to its column.
 
-use std::sync::Arc;
-
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
-use towline_migration::{Snapshot, Statistics};
+use towline_migration::Snapshot;
 use towline_protocol::session::Receiver;
 
 use super::context::Run;
@@ -12,7 +10,7 @@ use super::endpoint::{self, StoredSource};
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::{Observer, Phase, Progress};
-use super::receive::{Arriving, receive};
+use super::receive::Arrival;
 use super::report::Report;
 use super::request::{PostcopyOptions, Request};
 use super::survey::Survey;
@@ -86,20 +84,11 @@ pub fn survey(
     let lanes = checked_survey(source, options).map_err(Failure::untouched)?;
     let run = Run::new(options, lanes, cancel, observer);
     let switch = Switch::new(SourceKind::Stream, DestinationKind::Stored, options);
-    let session = switch.session();
     observer.phase(Phase::Connect);
-    let connections = endpoint::listen(address, &run).map_err(Failure::untouched)?;
-    let statistics = Arc::new(Statistics::default());
-    let arriving = Arriving {
-        connections: &connections,
-        session: &session,
-        statistics: &statistics,
-        switch: &switch,
-        sink: survey,
-        receiver: Receiver::Stores,
-    };
-    match receive(&arriving, &run, &mut || Ok(Progress::default())) {
+    let mut arrival = Arrival::default();
+    arrival.connected(switch.session(), endpoint::listen(address, &run).map_err(Failure::untouched)?);
+    match arrival.receive(survey, Receiver::Stores, &switch, &run, &mut || Ok(Progress::default())) {
         Err(error) if !survey.is_complete() => Err(Failure::untouched(error)),
-        _ => Ok(statistics.snapshot()),
+        _ => Ok(arrival.moved()),
     }
 }

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use towline_channel::Channel;
 use towline_migration::incoming::{self, Connections, Stage};
-use towline_migration::{Incoming, Session, Sink, Statistics};
+use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 use towline_protocol::session::Receiver;
 
 use super::context::Run;
@@ -12,56 +13,87 @@ use super::progress::{Phase, Progress};
 use super::supervise::supervised;
 use super::switch::Switch;
 
-/// A stream that comes in.
-pub(super) struct Arriving<'a> {
-    pub(super) connections: &'a Connections,
-    pub(super) session: &'a Arc<Session>,
-    pub(super) statistics: &'a Arc<Statistics>,
-    pub(super) switch: &'a Switch,
-    /// Where it goes.
-    pub(super) sink: &'a dyn Sink,
-    /// What a towline at the source is told becomes of its guest there.
-    pub(super) receiver: Receiver,
+/// A stream that comes in: its connections from [`Arrival::connected`] to [`Arrival::disconnect`], and what was counted.
+#[derive(Debug, Default)]
+pub(super) struct Arrival {
+    stream: Option<Stream>,
+    statistics: Arc<Statistics>,
 }
 
-/// Receives it into a sink, and calls `look` again and again meanwhile.
-pub(super) fn receive(
-    arriving: &Arriving<'_>,
-    run: &Run<'_>,
-    look: &mut dyn FnMut() -> Result<Progress, Error>,
-) -> Result<(), Error> {
-    let Arriving { connections, session, statistics, switch, sink, receiver } = *arriving;
-    if let Err(cancelled) = run.check_cancelled() {
-        connections.refuse();
-        return Err(cancelled);
+#[derive(Debug)]
+struct Stream {
+    session: Arc<Session>,
+    connections: Connections,
+}
+
+impl Arrival {
+    /// The source is at the other end of these connections. `session` is that of the incoming migration.
+    pub(super) fn connected(&mut self, session: Arc<Session>, connections: Connections) {
+        self.stream = Some(Stream { session, connections });
     }
-    run.observer.phase(Phase::Transfer);
-    let options = incoming::Options {
-        // A source that runs on in any case loses nothing by what it does not hear.
-        require_return_path: run.options.return_path && !run.options.is_snapshot(),
-        compression: run.options.compression,
-        is_snapshot: run.options.is_snapshot(),
-        receiver,
-    };
-    let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
-    let result = supervised(
-        run,
-        session,
-        switch,
-        &mut || {
-            let progress = look()?;
-            run.report(statistics, progress);
-            Ok(())
-        },
-        || {
-            engine.run_watched(connections, sink, &|stage| {
-                run.observer.phase(match stage {
-                    Stage::Switchover => Phase::Switchover,
-                    Stage::Committed => Phase::Loaded,
-                });
-            })
-        },
-    );
-    run.report(statistics, Progress::default());
-    result
+
+    /// Receives it into a sink, and calls `look` again and again meanwhile. A towline at the source is told that `receiver` is what
+    /// becomes of its guest here.
+    ///
+    /// # Panics
+    /// It is not connected.
+    pub(super) fn receive(
+        &self,
+        sink: &dyn Sink,
+        receiver: Receiver,
+        switch: &Switch,
+        run: &Run<'_>,
+        look: &mut dyn FnMut() -> Result<Progress, Error>,
+    ) -> Result<(), Error> {
+        let Stream { session, connections } = self.stream.as_ref().expect("connected before it is received");
+        let statistics = &self.statistics;
+        if let Err(cancelled) = run.check_cancelled() {
+            connections.refuse();
+            return Err(cancelled);
+        }
+        run.observer.phase(Phase::Transfer);
+        let options = incoming::Options {
+            // A source that runs on in any case loses nothing by what it does not hear.
+            require_return_path: run.options.return_path && !run.options.is_snapshot(),
+            compression: run.options.compression,
+            is_snapshot: run.options.is_snapshot(),
+            receiver,
+        };
+        let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
+        let result = supervised(
+            run,
+            session,
+            switch,
+            &mut || {
+                let progress = look()?;
+                run.report(statistics, progress);
+                Ok(())
+            },
+            || {
+                engine.run_watched(connections, sink, &|stage| {
+                    run.observer.phase(match stage {
+                        Stage::Switchover => Phase::Switchover,
+                        Stage::Committed => Phase::Loaded,
+                    });
+                })
+            },
+        );
+        run.report(statistics, Progress::default());
+        result
+    }
+
+    /// What has moved.
+    pub(super) fn moved(&self) -> Snapshot {
+        self.statistics.snapshot()
+    }
+
+    /// The main channel, while it is connected.
+    pub(super) fn main_channel(&self) -> Option<Arc<dyn Channel>> {
+        self.stream.as_ref().map(|stream| stream.connections.main_channel())
+    }
+
+    /// Lets go of the connections, which are closed when they are dropped.
+    pub(super) fn disconnect(&mut self) -> Option<Connections> {
+        self.stream.take().map(|stream| stream.connections)
+    }
 }

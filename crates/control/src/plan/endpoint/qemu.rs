@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::incoming::Connections;
-use towline_migration::{Compression, Relay, Session, Sink, Snapshot, Statistics};
+use towline_migration::{Compression, Relay, Session, Sink, Snapshot};
 
 use super::super::blame;
 use super::super::context::Run;
@@ -16,7 +16,7 @@ use super::super::destination::{QmpDestination, RunFailed};
 use super::super::error::{Error, Failure};
 use super::super::outcomes::GuestState;
 use super::super::progress::Phase;
-use super::super::receive::{Arriving, receive};
+use super::super::receive::Arrival;
 use super::super::report::{DestinationState, SourceState};
 use super::super::send::send;
 use super::super::source::QmpSource;
@@ -42,9 +42,7 @@ pub(in super::super) fn asked(error: Error) -> Failure {
 /// A QEMU that runs a guest.
 pub(in super::super) struct QemuSource {
     qemu: QmpSource,
-    session: Option<Arc<Session>>,
-    connections: Option<Connections>,
-    statistics: Arc<Statistics>,
+    arrival: Arrival,
 }
 
 impl QemuSource {
@@ -52,7 +50,7 @@ impl QemuSource {
     pub(in super::super) fn new(path: &Path, run: &Run<'_>) -> Result<Self, Failure> {
         let qemu = QmpSource::prepare(path, run.options).map_err(asked)?;
         run.tell_repaired(qemu.qemu());
-        Ok(Self { qemu, session: None, connections: None, statistics: Arc::default() })
+        Ok(Self { qemu, arrival: Arrival::default() })
     }
 
     /// Takes out of the guest what cannot be migrated, and connects both ends: the source last, because a destination that was set
@@ -92,12 +90,12 @@ impl SourceEndpoint for QemuSource {
         switch: &Arc<Switch>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let session = Arc::clone(self.session.insert(switch.session()));
-        let connected = self.connect(to, &session, run);
+        let session = switch.session();
         // A relay's destination waits for its first bytes.
-        self.connections = Some(connected.inspect_err(|_| {
+        let connections = self.connect(to, &session, run).inspect_err(|_| {
             session.fail(towline_migration::Error::Cancelled);
-        })?);
+        })?;
+        self.arrival.connected(session, connections);
         Ok(())
     }
 
@@ -107,18 +105,14 @@ impl SourceEndpoint for QemuSource {
         switch: &Arc<Switch>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let Self { session: Some(session), connections: Some(connections), statistics, qemu } = self else {
-            unreachable!("started before");
-        };
-        let (sink, receiver) = (to.sink(), receiver(to.kind()));
-        let arriving = Arriving { connections, session, statistics, switch, sink, receiver };
-        let received = receive(&arriving, run, &mut || qemu.look());
+        let Self { qemu, arrival } = self;
+        let received = arrival.receive(to.sink(), receiver(to.kind()), switch, run, &mut || qemu.look());
         // Asked before anything is closed: which end it was says most then.
         received.map_err(|error| if to.is_to_blame(&error) { error } else { self.qemu.explain(error) })
     }
 
     fn moved(&self) -> Snapshot {
-        self.statistics.snapshot()
+        self.arrival.moved()
     }
 
     fn end_of_move(&self) -> Option<End> {
@@ -126,12 +120,12 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn link(&self) -> Option<Arc<dyn Channel>> {
-        self.connections.as_ref().map(Connections::main_channel)
+        self.arrival.main_channel()
     }
 
     /// A source whose connections break before it says that it is done would have failed.
     fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
-        self.connections = None;
+        self.arrival.disconnect();
         to.disconnect();
     }
 
@@ -144,7 +138,7 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn close(&mut self) {
-        self.connections = None;
+        self.arrival.disconnect();
     }
 }
 

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Channel, Listener};
 use towline_image::Origin as ImageOrigin;
 use towline_migration::incoming::{self, gather};
-use towline_migration::{Relay, Session, Sink, Snapshot, Statistics, outgoing};
+use towline_migration::{Relay, Session, Sink, Snapshot, outgoing};
 
 use super::super::context::Run;
 use super::super::error::{Error, Failure};
 use super::super::fit::uuid_bytes;
 use super::super::progress::{Phase, Progress};
-use super::super::receive::{Arriving, receive};
+use super::super::receive::Arrival;
 use super::super::report::DestinationState;
 use super::super::send::send;
 use super::super::source::LANES_TIMEOUT;
@@ -39,14 +39,12 @@ pub(in super::super) fn listen(address: &Address, run: &Run<'_>) -> Result<incom
 /// What somebody sends to an address of ours.
 pub(in super::super) struct StreamSource {
     address: Address,
-    session: Option<Arc<Session>>,
-    connections: Option<incoming::Connections>,
-    statistics: Arc<Statistics>,
+    arrival: Arrival,
 }
 
 impl StreamSource {
     pub(in super::super) fn new(address: &Address) -> Self {
-        Self { address: address.clone(), session: None, connections: None, statistics: Arc::default() }
+        Self { address: address.clone(), arrival: Arrival::default() }
     }
 }
 
@@ -66,15 +64,15 @@ impl SourceEndpoint for StreamSource {
         switch: &Arc<Switch>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let session = self.session.insert(switch.session());
+        let session = switch.session();
         run.observer.phase(Phase::Connect);
         // The destination is as it was until somebody connects.
         let connections = listen(&self.address, run)?;
-        if let Err(error) = to.connect(session, run) {
+        if let Err(error) = to.connect(&session, run) {
             connections.refuse();
             return Err(error);
         }
-        self.connections = Some(connections);
+        self.arrival.connected(session, connections);
         Ok(())
     }
 
@@ -84,16 +82,12 @@ impl SourceEndpoint for StreamSource {
         switch: &Arc<Switch>,
         run: &Run<'_>,
     ) -> Result<(), Error> {
-        let Self { session: Some(session), connections: Some(connections), statistics, .. } = self else {
-            unreachable!("started before");
-        };
-        let (sink, receiver) = (to.sink(), receiver(to.kind()));
-        let arriving = Arriving { connections, session, statistics, switch, sink, receiver };
-        receive(&arriving, run, &mut || Ok(Progress::default()))
+        let look = &mut || Ok(Progress::default());
+        self.arrival.receive(to.sink(), receiver(to.kind()), switch, run, look)
     }
 
     fn moved(&self) -> Snapshot {
-        self.statistics.snapshot()
+        self.arrival.moved()
     }
 
     fn end_of_move(&self) -> Option<End> {
@@ -101,18 +95,15 @@ impl SourceEndpoint for StreamSource {
     }
 
     fn link(&self) -> Option<Arc<dyn Channel>> {
-        self.connections.as_ref().map(incoming::Connections::main_channel)
+        self.arrival.main_channel()
     }
 
     fn origin(&mut self) -> Origin<'_> {
-        match &self.connections {
-            Some(connections) => Origin::Stream(connections.main_channel()),
-            None => Origin::Stored,
-        }
+        self.link().map_or(Origin::Stored, Origin::Stream)
     }
 
     fn close(&mut self) {
-        if let Some(connections) = self.connections.take() {
+        if let Some(connections) = self.arrival.disconnect() {
             connections.linger(LINGER);
         }
     }
