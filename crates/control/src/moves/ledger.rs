@@ -78,31 +78,26 @@ impl Ledger {
     /// Makes this the record, durably.
     ///
     /// # Errors
-    /// [`Error::Io`]. Then either is found later, this one or the one before.
+    /// [`Error::Io`]. Then [`Self::record`] is the one on disk. If only the sync behind the rename failed, that is this one, and a
+    /// crash of the host may leave the one before.
     pub(crate) fn write(&mut self, record: Record) -> Result<(), Error> {
         let name = record.name();
         let path = self.directory.path().join(&name);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
-        match self.replace(&record, &unnamed, &name) {
-            Ok(()) => {
-                self.record = record;
-                Ok(())
-            }
-            Err(source) => {
-                // It is not there if it has its name.
-                let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
-                Err(Error::Io { path, source })
-            }
-        }
+        self.replace(record, &unnamed, &name).map_err(|source| {
+            // It is not there if it has its name.
+            let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
+            Error::Io { path, source }
+        })
     }
 
-    fn replace(&mut self, record: &Record, unnamed: &str, name: &str) -> io::Result<()> {
+    fn replace(&mut self, record: Record, unnamed: &str, name: &str) -> io::Result<()> {
         let directory = self.directory.fd();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
         flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let text = serde_json::to_string(record)?;
+        let text = serde_json::to_string(&record)?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;
@@ -112,7 +107,7 @@ impl Ledger {
             None => renameat_with(directory, unnamed, directory, name, RenameFlags::NOREPLACE)?,
         }
         // It has its name, whatever becomes of the next step.
-        self.file = Some(file);
+        (self.file, self.record) = (Some(file), record);
         Ok(fsync(self.directory.fd())?)
     }
 

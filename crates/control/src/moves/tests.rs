@@ -218,6 +218,23 @@ fn without_room(place: &Place) {
     ledger.remove().unwrap();
 }
 
+/// A later decision goes by what a towline on this host would find.
+#[test]
+fn record_that_is_renamed_and_not_synced_is_the_current_one() {
+    let place = Place::new();
+    let mut ledger = Ledger::new(place.directory().unsyncable(), record(peer(), running()));
+    for stage in [Stage::Acknowledge, Stage::Run] {
+        let error = ledger.write(ledger.record().at(stage)).unwrap_err();
+        let errno = Some(rustix::io::Errno::BADF.raw_os_error());
+        assert!(matches!(&error, Error::Io { source, .. } if source.raw_os_error() == errno), "{error}");
+        assert_eq!(ledger.record().stage, stage);
+        let (records, bad) = list(&place.directory());
+        assert!(bad.is_empty(), "{bad:?}");
+        assert_eq!(records, [ledger.record().clone()]);
+        assert!(is_locked(&place.directory(), &ledger.record().name()));
+    }
+}
+
 #[test]
 fn what_was_left_of_a_source_goes_with_its_qemu() {
     let place = Place::new();
