@@ -1,4 +1,4 @@
-//! What a QEMU tells of itself for [`towline_compat`]: beyond its [`Facts`](super::Facts), its processors, devices with what
+//! What a QEMU tells of itself for [`towline_compat`]: beyond its [`Facts`](super::facts::Facts), its processors, devices with what
 //! their drivers agreed upon, backends and drives.
 //!
 //! What a QEMU does not know how to tell is left out; the rules say then that they do not know.
@@ -10,7 +10,11 @@ use towline_compat::facts::{self, Block, Cpu, FeatureWord, MemoryBackend, Netdev
 use towline_qmp as qmp;
 use towline_qmp::commands::{CpuFast, HumanMonitorCommand, QueryCpusFast};
 
-use super::{Error, Incoming, Qemu, device_tree, drives, virtio};
+use super::connection::Qemu;
+use super::error::Error;
+use super::facts::Incoming;
+use super::ram_block::RamBlock;
+use super::{device_tree, drives, virtio};
 
 /// The machine's switches that a guest sees.
 const MACHINE_PROPERTIES: [&str; 13] = [
@@ -213,7 +217,7 @@ fn incoming(incoming: &Incoming) -> facts::Incoming {
     }
 }
 
-fn block(block: &super::RamBlock) -> Block {
+fn block(block: &RamBlock) -> Block {
     Block {
         name: block.name.clone(),
         page_bytes: block.page_bytes,

@@ -13,8 +13,11 @@ use serde_json::{Map, Value};
 use towline_qmp as qmp;
 use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, MigrationStatus, RunState};
 
+use super::connection::Qemu;
+use super::error::Error;
+use super::facts::Incoming;
+use super::repaired::Repaired;
 use super::settings::Change;
-use super::{Error, Incoming, Qemu};
 use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
 use crate::private_dirs;
 
@@ -28,33 +31,6 @@ const CANCELLABLE: [MigrationStatus; 3] =
 /// How far the time at which a migration was begun may be from the time that its age says.
 const BEGUN_WITHIN_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-
-/// What was put back, and what could not be.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Repaired {
-    /// The monitor's socket.
-    pub socket: String,
-    /// The process of the towline that left it.
-    pub owner: i32,
-    /// What was done, in words.
-    pub done: Vec<String>,
-    /// What is as that towline left it, and why. It stays in the journal.
-    pub left: Vec<String>,
-}
-
-impl fmt::Display for Repaired {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { socket, owner, done, left } = self;
-        write!(f, "QEMU on {socket} was left changed by a towline that is gone (process {owner})")?;
-        if !done.is_empty() {
-            write!(f, "; repaired: {}", done.join(", "))?;
-        }
-        if !left.is_empty() {
-            write!(f, "; not repaired: {}", left.join(", "))?;
-        }
-        Ok(())
-    }
-}
 
 /// What became of one change.
 enum Outcome {

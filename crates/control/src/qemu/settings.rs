@@ -19,7 +19,8 @@ use towline_qmp::commands::{
     Capability, CapabilityState, MigrateSetCapabilities, MigrateSetParameters, MigrationParameters,
 };
 
-use super::{Error, Qemu};
+use super::connection::Qemu;
+use super::error::Error;
 use crate::journal::{Changed, Entry, Record};
 
 /// How a QEMU shall be set.

@@ -1,0 +1,249 @@
+//! A QEMU whose monitor is connected.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use towline_qmp::commands::{
+    Capability, Cont, MigrationInfo, MigrationParameters, QueryMigrate, QueryMigrateParameters, QueryStatus,
+    Quit, Status, Stop,
+};
+use towline_qmp::{self as qmp, Client, Options};
+
+use super::error::Error;
+use super::facts::{self, Facts};
+use super::repaired::Repaired;
+use crate::journal::{self, Entry, Journal, Record};
+use crate::process::{Process, ProcessState};
+
+/// How long an answer is waited for that may not come for a while.
+const SILENCE_MAX: Duration = Duration::from_millis(500);
+
+/// A QEMU that we hold a monitor of.
+#[derive(Debug)]
+pub struct Qemu {
+    pub(super) client: Client,
+    pub(super) process: Arc<Process>,
+    pub(super) facts: Facts,
+    pub(super) journal: Option<Journal>,
+    pub(super) repaired: Option<Repaired>,
+}
+
+impl Qemu {
+    /// Connects to the monitor at `path`, to change something: takes its journal, puts back what a towline that was killed left changed
+    /// ([`Qemu::repaired`]), and asks for the facts.
+    ///
+    /// A journal that cannot be kept is logged, and the QEMU used without one.
+    ///
+    /// # Errors
+    /// As [`Qemu::inspect`]; [`journal::Error::InUse`] while another towline works on this QEMU.
+    pub fn connect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let mut qemu = Self::inspect(path, options)?;
+        match qemu.take_journal(path) {
+            Ok(()) => {}
+            Err(error @ Error::Journal(journal::Error::InUse { .. })) => return Err(error),
+            Err(Error::Journal(error)) => {
+                let socket = qemu.socket();
+                tracing::warn!(
+                    "if this process is killed, the settings of QEMU on {socket} are not put back: {error}"
+                );
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(qemu)
+    }
+
+    /// Connects to the monitor at `path` and asks for the facts. Changes nothing.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`] and of [`Qemu::refresh`].
+    pub fn inspect(path: impl AsRef<Path>, options: &Options) -> Result<Self, Error> {
+        Self::new(Client::connect(path, options)?)
+    }
+
+    /// Asks for the facts on a connection that is there. What is changed is recorded in no journal.
+    ///
+    /// # Errors
+    /// Those of [`Qemu::refresh`].
+    pub fn new(mut client: Client) -> Result<Self, Error> {
+        // Before the facts: they prove that QEMU still ran after its process was identified.
+        let process = Arc::new(Process::identify(&mut client)?);
+        let facts = facts::facts(&mut client)?;
+        Ok(Self { client, process, facts, journal: None, repaired: None })
+    }
+
+    /// What of an earlier towline was put back by [`Qemu::connect`]; `None`: there was nothing.
+    #[must_use]
+    pub fn repaired(&self) -> Option<&Repaired> {
+        self.repaired.as_ref()
+    }
+
+    /// Records in the journal what undoes a change, before it is made. `None` without a journal; one that cannot be written is logged.
+    pub fn record(&self, record: &Record) -> Option<Entry> {
+        match self.journal.as_ref()?.write(record) {
+            Ok(entry) => Some(entry),
+            Err(error) => {
+                let socket = self.socket();
+                tracing::warn!(
+                    "if this process is killed, a change of QEMU on {socket} is not undone: {error}"
+                );
+                None
+            }
+        }
+    }
+
+    /// The facts as of [`Qemu::new`] or the last [`Qemu::refresh`].
+    #[must_use]
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Asks for the facts again.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] from a QEMU that says what none we know does.
+    pub fn refresh(&mut self) -> Result<&Facts, Error> {
+        self.facts = facts::facts(&mut self.client)?;
+        Ok(&self.facts)
+    }
+
+    /// The monitor, for all other commands and for events.
+    pub fn client(&mut self) -> &mut Client {
+        &mut self.client
+    }
+
+    /// The monitor's socket.
+    #[must_use]
+    pub fn socket(&self) -> &str {
+        self.client.socket()
+    }
+
+    /// QEMU's version with its package, for messages: `10.0.2 (Debian 1:10.0.2+ds-2)`.
+    #[must_use]
+    pub fn version_text(&self) -> String {
+        facts::version_text(&self.facts.version)
+    }
+
+    /// What the guest does now.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn status(&mut self) -> Result<Status, Error> {
+        Ok(self.client.execute(&QueryStatus)?)
+    }
+
+    /// Asks something that is not answered while QEMU completes or loads a migration, or its machine waits for a page; `None`: no
+    /// answer yet.
+    ///
+    /// # Errors
+    /// Those of `ask` but a timeout.
+    pub fn patiently<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        let deadline = self.client.deadline();
+        self.client.set_deadline(SILENCE_MAX);
+        let answer = ask(self);
+        self.client.set_deadline(deadline);
+        match answer {
+            Ok(answer) => Ok(Some(answer)),
+            Err(Error::Qmp(qmp::Error::Timeout { .. })) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// How the migration goes now.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn migration(&mut self) -> Result<MigrationInfo, Error> {
+        Ok(self.client.execute(&QueryMigrate)?)
+    }
+
+    /// Pauses the guest; a QEMU that waits for one will leave it paused.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn stop(&mut self) -> Result<(), Error> {
+        self.client.execute(&Stop)?;
+        Ok(())
+    }
+
+    /// Runs the guest.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`].
+    pub fn cont(&mut self) -> Result<(), Error> {
+        self.client.execute(&Cont)?;
+        Ok(())
+    }
+
+    /// The process, as it was identified when the monitor was connected.
+    #[must_use]
+    pub fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// Connects to the monitor's socket again, where another listener may be in place of a proxy that has ended.
+    ///
+    /// # Errors
+    /// Those of [`Client::connect`]; [`Error::OtherProcess`] where it is not proven to be the same QEMU.
+    pub fn reconnect(&mut self) -> Result<(), Error> {
+        let options = Options { deadline: self.client.deadline(), ..Options::default() };
+        let mut client = Client::connect(self.client.socket(), &options)?;
+        let process = Process::identify(&mut client)?;
+        if !self.process.is_same(&process) {
+            return Err(Error::OtherProcess { socket: client.socket().to_owned() });
+        }
+        self.client = client;
+        Ok(())
+    }
+
+    /// Whether QEMU's process is known and has exited, or does `within` this time. False for a process that is not known.
+    #[must_use]
+    pub fn has_ended(&self, within: Duration) -> bool {
+        self.process.state_within(within) == ProcessState::Exited
+    }
+
+    /// Ends QEMU and waits until it closed the monitor and, if its process is known, has exited. That it is gone already is no error.
+    ///
+    /// # Errors
+    /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.
+    pub fn quit(&mut self) -> Result<(), Error> {
+        let started = Instant::now();
+        let mut result = self.client.execute(&Quit).map(|_| ());
+        while result.is_ok() {
+            let left = self.client.deadline().saturating_sub(started.elapsed());
+            if left == Duration::ZERO {
+                let socket = self.client.socket().to_owned();
+                let command = "quit (closing the monitor)".to_owned();
+                return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+            }
+            result = self.client.next_event(left).map(|_| ());
+        }
+        match result {
+            Err(error) if !error.is_disconnected() => return Err(error.into()),
+            _ => {}
+        }
+        let left = self.client.deadline().saturating_sub(started.elapsed());
+        if self.process.is_known() && !self.has_ended(left) {
+            let socket = self.client.socket().to_owned();
+            let command = "quit (its process's end)".to_owned();
+            return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());
+        }
+        if let Some(journal) = &self.journal {
+            journal.clear();
+        }
+        Ok(())
+    }
+
+    pub(super) fn capabilities_now(&mut self) -> Result<BTreeMap<Capability, bool>, Error> {
+        facts::capabilities(&mut self.client)
+    }
+
+    pub(super) fn parameters_now(&mut self) -> Result<MigrationParameters, Error> {
+        Ok(self.client.execute(&QueryMigrateParameters)?)
+    }
+}

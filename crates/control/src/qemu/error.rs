@@ -1,0 +1,68 @@
+//! Why something about a QEMU could not be learned or set.
+
+use serde_json::Value;
+use towline_qmp as qmp;
+use towline_qmp::commands::Capability;
+
+use super::ram_block::RamBlockError;
+use crate::journal;
+
+/// Why something about a QEMU could not be learned or set.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The monitor failed us.
+    #[error(transparent)]
+    Qmp(#[from] qmp::Error),
+    /// `info ramblock` printed what we cannot read.
+    #[error("QEMU {version} on {socket}: {source}")]
+    RamBlocks {
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+        /// What could not be read.
+        source: RamBlockError,
+    },
+    /// The machine's type is not text that ends in `-machine`.
+    #[error("QEMU on {socket} names its machine {found}, expected text that ends in \"-machine\"")]
+    Machine {
+        /// The socket.
+        socket: String,
+        /// What it said.
+        found: Value,
+    },
+    /// Another process, or one that is not known, answers on the socket.
+    #[error("another process answers on {socket} than the QEMU that did before")]
+    OtherProcess {
+        /// The socket.
+        socket: String,
+    },
+    /// Another towline works on it, or its journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] journal::Error),
+    /// This QEMU has no such capability.
+    #[error(
+        "QEMU {version} on {socket} has no migration capability {capability}: use a QEMU that has it, or go without"
+    )]
+    UnknownCapability {
+        /// Its name.
+        capability: Capability,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+    /// This QEMU has no such parameter.
+    #[error(
+        "QEMU {version} on {socket} has no migration parameter {parameter}: use a QEMU that has it, or go without"
+    )]
+    UnknownParameter {
+        /// Its name.
+        parameter: String,
+        /// The socket.
+        socket: String,
+        /// QEMU's version.
+        version: String,
+    },
+}
