@@ -27,7 +27,7 @@ pub use recorded::Error as RecordedError;
 
 /// One end of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum End {
+pub enum CheckEnd {
     /// A QEMU, by its QMP socket.
     Qmp(PathBuf),
     /// An image.
@@ -51,7 +51,7 @@ pub struct Intent {
     pub is_postcopy: bool,
 }
 
-impl End {
+impl CheckEnd {
     /// What is known of it. Nothing is changed there.
     ///
     /// # Errors
@@ -60,7 +60,7 @@ impl End {
         match self {
             Self::Qmp(path) => {
                 let mut qemu = Qemu::inspect(path, &qmp::Options::default())?;
-                Ok(Subject::Qemu(Box::new(qemu.compatibility()?)).into())
+                Ok(Subject::Qemu(Box::new(qemu.compat_facts()?)).into())
             }
             Self::Image(path) => Ok(image(&Image::open(path)?)),
             Self::Facts(path) => {
@@ -97,14 +97,14 @@ impl End {
 ///
 /// # Errors
 /// [`Error`] of either end.
-pub fn check(source: &End, destination: &End, intent: Intent) -> Result<Report, Error> {
+pub fn check(source: &CheckEnd, destination: &CheckEnd, intent: Intent) -> Result<Report, Error> {
     let (guest, there) = (source.facts()?, destination.facts()?);
     let is_live = destination.is_live();
-    let is_one_host = is_live && (source.is_live() || matches!(source, End::Image(_)));
+    let is_one_host = is_live && (source.is_live() || matches!(source, CheckEnd::Image(_)));
     let Intent { lanes, is_postcopy } = intent;
     let pair = Pair { source: &guest, destination: &there, lanes, is_postcopy, is_live, is_one_host };
     let mut report = evaluate(&pair);
-    if let End::Attribute(_) | End::Control(_) = destination {
+    if let CheckEnd::Attribute(_) | CheckEnd::Control(_) = destination {
         let device_type = match &guest.subject {
             Subject::Device(device) => device.device_type.as_str(),
             Subject::Attribute(attribute) => attribute.device_type.as_str(),
@@ -150,7 +150,7 @@ fn blocks(ram_blocks: &[towline_protocol::RamBlock]) -> Vec<Block> {
     ram_blocks.iter().map(block).collect()
 }
 
-/// Writes facts down, for [`End::Facts`] to be read on another host or another day.
+/// Writes facts down, for [`CheckEnd::Facts`] to be read on another host or another day.
 ///
 /// # Errors
 /// That the file cannot be written, or is there already.

@@ -1,21 +1,21 @@
 //! Devices as QMP shows them: what they count, whether they have their guest, their link, and whether a guest of another one could go on here.
 //!
 //! ```text
-//!   clients ── qmp::Server ──► DeviceMonitor ──► Managed (a network card, a guest's vsock …), one or several
+//!   clients ── qmp::Server ──► DeviceStatusServer ──► ManagedDevice (a network card, a guest's vsock …), one or several
 //! ```
 //! **`migration_version`**: `query-migration-version` reads a device's version string, which was made when the device was started and
 //! which only its own type may look into; `check-migration-version` writes the *source's* string to the *destination's* device, which
 //! answers: it could migrate here, or an errno. That both are of one type is looked at first. Refusals begin with the errno's name, as
 //! `EINVAL: …`; why is in the log as well.
 //!
-//! What it is not: it opens no socket ([`Server`](towline_qmp::Server) does) and knows no device; whoever has some implements [`Managed`].
+//! What it is not: it opens no socket ([`Server`](towline_qmp::Server) does) and knows no device; whoever has some implements [`ManagedDevice`].
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::Device as DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
 use towline_qmp::{Commands, Refusal};
 
-use crate::statistics::{self, Counting, Subject, known, text};
+use crate::statistics::{self, StatsObject, StatsSource, known, text};
 
 const NAMES: [&str; 8] = [
     "query-status",
@@ -34,7 +34,7 @@ pub const ENODEV: &str = "ENODEV";
 pub const EINVAL: &str = "EINVAL";
 
 /// One device.
-pub trait Managed: Send + Sync {
+pub trait ManagedDevice: Send + Sync {
     /// How it is called here, among those of this process: a tap's name, a context.
     fn name(&self) -> String;
 
@@ -52,7 +52,7 @@ pub trait Managed: Send + Sync {
     fn accepts(&self, version: &str) -> Result<(), String>;
 
     /// What it has counted.
-    fn statistics(&self) -> Vec<Subject>;
+    fn statistics(&self) -> Vec<StatsObject>;
 
     /// Its link: both directions stop, or go on.
     ///
@@ -62,26 +62,26 @@ pub trait Managed: Send + Sync {
 }
 
 /// See the module.
-pub struct DeviceMonitor {
-    devices: Vec<Box<dyn Managed>>,
+pub struct DeviceStatusServer {
+    devices: Vec<Box<dyn ManagedDevice>>,
     quit: Box<dyn Fn() + Send + Sync>,
 }
 
-impl std::fmt::Debug for DeviceMonitor {
+impl std::fmt::Debug for DeviceStatusServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let names = self.devices.iter().map(|device| device.name()).collect::<Vec<_>>();
-        f.debug_struct("DeviceMonitor").field("devices", &names).finish_non_exhaustive()
+        f.debug_struct("DeviceStatusServer").field("devices", &names).finish_non_exhaustive()
     }
 }
 
-impl DeviceMonitor {
+impl DeviceStatusServer {
     /// For these devices, which `quit` ends.
-    pub fn new(devices: Vec<Box<dyn Managed>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn new(devices: Vec<Box<dyn ManagedDevice>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
         Self { devices, quit: Box::new(quit) }
     }
 
     /// The one called as the argument `id` says; without it, the only one.
-    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn Managed, Refusal> {
+    fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn ManagedDevice, Refusal> {
         let found = match text(arguments, argument)? {
             Some(name) => self.devices.iter().find(|device| device.name() == name),
             None => self.devices.first().filter(|_| self.devices.len() == 1),
@@ -150,13 +150,13 @@ impl DeviceMonitor {
     }
 }
 
-impl Counting for DeviceMonitor {
-    fn statistics(&self) -> Vec<Subject> {
+impl StatsSource for DeviceStatusServer {
+    fn statistics(&self) -> Vec<StatsObject> {
         self.devices.iter().flat_map(|device| device.statistics()).collect()
     }
 }
 
-impl Commands for DeviceMonitor {
+impl Commands for DeviceStatusServer {
     fn names(&self) -> &[&'static str] {
         &NAMES
     }
@@ -164,8 +164,8 @@ impl Commands for DeviceMonitor {
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         match name {
             "query-status" => known(arguments, &[]).map(|()| self.status()),
-            "query-stats" => statistics::query(&Counting::statistics(self), arguments),
-            "query-stats-schemas" => statistics::schemas(&Counting::statistics(self), arguments),
+            "query-stats" => statistics::query(&StatsSource::statistics(self), arguments),
+            "query-stats-schemas" => statistics::schemas(&StatsSource::statistics(self), arguments),
             "query-migration-version" => self.version(arguments),
             "check-migration-version" => self.check(arguments),
             "query-device-facts" => self.facts(arguments),
@@ -181,7 +181,7 @@ impl Commands for DeviceMonitor {
 }
 
 /// Says it in the log too: whoever asked may have been told the errno only.
-fn refused(device: &dyn Managed, errno: &str, why: &str) -> Refusal {
+fn refused(device: &dyn ManagedDevice, errno: &str, why: &str) -> Refusal {
     tracing::warn!(device = device.name(), errno, why, "migration_version");
     Refusal::because(format!("{errno}: {why}"))
 }

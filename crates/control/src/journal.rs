@@ -5,7 +5,7 @@
 //!                 │ locked: another towline works on this QEMU
 //!                 └ records of a towline that is gone: put back first (when it is connected to)
 //! ```
-//! A journal is a file of lines of JSON below the runtime directory ([`Directory`]), named by the process of its QEMU: its id and start
+//! A journal is a file of lines of JSON below the runtime directory ([`RuntimeDirectory`]), named by the process of its QEMU: its id and start
 //! time. A record is written and synced before the change that it undoes (but for temporary directories, right behind it), by one `write`;
 //! a line that was cut off at the end was of a change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
 //!
@@ -13,8 +13,8 @@
 //! and, where the file system knows it, the time at which it was made. Then a journal that was written through one monitor is not found
 //! through another one.
 
-mod directory;
 mod record;
+mod runtime_directory;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,10 +29,10 @@ use rustix::io::Errno;
 
 use crate::process::{Process, ProcessState, start_time};
 
-pub use directory::{Directory, DirectoryError};
-pub use record::{Changed, Record};
+pub use record::{ChangedValue, UndoRecord};
 use record::{Contents, Header, Line, VERSION};
 pub(crate) use record::{now_ms, pid_namespace};
+pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
@@ -55,7 +55,7 @@ pub enum Error {
     },
     /// There is no place for it.
     #[error(transparent)]
-    Directory(#[from] DirectoryError),
+    Directory(#[from] RuntimeDirectoryError),
     /// It cannot be read or written.
     #[error("journal {path}: {source}")]
     Io {
@@ -91,7 +91,7 @@ pub struct Journal(Arc<Mutex<State>>);
 
 /// A record that is written.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct JournalEntry {
     journal: Journal,
     id: u64,
 }
@@ -103,7 +103,7 @@ struct State {
     name: String,
     path: PathBuf,
     header: Header,
-    records: BTreeMap<u64, Record>,
+    records: BTreeMap<u64, UndoRecord>,
     next_id: u64,
     process: Arc<Process>,
 }
@@ -115,7 +115,7 @@ impl Journal {
     /// # Errors
     /// [`Error::InUse`] if another towline has it, [`Error::Io`], [`Error::Format`].
     pub fn open(
-        directory: &Directory,
+        directory: &RuntimeDirectory,
         socket: &Path,
         process: &Arc<Process>,
     ) -> Result<(Self, Option<i32>), Error> {
@@ -168,26 +168,26 @@ impl Journal {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn write(&self, record: &Record) -> Result<Entry, Error> {
+    pub fn write(&self, record: &UndoRecord) -> Result<JournalEntry, Error> {
         let mut state = self.state();
         let id = state.next_id;
         state.append(&Line::Record { id, record: record.clone() })?;
         state.next_id += 1;
         state.records.insert(id, record.clone());
-        Ok(Entry { journal: self.clone(), id })
+        Ok(JournalEntry { journal: self.clone(), id })
     }
 
     /// What is not put back, the newest first.
     #[must_use]
-    pub fn records(&self) -> Vec<(Entry, Record)> {
-        let entry = |id: &u64| Entry { journal: self.clone(), id: *id };
+    pub fn records(&self) -> Vec<(JournalEntry, UndoRecord)> {
+        let entry = |id: &u64| JournalEntry { journal: self.clone(), id: *id };
         self.state().records.iter().rev().map(|(id, record)| (entry(id), record.clone())).collect()
     }
 
     /// The migrations in it are over.
     pub(crate) fn end_migrations(&self) {
         let records = self.records().into_iter();
-        let migrations = records.filter(|(_, record)| matches!(record, Record::Migration { .. }));
+        let migrations = records.filter(|(_, record)| matches!(record, UndoRecord::Migration { .. }));
         migrations.for_each(|(entry, _)| entry.done());
     }
 
@@ -203,7 +203,7 @@ impl Journal {
     }
 }
 
-impl Entry {
+impl JournalEntry {
     /// The change is undone, or nothing is left of it. A journal that cannot be written is logged: what it has is undone once more.
     pub fn done(&self) {
         let mut state = self.journal.state();
@@ -268,7 +268,7 @@ impl Drop for State {
 }
 
 /// Removes the journals of QEMUs that have exited.
-pub(crate) fn sweep(directory: &Directory) {
+pub(crate) fn sweep(directory: &RuntimeDirectory) {
     for name in directory.names() {
         let Some((pid, started)) = record::process_of(&name) else { continue };
         let gone = match start_time(pid) {
@@ -282,7 +282,7 @@ pub(crate) fn sweep(directory: &Directory) {
 }
 
 /// Whether a towline that is gone has left changes of the QEMU of this process, which started then.
-pub(crate) fn journal_left(directory: &Directory, pid: i32, start_time: u64) -> bool {
+pub(crate) fn journal_left(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(fd) = openat(directory.fd(), &name, flags, Mode::empty()) else { return false };
@@ -292,7 +292,7 @@ pub(crate) fn journal_left(directory: &Directory, pid: i32, start_time: u64) -> 
     is_free && records.is_some_and(|contents| !contents.records.is_empty())
 }
 
-fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
+fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(openat(directory.fd(), name, flags, Mode::empty())?);
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
@@ -302,7 +302,7 @@ fn remove_stale(directory: &Directory, name: &str) -> io::Result<()> {
     if !header.is_of_our_namespace() || header.owner_lives() {
         return Ok(());
     }
-    records.values().filter_map(Record::remove_files).for_each(drop);
+    records.values().filter_map(UndoRecord::remove_files).for_each(drop);
     if is_named(&file, directory, name) {
         unlinkat(directory.fd(), name, AtFlags::empty())?;
     }
@@ -325,7 +325,7 @@ pub(crate) fn read(file: &mut File) -> io::Result<String> {
 }
 
 /// Whether the file is what its name leads to.
-pub(crate) fn is_named(file: &File, directory: &Directory, name: &str) -> bool {
+pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
     else {
         return false;

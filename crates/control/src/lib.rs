@@ -18,11 +18,12 @@
 pub mod check;
 pub mod device;
 pub mod journal;
-pub mod monitor;
+
 pub mod moves;
 pub mod plan;
 mod private_dirs;
 mod process;
 pub mod qemu;
 pub mod statistics;
+pub mod status_server;
 mod switchover;

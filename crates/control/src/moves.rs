@@ -1,31 +1,31 @@
 //! Moves that reached the point of decision: recorded durably at each end, listed, and finished by a later towline.
 //!
 //! ```text
-//!   switchover: Record(decision) ─► Ledger ─► move-ID-ROLE.json ─► moves: list ─► resume: look at the QEMUs ─► finish, or ask
+//!   switchover: MoveRecord(decision) ─► RecordFile ─► move-ID-ROLE.json ─► moves: list ─► resume: look at the QEMUs ─► finish, or ask
 //!                                      └ removed when the outcome is known and done
 //! ```
-//! A record is a file of its own beside the journals of QEMUs ([`crate::journal::Directory`]), 0600, locked for as long as its towline works on
+//! A record is a file of its own beside the journals of QEMUs ([`crate::journal::RuntimeDirectory`]), 0600, locked for as long as its towline works on
 //! the move. A move that two towlines make has one on each host, under the same id. What a record and a look at the ends allow is decided by
 //! `switchover::resume`, which is explored with the switchover itself.
 //!
 //! One kind is left behind by a copy that went well: of a source that stays paused while its guest runs elsewhere, or that was paused
 //! before. A later `copy --resume` does not run it on. It goes with its QEMU.
 
-mod ledger;
 mod record;
+mod record_file;
 mod resume;
 mod text;
 
 use std::io;
 use std::path::PathBuf;
 
-use crate::journal::{Directory, DirectoryError, journal_left};
+use crate::journal::{RuntimeDirectory, RuntimeDirectoryError, journal_left};
 use crate::qemu::{self, Qemu};
-use ledger::{is_locked, names_of};
+use record_file::{is_locked, names_of};
 
-pub(crate) use ledger::Ledger;
-pub use record::{End, Id, Record, Role, Stage, Wanted};
-pub use resume::{Chosen, Resumed, resume};
+pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
+pub(crate) use record_file::RecordFile;
+pub use resume::{ResumeChoice, Resumed, resume};
 
 /// Why a record cannot be used, or a move not be finished.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub use resume::{Chosen, Resumed, resume};
 pub enum Error {
     /// There is no place for records.
     #[error(transparent)]
-    Directory(#[from] DirectoryError),
+    Directory(#[from] RuntimeDirectoryError),
     /// It cannot be read or written.
     #[error("record {path}: {source}")]
     Io {
@@ -108,9 +108,9 @@ fn shown(ids: &[Id]) -> String {
 /// A record as it is found.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub struct Listed {
+pub struct ListedMove {
     /// What it says.
-    pub record: Record,
+    pub record: MoveRecord,
     /// A towline works on the move: its process.
     pub owner: Option<i32>,
     /// QEMUs of this host that are known to have exited, and those that a killed towline has left changed.
@@ -119,7 +119,7 @@ pub struct Listed {
     pub changed: Vec<String>,
 }
 
-impl Listed {
+impl ListedMove {
     /// What is undecided: a sentence.
     #[must_use]
     pub fn undecided(&self) -> String {
@@ -137,25 +137,25 @@ impl Listed {
 ///
 /// # Errors
 /// There is no directory for them that can be used.
-pub fn list() -> Result<(Vec<Listed>, Vec<Error>), Error> {
-    let directory = Directory::open()?;
-    let (records, bad) = ledger::list(&directory);
+pub fn list() -> Result<(Vec<ListedMove>, Vec<Error>), Error> {
+    let directory = RuntimeDirectory::open()?;
+    let (records, bad) = record_file::list(&directory);
     let listed = records.into_iter().map(|record| {
         let owner = is_locked(&directory, &record.name()).then_some(record.owner.pid);
         let ends = [&record.source, &record.destination];
-        let sockets = |wanted: &dyn Fn(&End) -> bool| {
-            ends.iter().filter(|end| wanted(end)).map(ToString::to_string).collect::<Vec<_>>()
+        let sockets = |guest_plan: &dyn Fn(&MoveEnd) -> bool| {
+            ends.iter().filter(|end| guest_plan(end)).map(ToString::to_string).collect::<Vec<_>>()
         };
         let exited = sockets(&|end| record.has_exited(end));
         let changed = sockets(&|end| !record.has_exited(end) && is_changed(&directory, end));
-        Listed { owner, exited, changed, record }
+        ListedMove { owner, exited, changed, record }
     });
     Ok((listed.collect(), bad))
 }
 
-fn is_changed(directory: &Directory, end: &End) -> bool {
+fn is_changed(directory: &RuntimeDirectory, end: &MoveEnd) -> bool {
     match end {
-        End::Qemu { pid: Some(pid), start_time: Some(start_time), .. } => {
+        MoveEnd::Qemu { pid: Some(pid), start_time: Some(start_time), .. } => {
             journal_left(directory, *pid, *start_time)
         }
         _ => false,
@@ -164,11 +164,12 @@ fn is_changed(directory: &Directory, end: &End) -> bool {
 
 /// The ids of moves that this QEMU has a part in, of which something is undecided.
 pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
-    let Ok(directory) = Directory::open() else { return Vec::new() };
-    let end = End::qemu(qemu.socket(), qemu.process());
-    let (records, _) = ledger::list(&directory);
+    let Ok(directory) = RuntimeDirectory::open() else { return Vec::new() };
+    let end = MoveEnd::qemu(qemu.socket(), qemu.process());
+    let (records, _) = record_file::list(&directory);
     let of_qemu = records.into_iter().filter(|record| {
-        record.stage != Stage::Left && (record.source.is(&end) || record.destination.is(&end))
+        record.stage != Stage::Left
+            && (record.source.is_same_qemu(&end) || record.destination.is_same_qemu(&end))
     });
     of_qemu.map(|record| record.id).collect()
 }
@@ -179,15 +180,16 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
 ///
 /// # Errors
 /// [`Error::Left`], and those of records that cannot be read, which may be of this QEMU.
-pub(crate) fn refuse_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Error> {
-    let Ok(directory) = Directory::open() else { return Ok(()) };
-    let end = End::qemu(qemu.socket(), qemu.process());
-    let (records, bad) = ledger::list(&directory);
+pub(crate) fn check_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Error> {
+    let Ok(directory) = RuntimeDirectory::open() else { return Ok(()) };
+    let end = MoveEnd::qemu(qemu.socket(), qemu.process());
+    let (records, bad) = record_file::list(&directory);
     if let Some(error) = bad.into_iter().next().filter(|_| is_paused_since) {
         return Err(error);
     }
-    let speaks =
-        |record: &&Record| record.source.may_be(&end) && (is_paused_since || record.stage != Stage::Left);
+    let speaks = |record: &&MoveRecord| {
+        record.source.may_be_same_qemu(&end) && (is_paused_since || record.stage != Stage::Left)
+    };
     match records.iter().find(speaks) {
         Some(record) => Err(Error::Left { text: text::left(record) }),
         None => Ok(()),
@@ -195,30 +197,31 @@ pub(crate) fn refuse_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Er
 }
 
 /// Records that the source of a copy that went well holds a guest which a later copy must not run on.
-pub(crate) fn leave(ledger: &mut Ledger) -> Result<(), Error> {
-    let record = ledger.record().at(Stage::Left);
+pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
+    let record = file.record().at_stage(Stage::Left);
     // Another one of the same QEMU says less.
-    let directory = Directory::open()?;
-    let (records, _) = ledger::list(&directory);
+    let directory = RuntimeDirectory::open()?;
+    let (records, _) = record_file::list(&directory);
     for older in records.iter().filter(|older| {
-        older.stage == Stage::Left && older.source.is(&record.source) && older.id != record.id
+        older.stage == Stage::Left && older.source.is_same_qemu(&record.source) && older.id != record.id
     }) {
         for name in names_of(&directory, &older.id) {
-            Ledger::open(&directory, &name)?.remove()?;
+            RecordFile::open(&directory, &name)?.remove()?;
         }
     }
-    ledger.write(record)
+    file.write(record)
 }
 
 /// Removes what was left of sources whose QEMUs have exited, and of this one, whose guest has been run on since; and moves of which both
 /// QEMUs were on this host and have exited, so that nothing is left to be decided anywhere.
-pub(crate) fn sweep(directory: &Directory, source: &End) {
-    let (records, _) = ledger::list(directory);
-    let is_over = |record: &&Record| {
-        let is_gone =
-            |end: &dyn Fn(&Record) -> bool| records.iter().any(|other| other.id == record.id && end(other));
+pub(crate) fn sweep(directory: &RuntimeDirectory, source: &MoveEnd) {
+    let (records, _) = record_file::list(directory);
+    let is_over = |record: &&MoveRecord| {
+        let is_gone = |end: &dyn Fn(&MoveRecord) -> bool| {
+            records.iter().any(|other| other.id == record.id && end(other))
+        };
         match record.stage {
-            Stage::Left => record.has_exited(&record.source) || record.source.is(source),
+            Stage::Left => record.has_exited(&record.source) || record.source.is_same_qemu(source),
             _ => {
                 is_gone(&|one| one.has_exited(&one.source))
                     && is_gone(&|one| one.has_exited(&one.destination))
@@ -226,7 +229,7 @@ pub(crate) fn sweep(directory: &Directory, source: &End) {
         }
     };
     for record in records.iter().filter(is_over) {
-        let removed = Ledger::open(directory, &record.name()).and_then(|mut ledger| ledger.remove());
+        let removed = RecordFile::open(directory, &record.name()).and_then(|mut file| file.remove());
         if let Err(error) = removed {
             tracing::debug!(%error, "the record of a QEMU that exited stays");
         }

@@ -26,7 +26,7 @@ const ENTRIES_MAX: usize = 100_000;
 
 /// A directory that only its owner can enter, and the lock that says that it is used.
 #[derive(Debug)]
-pub(crate) struct Made {
+pub(crate) struct LockedDir {
     pub(crate) path: PathBuf,
     /// `None` on a filesystem without locks, where nobody takes it for a leftover either.
     _lock: Option<File>,
@@ -36,7 +36,7 @@ pub(crate) struct Made {
 ///
 /// # Errors
 /// The working directory is gone, and `TMPDIR` is relative to it.
-pub(crate) fn place() -> io::Result<PathBuf> {
+pub(crate) fn temp_dir() -> io::Result<PathBuf> {
     // QEMU has a working directory of its own.
     std::path::absolute(std::env::temp_dir())
 }
@@ -45,7 +45,7 @@ pub(crate) fn place() -> io::Result<PathBuf> {
 ///
 /// # Errors
 /// The kernel makes none.
-pub(crate) fn make(place: &Path) -> io::Result<Made> {
+pub(crate) fn create(place: &Path) -> io::Result<LockedDir> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -56,7 +56,7 @@ pub(crate) fn make(place: &Path) -> io::Result<Made> {
             Err(error) => return Err(error),
         }
         match lock(&path, File::options().create_new(true)) {
-            Ok(_lock) => return Ok(Made { path, _lock }),
+            Ok(_lock) => return Ok(LockedDir { path, _lock }),
             // Another towline took it for a leftover in the moment before it was locked.
             Err(error) if is_others(&error) && number < NAMES_MAX => {}
             Err(error) => return Err(error),
@@ -65,7 +65,7 @@ pub(crate) fn make(place: &Path) -> io::Result<Made> {
 }
 
 /// Removes from `place` what nobody holds; what cannot be removed stays. Gives what was removed.
-pub(crate) fn sweep(place: &Path) -> Vec<PathBuf> {
+pub(crate) fn remove_abandoned(place: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(place).into_iter().flatten().take(ENTRIES_MAX).flatten();
     let ours = entries.filter(|entry| entry.file_name().to_str().is_some_and(is_name));
     ours.map(|entry| entry.path()).filter(|path| remove(path)).collect()
@@ -125,10 +125,10 @@ mod tests {
     #[test]
     fn what_nobody_holds_is_removed_and_nothing_else() {
         let place = tempfile::tempdir().unwrap();
-        let ours = make(place.path()).unwrap();
-        let mut left = make(place.path()).unwrap();
+        let ours = create(place.path()).unwrap();
+        let mut left = create(place.path()).unwrap();
         fs::write(left.path.join("socket"), b"").unwrap();
-        assert_eq!(sweep(place.path()), [""; 0].map(PathBuf::from), "both are held");
+        assert_eq!(remove_abandoned(place.path()), [""; 0].map(PathBuf::from), "both are held");
         // As the kernel does when their owner dies.
         left._lock = None;
         let others = ["towline-sockets-1", "towline-sockets-1-x", "towline-1-0", "other"];
@@ -137,7 +137,7 @@ mod tests {
         }
         std::os::unix::fs::symlink(&ours.path, place.path().join("towline-sockets-1-1")).unwrap();
         fs::write(place.path().join("towline-sockets-1-2"), b"").unwrap();
-        assert_eq!(sweep(place.path()), [left.path]);
+        assert_eq!(remove_abandoned(place.path()), [left.path]);
         assert!(ours.path.is_dir());
         assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1 + others.len() + 2);
     }
@@ -145,13 +145,13 @@ mod tests {
     #[test]
     fn a_name_that_is_taken_is_passed_over() {
         let place = tempfile::tempdir().unwrap();
-        let first = make(place.path()).unwrap();
+        let first = create(place.path()).unwrap();
         let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
         let taken: Vec<_> = (number + 1..number + 20)
             .map(|number| place.path().join(format!("{PREFIX}{}-{number}", process::id())))
             .collect();
         taken.iter().for_each(|path| fs::create_dir(path).unwrap());
-        let second = make(place.path()).unwrap();
+        let second = create(place.path()).unwrap();
         assert!(!taken.contains(&second.path) && second.path != first.path);
     }
 }

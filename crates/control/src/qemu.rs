@@ -1,6 +1,6 @@
 //! One running or waiting QEMU: what it is, and how it is set for a migration.
 //!
-//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`Facts`] asked for at the beginning; [`Settings`] changes
+//! [`Qemu`] is a connected [`Client`](towline_qmp::Client) with the [`Facts`] asked for at the beginning; [`AppliedSettings`] changes
 //! capabilities and parameters and puts them back. What to do with them, and in which order, is not decided here.
 
 mod compatibility;
@@ -20,5 +20,5 @@ pub use connection::Qemu;
 pub use error::Error;
 pub use facts::{Facts, Incoming};
 pub use ram_block::{RamBlock, RamBlockError};
-pub use repaired::Repaired;
-pub use settings::{ApplyError, RestoreError, Settings, Wanted};
+pub use repaired::RepairReport;
+pub use settings::{AppliedSettings, ApplyError, MigrationSettings, RestoreError};

@@ -15,33 +15,33 @@ const PROVIDER: &str = "towline";
 
 /// One subject, and its numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Subject {
+pub struct StatsObject {
     /// Its kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`, `vsock-connection`.
     pub kind: &'static str,
     /// Which of its kind.
     pub labels: Vec<(&'static str, String)>,
     /// What was counted; the same names for each of a kind.
-    pub numbers: Vec<Number>,
+    pub metrics: Vec<Metric>,
 }
 
 /// One number.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Number {
+pub struct Metric {
     /// In lower case with hyphens; bytes are called so at the end.
     pub name: &'static str,
     /// What it means, in one sentence without a full stop.
-    pub about: &'static str,
+    pub help: &'static str,
     /// How it behaves.
-    pub trend: Trend,
+    pub stats_type: StatsType,
     /// What it is counted in.
-    pub unit: Unit,
+    pub unit: StatsUnit,
     /// How much.
     pub value: u64,
 }
 
 /// How a number behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trend {
+pub enum StatsType {
     /// It only grows.
     Cumulative,
     /// It is as it is at this moment.
@@ -50,7 +50,7 @@ pub enum Trend {
 
 /// What a number is counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
+pub enum StatsUnit {
     /// Things.
     Count,
     /// Bytes.
@@ -59,44 +59,44 @@ pub enum Unit {
     Milliseconds,
 }
 
-impl Number {
+impl Metric {
     /// Things that happened so far.
-    pub fn events(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Cumulative, unit: Unit::Count, value }
+    pub fn counter(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Count, value }
     }
 
     /// Bytes so far.
-    pub fn bytes(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Cumulative, unit: Unit::Bytes, value }
+    pub fn byte_counter(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Bytes, value }
     }
 
     /// How many there are now.
-    pub fn level(name: &'static str, about: &'static str, value: u64) -> Self {
-        Self { name, about, trend: Trend::Instant, unit: Unit::Count, value }
+    pub fn gauge(name: &'static str, help: &'static str, value: u64) -> Self {
+        Self { name, help, stats_type: StatsType::Instant, unit: StatsUnit::Count, value }
     }
 
     /// The same in bytes.
     #[must_use]
     pub fn in_bytes(self) -> Self {
-        Self { unit: Unit::Bytes, ..self }
+        Self { unit: StatsUnit::Bytes, ..self }
     }
 
     /// The same in milliseconds.
     #[must_use]
     pub fn in_milliseconds(self) -> Self {
-        Self { unit: Unit::Milliseconds, ..self }
+        Self { unit: StatsUnit::Milliseconds, ..self }
     }
 
     fn schema(&self) -> Value {
-        let trend = match self.trend {
-            Trend::Cumulative => "cumulative",
-            Trend::Instant => "instant",
+        let stats_type = match self.stats_type {
+            StatsType::Cumulative => "cumulative",
+            StatsType::Instant => "instant",
         };
-        let mut schema = json!({ "name": self.name, "type": trend, "exponent": 0 });
+        let mut schema = json!({ "name": self.name, "type": stats_type, "exponent": 0 });
         match self.unit {
-            Unit::Count => {}
-            Unit::Bytes => schema["unit"] = "bytes".into(),
-            Unit::Milliseconds => {
+            StatsUnit::Count => {}
+            StatsUnit::Bytes => schema["unit"] = "bytes".into(),
+            StatsUnit::Milliseconds => {
                 (schema["unit"], schema["base"], schema["exponent"]) =
                     ("seconds".into(), 10.into(), (-3).into());
             }
@@ -105,7 +105,7 @@ impl Number {
     }
 }
 
-impl Subject {
+impl StatsObject {
     fn path(&self) -> String {
         let labels = self.labels.iter().map(|(_, value)| value.as_str());
         std::iter::once("").chain([self.kind]).chain(labels).collect::<Vec<_>>().join("/")
@@ -113,22 +113,22 @@ impl Subject {
 }
 
 /// Who counts.
-pub trait Counting: Send + Sync {
+pub trait StatsSource: Send + Sync {
     /// All that is counted, at this moment.
-    fn statistics(&self) -> Vec<Subject>;
+    fn statistics(&self) -> Vec<StatsObject>;
 }
 
 /// `query-stats`: `target` is the kind (all, if it is left out), `providers` as in QEMU.
-pub(crate) fn query(subjects: &[Subject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+pub(crate) fn query(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     known(arguments, &["target", "providers"])?;
     let target = text(arguments, "target")?;
     if let Some(target) = target.filter(|target| !KINDS.contains(target)) {
         return Err(Refusal::because(format!("Parameter 'target' does not accept value '{target}'")));
     }
     let Some(names) = wanted(arguments)? else { return Ok(json!([])) };
-    let is_wanted = |number: &&Number| names.as_ref().is_none_or(|names| names.contains(&number.name));
-    let one = |subject: &Subject| {
-        let stats = subject.numbers.iter().filter(is_wanted);
+    let is_wanted = |number: &&Metric| names.as_ref().is_none_or(|names| names.contains(&number.name));
+    let one = |subject: &StatsObject| {
+        let stats = subject.metrics.iter().filter(is_wanted);
         let stats: Value =
             stats.map(|number| json!({ "name": number.name, "value": number.value })).collect();
         json!({ "provider": PROVIDER, "qom-path": subject.path(), "stats": stats })
@@ -141,19 +141,19 @@ pub(crate) fn query(subjects: &[Subject], arguments: &Map<String, Value>) -> Res
 }
 
 /// `query-stats-schemas`.
-pub(crate) fn schemas(subjects: &[Subject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+pub(crate) fn schemas(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     known(arguments, &["provider"])?;
     if text(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
         return Ok(json!([]));
     }
-    let mut kinds: Vec<&Subject> = Vec::new();
+    let mut kinds: Vec<&StatsObject> = Vec::new();
     for subject in subjects {
         if kinds.iter().all(|kind| kind.kind != subject.kind) {
             kinds.push(subject);
         }
     }
-    let schema = |subject: &&Subject| {
-        let stats: Value = subject.numbers.iter().map(Number::schema).collect();
+    let schema = |subject: &&StatsObject| {
+        let stats: Value = subject.metrics.iter().map(Metric::schema).collect();
         json!({ "provider": PROVIDER, "target": subject.kind, "stats": stats })
     };
     Ok(kinds.iter().map(schema).collect())
@@ -189,14 +189,14 @@ fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, R
 mod tests {
     use super::*;
 
-    fn subjects() -> Vec<Subject> {
-        let queue = |way: &str, packets| Subject {
+    fn subjects() -> Vec<StatsObject> {
+        let queue = |way: &str, packets| StatsObject {
             kind: "net-queue",
             labels: vec![("tap", "vm0".into()), ("way", way.into()), ("queue", "0".into())],
-            numbers: vec![
-                Number::events("packets", "frames", packets),
-                Number::bytes("bytes", "their bytes", 2 * packets),
-                Number::level("pending", "under way", 1),
+            metrics: vec![
+                Metric::counter("packets", "frames", packets),
+                Metric::byte_counter("bytes", "their bytes", 2 * packets),
+                Metric::gauge("pending", "under way", 1),
             ],
         };
         vec![queue("rx", 3), queue("tx", 5)]

@@ -34,12 +34,12 @@ mod model;
 
 pub(crate) use decision::Decision;
 pub(crate) use events::{
-    DestinationKind, DestinationView, Directive, GuestRun, Input, Link, PeerMessage, Request, RunRequest,
-    SourceAfter, SourceKind, SourceView, Started,
+    DestinationKind, DestinationStatus, Directive, GuestRunState, Input, PeerMessage, RunRequest,
+    SourceAction, SourceKind, SourceLink, SourceStatus, StartResult, SwitchoverRequest,
 };
 use fault::Fault;
-pub(crate) use outcome::{Held, Outcome, Placed};
-pub(crate) use resume::{Case, Choice, Doubt, End, Finish};
+pub(crate) use outcome::{Outcome, Placement, Unresolved};
+pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, Side};
 
 /// See the module's picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -53,7 +53,7 @@ enum Stage {
     /// The source was acknowledged, and may say that it is done.
     Acknowledged,
     /// The same, but the destination has not said that it holds the guest: it may run it or not.
-    Held,
+    AcknowledgedUnconfirmed,
     /// The stream failed when the destination may hold everything: the source is looked at first.
     Undoing {
         cancelled: bool,
@@ -65,45 +65,45 @@ enum Stage {
     /// The guest is being run at the destination.
     Starting,
     /// The guest is where it is to be; what is left is order.
-    Settling(Placed),
+    Finalizing(Placement),
     /// The source is put in order or ended.
-    Releasing(Placed),
+    Releasing(Placement),
     /// The source has its guest back; its settings are put back.
     Restoring,
     /// The other towline is told that the source has its guest back.
     Withdrawing,
     /// The other towline is told that the guest does not run here.
-    Failing(Held),
+    ReportingNotRun(Unresolved),
     Ended(Outcome),
 }
 
 /// The state machine. Copyable and comparable, so that it can be explored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Switchover {
-    request: Request,
+    request: SwitchoverRequest,
     stage: Stage,
     /// The destination was given all bytes but perhaps the last: it may hold the whole guest.
     sent: bool,
     /// As the stream says.
-    guest: GuestRun,
+    guest: GuestRunState,
     /// The user's cancellation is being carried out.
     aborting: bool,
     /// The source's QEMU exited while the guest moved.
     source_exited: bool,
-    fault: fault::Switch,
+    fault: fault::FaultSwitch,
 }
 
 impl Switchover {
     /// The machine of one command, at its beginning.
-    pub(crate) fn new(request: Request) -> Self {
+    pub(crate) fn new(request: SwitchoverRequest) -> Self {
         Self {
             request,
             stage: Stage::Transfer,
             sent: false,
-            guest: GuestRun::Running,
+            guest: GuestRunState::Running,
             aborting: false,
             source_exited: false,
-            fault: fault::Switch::default(),
+            fault: fault::FaultSwitch::default(),
         }
     }
 
@@ -125,12 +125,12 @@ impl Switchover {
     }
 
     /// What was asked for, and which ends were found.
-    pub(crate) fn request(&self) -> Request {
+    pub(crate) fn request(&self) -> SwitchoverRequest {
         self.request
     }
 
     /// Whether the guest was live when it was stopped, as its stream says.
-    pub(crate) fn guest(&self) -> GuestRun {
+    pub(crate) fn guest(&self) -> GuestRunState {
         self.guest
     }
 
@@ -141,7 +141,7 @@ impl Switchover {
 
     /// Whether it is the outcome of the source's towline that is waited for, and not what the destination's did.
     pub(crate) fn awaits_outcome(&self) -> bool {
-        matches!(self.stage, Stage::Acknowledged | Stage::Held)
+        matches!(self.stage, Stage::Acknowledged | Stage::AcknowledgedUnconfirmed)
     }
 
     /// Whether a source that has not given up by itself is cancelled next.
@@ -168,16 +168,16 @@ impl Switchover {
             }
             Stage::Transfer | Stage::Committed => self.transfer(input),
             Stage::Recording(decision) => self.recording(input, decision),
-            Stage::Acknowledged | Stage::Held => self.acknowledged(input),
+            Stage::Acknowledged | Stage::AcknowledgedUnconfirmed => self.acknowledged(input),
             Stage::Undoing { cancelled } => self.undoing(input, cancelled),
             Stage::TakingOver => self.taking_over(input),
             Stage::Reporting => self.reporting(input),
             Stage::Starting => self.starting(input),
-            Stage::Settling(placed) => self.settling(input, placed),
+            Stage::Finalizing(placed) => self.finalizing(input, placed),
             Stage::Releasing(placed) => self.releasing(input, placed),
             Stage::Restoring => self.restoring(input),
             Stage::Withdrawing => self.withdrawing(),
-            Stage::Failing(held) => Directive::End(Outcome::Look(held)),
+            Stage::ReportingNotRun(held) => Directive::End(Outcome::Unresolved(held)),
             Stage::Ended(outcome) => Directive::End(outcome),
         };
         if let Directive::End(outcome) = directive {
@@ -225,17 +225,17 @@ impl Switchover {
             Input::AcknowledgeRequested { guest, source } => self.acknowledge(guest, source),
             Input::Delivered => self.delivered(),
             Input::DestinationRefused => self.undo(),
-            Input::Failed if self.stage == Stage::Committed => self.hold(),
+            Input::Failed if self.stage == Stage::Committed => self.acknowledge_unconfirmed(),
             _ => self.undo(),
         }
     }
 
     /// The destination holds everything: may the source be acknowledged? Not one that is gone: it has given up and runs on.
-    fn acknowledge(&mut self, guest: GuestRun, source: Link) -> Directive {
+    fn acknowledge(&mut self, guest: GuestRunState, source: SourceLink) -> Directive {
         let runs = self.request.destination != DestinationKind::Stored;
         let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
         let ignores = self.has_fault(Fault::IgnoresLink);
-        if is_seen && source != Link::Open && !ignores {
+        if is_seen && source != SourceLink::Open && !ignores {
             return Directive::Refuse;
         }
         self.guest = guest;
@@ -255,15 +255,15 @@ impl Switchover {
 
     /// A destination that runs by itself was given the last bytes and has not answered. The source is stopped for good, so that the
     /// guest does not run twice.
-    fn hold(&mut self) -> Directive {
+    fn acknowledge_unconfirmed(&mut self) -> Directive {
         if self.has_fault(Fault::UndoesCommitted) {
             return self.undo();
         }
         match self.request.source {
-            SourceKind::Stored => Directive::End(Outcome::Look(Held::DestinationMayRun)),
+            SourceKind::Stored => Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun)),
             SourceKind::Qemu | SourceKind::Stream | SourceKind::Towline => {
-                self.stage = Stage::Held;
-                Directive::Hold
+                self.stage = Stage::AcknowledgedUnconfirmed;
+                Directive::AcknowledgeUnconfirmed
             }
         }
     }
@@ -271,45 +271,51 @@ impl Switchover {
     /// What shows that the source is done with the guest.
     fn await_source(&mut self) -> Directive {
         match self.request.source {
-            SourceKind::Qemu => Directive::LookAtSource,
+            SourceKind::Qemu => Directive::QuerySource,
             // What is stored is stored, whatever becomes of a source that is not ours to put in order.
             _ if self.request.destination == DestinationKind::Stored => self.complete(),
-            SourceKind::Stream => Directive::LookAtLink,
+            SourceKind::Stream => Directive::ProbeSourceLink,
             SourceKind::Towline => Directive::AwaitPeer,
             SourceKind::Stored => self.complete(),
         }
     }
 
     fn acknowledged(&mut self, input: Input) -> Directive {
-        let held = self.stage == Stage::Held;
+        let held = self.stage == Stage::AcknowledgedUnconfirmed;
         match input {
             Input::Delivered | Input::Done => self.await_source(),
             Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
             // The acknowledgement could not be sent, or its connection broke: nobody knows whether it arrived.
             Input::Failed | Input::NotDone => self.undecided(),
-            Input::Source(SourceView::Completed) if held => {
-                Directive::End(Outcome::Look(Held::DestinationMayRun))
+            Input::Source(SourceStatus::Completed) if held => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
             }
-            Input::Source(SourceView::Completed) => self.complete(),
-            Input::Source(SourceView::CompletedAndRun) => {
-                Directive::End(Outcome::Look(Held::SourceRunByOthers))
+            Input::Source(SourceStatus::Completed) => self.complete(),
+            Input::Source(SourceStatus::CompletedThenResumed) => {
+                Directive::End(Outcome::Unresolved(Unresolved::SourceRunByOthers))
             }
-            Input::Source(SourceView::HasGuest) => self.source_has_guest(),
-            Input::Source(SourceView::Exited) => {
+            Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
+            Input::Source(SourceStatus::Exited) => {
                 self.source_exited = true;
-                if held { Directive::End(Outcome::Look(Held::DestinationMayRun)) } else { self.complete() }
+                if held {
+                    Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+                } else {
+                    self.complete()
+                }
             }
-            Input::Source(SourceView::Migrating) => Directive::LookAtSource,
-            Input::Source(SourceView::Unknown) if self.has_fault(Fault::SilenceIsExit) => {
+            Input::Source(SourceStatus::Migrating) => Directive::QuerySource,
+            Input::Source(SourceStatus::Unknown) if self.has_fault(Fault::TimeoutIsExit) => {
                 self.source_exited = true;
                 self.complete()
             }
-            Input::Source(SourceView::Unknown) => Directive::LookAtSource,
-            Input::SourceLink(Link::Open) => Directive::LookAtLink,
-            Input::SourceLink(Link::Closed) if held => Directive::End(Outcome::Look(Held::DestinationMayRun)),
-            Input::SourceLink(Link::Closed) => self.complete(),
-            Input::SourceLink(Link::Reset) if self.has_fault(Fault::IgnoresLink) => self.complete(),
-            Input::SourceLink(Link::Reset) => self.undecided(),
+            Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
+            Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
+            Input::SourceLink(SourceLink::Closed) if held => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
+            }
+            Input::SourceLink(SourceLink::Closed) => self.complete(),
+            Input::SourceLink(SourceLink::Reset) if self.has_fault(Fault::IgnoresLink) => self.complete(),
+            Input::SourceLink(SourceLink::Reset) => self.undecided(),
             Input::Peer(PeerMessage::Completed(run)) => {
                 if self.request.run == RunRequest::AsItWas {
                     self.request.run = run;
@@ -324,11 +330,11 @@ impl Switchover {
 
     /// The source was acknowledged, and has not completed: it was cancelled there, or failed.
     fn source_has_guest(&mut self) -> Directive {
-        if self.has_fault(Fault::CompletesWhatWasCancelled) {
+        if self.has_fault(Fault::CompletesCancelledSource) {
             return self.complete();
         }
         match (self.request.destination, self.stage) {
-            (to, _) if to.runs_by_itself() => Directive::End(Outcome::Look(Held::BothMayRun)),
+            (to, _) if to.runs_by_itself() => Directive::End(Outcome::Unresolved(Unresolved::BothMayRun)),
             (DestinationKind::Towline, Stage::Acknowledged) => {
                 self.stage = Stage::Withdrawing;
                 Directive::Send(PeerMessage::Aborted)
@@ -340,24 +346,24 @@ impl Switchover {
     /// Neither end is run: it is not known whether the source is done with the guest.
     fn undecided(&self) -> Directive {
         let held = match (self.request.source, self.request.destination) {
-            _ if self.stage == Stage::Held => Held::DestinationMayRun,
-            (_, DestinationKind::Stream | DestinationKind::Relayed) => Held::DestinationMayRun,
-            (_, DestinationKind::Stored) => Held::SourceUnknown,
-            (_, DestinationKind::Towline) => Held::PeerWaits,
-            (SourceKind::Qemu, DestinationKind::Qemu) => Held::DestinationHolds,
-            (_, DestinationKind::Qemu) => Held::Undecided,
+            _ if self.stage == Stage::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
+            (_, DestinationKind::Stream | DestinationKind::Relayed) => Unresolved::DestinationMayRun,
+            (_, DestinationKind::Stored) => Unresolved::SourceUnknown,
+            (_, DestinationKind::Towline) => Unresolved::PeerWaits,
+            (SourceKind::Qemu, DestinationKind::Qemu) => Unresolved::DestinationHolds,
+            (_, DestinationKind::Qemu) => Unresolved::Undecided,
         };
-        Directive::End(Outcome::Look(held))
+        Directive::End(Outcome::Unresolved(held))
     }
 
     /// The source cannot run the guest any more.
     fn complete(&mut self) -> Directive {
         match self.request.destination {
-            DestinationKind::Stored => self.settle(Placed::Stored),
-            DestinationKind::Stream | DestinationKind::Relayed => self.settle(Placed::Loaded),
+            DestinationKind::Stored => self.finalize(Placement::Stored),
+            DestinationKind::Stream | DestinationKind::Relayed => self.finalize(Placement::Loaded),
             DestinationKind::Towline => self.decide(Decision::Complete),
             DestinationKind::Qemu if self.runs() => self.decide(Decision::Run),
-            DestinationKind::Qemu => self.settle(Placed::Paused),
+            DestinationKind::Qemu => self.finalize(Placement::Paused),
         }
     }
 
@@ -372,66 +378,70 @@ impl Switchover {
     fn reporting(&mut self, input: Input) -> Directive {
         match input {
             Input::Done => Directive::AwaitPeer,
-            Input::Peer(PeerMessage::Settled(placed)) if self.request.source == SourceKind::Towline => {
+            Input::Peer(PeerMessage::Placed(placed)) if self.request.source == SourceKind::Towline => {
                 self.stage = Stage::Releasing(placed);
-                Directive::Send(PeerMessage::Settled(placed))
+                Directive::Send(PeerMessage::Placed(placed))
             }
-            Input::Peer(PeerMessage::Settled(placed)) => self.release(placed),
-            Input::Peer(PeerMessage::NotRun) => Directive::End(Outcome::Look(Held::PeerDidNotRun)),
-            _ => Directive::End(Outcome::Look(Held::PeerUnknown)),
+            Input::Peer(PeerMessage::Placed(placed)) => self.release(placed),
+            Input::Peer(PeerMessage::NotRun) => {
+                Directive::End(Outcome::Unresolved(Unresolved::PeerDidNotRun))
+            }
+            _ => Directive::End(Outcome::Unresolved(Unresolved::PeerUnknown)),
         }
     }
 
     fn starting(&mut self, input: Input) -> Directive {
         let held = match input {
-            Input::Started(Started::Live) => return self.settle(Placed::Running),
-            Input::Started(Started::StoppedAgain) => Held::StoppedAgain,
-            Input::Started(Started::Refused) if self.source_gone() => Held::DestinationOnly,
-            Input::Started(Started::Refused) => Held::BothPaused,
-            Input::Started(Started::Exited) if self.source_gone() => Held::BothExited,
-            Input::Started(Started::Exited) => Held::DestinationLost,
-            _ => Held::DestinationUnknown,
+            Input::Started(StartResult::Live) => return self.finalize(Placement::Running),
+            Input::Started(StartResult::StoppedAgain) => Unresolved::StoppedAgain,
+            Input::Started(StartResult::Refused) if self.is_source_gone() => Unresolved::DestinationOnly,
+            Input::Started(StartResult::Refused) => Unresolved::BothPaused,
+            Input::Started(StartResult::Exited) if self.is_source_gone() => Unresolved::BothExited,
+            Input::Started(StartResult::Exited) => Unresolved::DestinationLost,
+            _ => Unresolved::DestinationUnknown,
         };
-        self.held_there(held)
+        self.end_unresolved(held)
     }
 
     /// Whether nothing at the source holds the guest.
-    fn source_gone(&self) -> bool {
+    fn is_source_gone(&self) -> bool {
         self.source_exited
     }
 
-    fn settle(&mut self, placed: Placed) -> Directive {
-        self.stage = Stage::Settling(placed);
-        Directive::SettleDestination
+    fn finalize(&mut self, placed: Placement) -> Directive {
+        self.stage = Stage::Finalizing(placed);
+        Directive::FinalizeDestination
     }
 
-    fn settling(&mut self, input: Input, placed: Placed) -> Directive {
+    fn finalizing(&mut self, input: Input, placed: Placement) -> Directive {
         match input {
-            Input::Destination(DestinationView::Exited) if self.source_gone() => {
-                Directive::End(Outcome::Look(Held::BothExited))
+            Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
+                Directive::End(Outcome::Unresolved(Unresolved::BothExited))
             }
-            Input::Destination(DestinationView::Exited) => {
-                Directive::End(Outcome::Look(Held::DestinationLost))
+            Input::Destination(DestinationStatus::Exited) => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationLost))
             }
-            Input::NotDone if self.source_gone() => Directive::End(Outcome::Look(Held::DestinationAlone)),
-            Input::NotDone => Directive::End(Outcome::Look(Held::DestinationUnknown)),
+            Input::NotDone if self.is_source_gone() => {
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationAlone))
+            }
+            Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
             _ if self.request.source == SourceKind::Towline => {
                 self.stage = Stage::Releasing(placed);
-                Directive::Send(PeerMessage::Settled(placed))
+                Directive::Send(PeerMessage::Placed(placed))
             }
             _ => self.release(placed),
         }
     }
 
-    fn release(&mut self, placed: Placed) -> Directive {
+    fn release(&mut self, placed: Placement) -> Directive {
         if self.request.source != SourceKind::Qemu || self.source_exited {
-            return Directive::End(Outcome::Done(placed));
+            return Directive::End(Outcome::Completed(placed));
         }
         self.stage = Stage::Releasing(placed);
         match self.request.after {
-            SourceAfter::Quit => Directive::QuitSource,
-            SourceAfter::Resume
-                if !matches!(placed, Placed::Running | Placed::Loaded) && self.guest.is_live() =>
+            SourceAction::Quit => Directive::QuitSource,
+            SourceAction::Resume
+                if !matches!(placed, Placement::Running | Placement::Loaded) && self.guest.is_live() =>
             {
                 Directive::ResumeSource
             }
@@ -439,17 +449,17 @@ impl Switchover {
         }
     }
 
-    fn releasing(&mut self, input: Input, placed: Placed) -> Directive {
+    fn releasing(&mut self, input: Input, placed: Placement) -> Directive {
         let held = match (input, self.request.source, self.request.after) {
-            (Input::NotDone, SourceKind::Qemu, SourceAfter::Quit) => Held::SourceNotEnded,
-            (Input::NotDone, SourceKind::Qemu, SourceAfter::Resume) => Held::SourceNotResumed,
-            (Input::Source(SourceView::Exited), _, SourceAfter::Resume) => Held::StoredOnly,
-            (Input::NotDone, SourceKind::Qemu, SourceAfter::Stay) => {
-                return Directive::End(Outcome::Done(placed));
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => Unresolved::SourceNotEnded,
+            (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
+            (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
+            (Input::NotDone, SourceKind::Qemu, SourceAction::KeepPaused) => {
+                return Directive::End(Outcome::Completed(placed));
             }
-            _ => return Directive::End(Outcome::Done(placed)),
+            _ => return Directive::End(Outcome::Completed(placed)),
         };
-        Directive::End(Outcome::Look(held))
+        Directive::End(Outcome::Unresolved(held))
     }
 
     /// The stream failed before the source was acknowledged: it has its guest, or gets it back.
@@ -458,24 +468,24 @@ impl Switchover {
             return Directive::End(Outcome::Safe);
         }
         self.stage = Stage::Undoing { cancelled: false };
-        Directive::LookAtSource
+        Directive::QuerySource
     }
 
     fn undoing(&mut self, input: Input, cancelled: bool) -> Directive {
         match input {
-            Input::Source(SourceView::HasGuest) => self.restore(false),
+            Input::Source(SourceStatus::HasGuest) => self.restore(false),
             // It completed all the same: its last answer came from the destination itself.
-            Input::Source(SourceView::Completed) => self.restore(true),
-            Input::Source(SourceView::CompletedAndRun) => self.restore(false),
-            Input::Source(SourceView::Exited) => self.take_over(),
-            Input::Source(SourceView::Migrating | SourceView::Unknown) | Input::Done => {
-                Directive::LookAtSource
+            Input::Source(SourceStatus::Completed) => self.restore(true),
+            Input::Source(SourceStatus::CompletedThenResumed) => self.restore(false),
+            Input::Source(SourceStatus::Exited) => self.take_over(),
+            Input::Source(SourceStatus::Migrating | SourceStatus::Unknown) | Input::Done => {
+                Directive::QuerySource
             }
             Input::TimedOut if !cancelled => {
                 self.stage = Stage::Undoing { cancelled: true };
-                Directive::CancelSource
+                Directive::CancelMigration
             }
-            _ => Directive::End(Outcome::Look(Held::SourceUnknown)),
+            _ => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
         }
     }
 
@@ -483,26 +493,30 @@ impl Switchover {
     fn take_over(&mut self) -> Directive {
         self.source_exited = true;
         match self.request.destination {
-            DestinationKind::Qemu if self.sent && !self.has_fault(Fault::LosesWhatWasSent) => {
+            DestinationKind::Qemu if self.sent && !self.has_fault(Fault::AbandonsCompleteDestination) => {
                 self.stage = Stage::TakingOver;
-                Directive::LookAtDestination
+                Directive::QueryDestination
             }
             DestinationKind::Stream | DestinationKind::Relayed | DestinationKind::Towline if self.sent => {
-                Directive::End(Outcome::Look(Held::DestinationMayRun))
+                Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
             }
-            _ => Directive::End(Outcome::Look(Held::SourceExited)),
+            _ => Directive::End(Outcome::Unresolved(Unresolved::SourceExited)),
         }
     }
 
     fn taking_over(&mut self, input: Input) -> Directive {
         match input {
-            Input::Destination(DestinationView::Loaded | DestinationView::Running) => self.complete(),
-            Input::Destination(DestinationView::Loading | DestinationView::Unknown) => {
-                Directive::LookAtDestination
+            Input::Destination(DestinationStatus::Loaded | DestinationStatus::Running) => self.complete(),
+            Input::Destination(DestinationStatus::Loading | DestinationStatus::Unknown) => {
+                Directive::QueryDestination
             }
-            Input::Destination(DestinationView::Exited) => Directive::End(Outcome::Look(Held::BothExited)),
-            Input::Destination(DestinationView::Failed) => Directive::End(Outcome::Look(Held::SourceExited)),
-            _ => Directive::End(Outcome::Look(Held::DestinationUnknown)),
+            Input::Destination(DestinationStatus::Exited) => {
+                Directive::End(Outcome::Unresolved(Unresolved::BothExited))
+            }
+            Input::Destination(DestinationStatus::Failed) => {
+                Directive::End(Outcome::Unresolved(Unresolved::SourceExited))
+            }
+            _ => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
         }
     }
 
@@ -520,8 +534,10 @@ impl Switchover {
 
     fn restoring(&mut self, input: Input) -> Directive {
         match input {
-            Input::NotDone => Directive::End(Outcome::Look(Held::SourceUnknown)),
-            Input::Source(SourceView::Exited) => Directive::End(Outcome::Look(Held::SourceExitedSince)),
+            Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::SourceUnknown)),
+            Input::Source(SourceStatus::Exited) => {
+                Directive::End(Outcome::Unresolved(Unresolved::SourceExitedSince))
+            }
             _ => Directive::End(Outcome::Safe),
         }
     }

@@ -68,10 +68,10 @@ fn qemu_that_listens_is_identified_and_its_exit_seen() {
         let qemu = connect(&process);
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         // A zombie until it is waited for: it has exited all the same.
         process.signal("-KILL");
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
         process.kill();
         assert_eq!(qemu.process().state(), ProcessState::Exited, "its pid may be another's now");
     }
@@ -92,10 +92,10 @@ fn end_of_a_proxy_is_not_the_end_of_qemu() {
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         drop(proxy);
         assert!(qemu.status().unwrap_err().to_string().contains("lost"));
-        assert!(!qemu.has_ended(MOMENT), "only the proxy has exited");
+        assert!(!qemu.has_exited(MOMENT), "only the proxy has exited");
         assert!(connect(&process).status().is_ok());
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
@@ -116,7 +116,7 @@ fn qemu_that_was_passed_its_socket_is_identified() {
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
         assert_eq!(qemu.process().state(), ProcessState::Running);
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
@@ -128,7 +128,7 @@ fn qemu_without_vcpus_is_not_identified() {
         assert_eq!(reason(&qemu), "QEMU has no vCPU threads");
         process.kill();
         assert_eq!(qemu.process().state(), ProcessState::Unknown);
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         qemu.quit().unwrap();
     }
 }
@@ -156,9 +156,9 @@ fn qemu_in_a_pid_namespace_below_ours_is_identified() {
         let name = fs::read_to_string(format!("/proc/{found}/comm")).unwrap();
         // A QEMU with a C library of its own runs under that one's loader.
         assert!(name.starts_with("qemu-system") || name.starts_with("ld-linux"), "{name}");
-        assert!(!qemu.has_ended(MOMENT));
+        assert!(!qemu.has_exited(MOMENT));
         process.kill();
-        assert!(qemu.has_ended(WAIT));
+        assert!(qemu.has_exited(WAIT));
     }
 }
 
@@ -235,5 +235,5 @@ fn looks(socket: &Path) {
     println!("\nLOOKED {}", reason(&qemu));
     let mut killed = [0; 7];
     std::io::stdin().read_exact(&mut killed).unwrap();
-    println!("\nLOOKED ended: {}", qemu.has_ended(MOMENT));
+    println!("\nLOOKED ended: {}", qemu.has_exited(MOMENT));
 }

@@ -63,22 +63,22 @@ mod tests {
 
     use towline_compat::{ConfiguredBy, Verdict};
 
-    use super::super::{End, check};
+    use super::super::{CheckEnd, check};
     use super::*;
 
     /// An attribute of a device of this type, for `with` to make.
-    fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> End {
+    fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> CheckEnd {
         let path: PathBuf = directory.join(host).join(kind).join("migration_version");
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         with(&path);
-        End::Attribute(path)
+        CheckEnd::Attribute(path)
     }
 
     fn holding(text: &'static str) -> impl FnOnce(&Path) {
         move |path| fs::write(path, text).unwrap()
     }
 
-    fn verdict(source: &End, destination: &End) -> (Verdict, String) {
+    fn verdict(source: &CheckEnd, destination: &CheckEnd) -> (Verdict, String) {
         let report = check(source, destination, crate::check::Intent::default()).unwrap();
         let texts: Vec<_> = report.findings().iter().map(ToString::to_string).collect();
         (report.verdict(ConfiguredBy::Towline), texts.join("; "))
@@ -90,7 +90,7 @@ mod tests {
         let source = attribute(directory.path(), "a", "net-1", holding("v2 mq=4\n"));
         let destination = attribute(directory.path(), "b", "net-1", holding("v3 mq=4\n"));
         assert_eq!(verdict(&source, &destination), (Verdict::Yes, String::new()));
-        let End::Attribute(path) = &destination else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &destination else { panic!("made so") };
         assert_eq!(fs::read_to_string(path).unwrap(), "v2 mq=4\n");
     }
 
@@ -101,7 +101,7 @@ mod tests {
         let fifo = attribute(directory.path(), "b", "net-1", |path| {
             assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
         });
-        let End::Attribute(path) = &fifo else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &fifo else { panic!("made so") };
         let (found, text) = verdict(&source, &fifo);
         assert_eq!(found, Verdict::No);
         assert!(text.contains("No such device or address (os error 6)"), "{text}");
@@ -134,12 +134,12 @@ mod tests {
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let other = attribute(directory.path(), "b", "vsock-1", holding("v1"));
         assert_eq!(verdict(&source, &other).0, Verdict::No);
-        let End::Attribute(path) = &other else { panic!("made so") };
+        let CheckEnd::Attribute(path) = &other else { panic!("made so") };
         assert_eq!(fs::read_to_string(path).unwrap(), "v1", "nothing was written");
         // As sysfs has it: a device's mdev_type is a link to the type's directory.
         let link = directory.path().join("mdev_type");
         symlink(directory.path().join("a/net-1"), &link).unwrap();
         let there = attribute(directory.path(), "c", "net-1", holding("v2"));
-        assert_eq!(verdict(&End::Attribute(link.join("migration_version")), &there).0, Verdict::Yes);
+        assert_eq!(verdict(&CheckEnd::Attribute(link.join("migration_version")), &there).0, Verdict::Yes);
     }
 }

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use super::*;
-use crate::statistics::Number;
+use crate::statistics::Metric;
 
 /// Takes versions that begin as its own.
 struct Fake {
@@ -11,7 +11,7 @@ struct Fake {
     up: Arc<AtomicBool>,
 }
 
-impl Managed for Fake {
+impl ManagedDevice for Fake {
     fn name(&self) -> String {
         self.name.into()
     }
@@ -33,9 +33,13 @@ impl Managed for Fake {
         if version == "fake 1 mq=2" { Ok(()) } else { Err(format!("{version:?} is none of fake 1")) }
     }
 
-    fn statistics(&self) -> Vec<Subject> {
+    fn statistics(&self) -> Vec<StatsObject> {
         let labels = vec![("tap", self.name.to_owned())];
-        vec![Subject { kind: "net-queue", labels, numbers: vec![Number::events("packets", "frames", 1)] }]
+        vec![StatsObject {
+            kind: "net-queue",
+            labels,
+            metrics: vec![Metric::counter("packets", "frames", 1)],
+        }]
     }
 
     fn set_link(&self, up: bool) -> Result<(), String> {
@@ -44,15 +48,15 @@ impl Managed for Fake {
     }
 }
 
-fn monitor(names: &[&'static str], unmigratable: bool) -> (DeviceMonitor, Arc<AtomicBool>) {
+fn monitor(names: &[&'static str], unmigratable: bool) -> (DeviceStatusServer, Arc<AtomicBool>) {
     let up = Arc::new(AtomicBool::new(true));
-    let fake = |name: &&'static str| -> Box<dyn Managed> {
+    let fake = |name: &&'static str| -> Box<dyn ManagedDevice> {
         Box::new(Fake { name, unmigratable, up: Arc::clone(&up) })
     };
-    (DeviceMonitor::new(names.iter().map(fake).collect(), || ()), up)
+    (DeviceStatusServer::new(names.iter().map(fake).collect(), || ()), up)
 }
 
-fn ask(monitor: &DeviceMonitor, command: &str, arguments: &Value) -> Result<Value, String> {
+fn ask(monitor: &DeviceStatusServer, command: &str, arguments: &Value) -> Result<Value, String> {
     monitor.execute(command, arguments.as_object().unwrap()).map_err(|refusal| match refusal {
         Refusal::Because(text) => text,
         Refusal::Unknown => panic!("{command} is unknown"),
@@ -121,7 +125,7 @@ fn its_facts_can_be_written_down() {
 fn quit_ends_it() {
     let quits = Arc::new(AtomicBool::new(false));
     let asked = Arc::clone(&quits);
-    let here = DeviceMonitor::new(Vec::new(), move || asked.store(true, Relaxed));
+    let here = DeviceStatusServer::new(Vec::new(), move || asked.store(true, Relaxed));
     ask(&here, "quit", &json!({})).unwrap();
     assert!(quits.load(Relaxed));
 }

@@ -20,7 +20,7 @@ const SUFFIX: &str = ".journal";
 
 /// A setting before and after a change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Changed<T> {
+pub struct ChangedValue<T> {
     /// Before; `None`: QEMU did not show it.
     pub before: Option<T>,
     /// What it was set to.
@@ -31,13 +31,13 @@ pub struct Changed<T> {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Record {
+pub enum UndoRecord {
     /// Migration capabilities and parameters.
     Settings {
         /// By name.
-        capabilities: BTreeMap<Capability, Changed<bool>>,
+        capabilities: BTreeMap<Capability, ChangedValue<bool>>,
         /// By QEMU's names.
-        parameters: BTreeMap<String, Changed<Value>>,
+        parameters: BTreeMap<String, ChangedValue<Value>>,
     },
     /// A device that was unplugged.
     Device {
@@ -64,7 +64,7 @@ pub enum Record {
     },
 }
 
-impl Record {
+impl UndoRecord {
     /// A migration that is begun now.
     #[must_use]
     pub fn migration(to: impl Into<String>) -> Self {
@@ -178,7 +178,7 @@ pub(super) fn process_of(name: &str) -> Option<(i32, u64)> {
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Line {
     Begun(Header),
-    Record { id: u64, record: Record },
+    Record { id: u64, record: UndoRecord },
     Done { id: u64 },
 }
 
@@ -188,7 +188,7 @@ pub(super) struct Contents {
     /// The last owner.
     pub(super) owner: Option<Header>,
     /// Those that are not done, by their ids.
-    pub(super) records: BTreeMap<u64, Record>,
+    pub(super) records: BTreeMap<u64, UndoRecord>,
 }
 
 /// A line that is not understood.

@@ -12,7 +12,7 @@ use towline_protocol::session::MoveId;
 use crate::journal::{now_ms, pid_namespace};
 use crate::process::own_process;
 use crate::process::{Process, start_time};
-use crate::switchover::{Decision, GuestRun, RunRequest, SourceAfter};
+use crate::switchover::{Decision, GuestRunState, RunRequest, SourceAction};
 
 /// The version of the file.
 pub(super) const VERSION: u32 = 1;
@@ -78,7 +78,7 @@ impl Role {
 /// An end of a move, as seen by who recorded it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case", rename_all_fields = "kebab-case")]
-pub enum End {
+pub enum MoveEnd {
     /// A QEMU whose monitor is at hand.
     Qemu {
         /// The monitor's socket.
@@ -97,7 +97,7 @@ pub enum End {
     Stored,
 }
 
-impl End {
+impl MoveEnd {
     /// A QEMU by its monitor and process.
     pub(crate) fn qemu(socket: &str, process: &Process) -> Self {
         let (pid, start_time) = match process {
@@ -109,7 +109,7 @@ impl End {
     }
 
     /// Whether it is this QEMU. One that was not identified is known by its socket.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is_same_qemu(&self, other: &Self) -> bool {
         match (self, other) {
             (
                 Self::Qemu { pid: Some(pid), start_time, .. },
@@ -123,9 +123,9 @@ impl End {
     }
 
     /// Whether it may be this QEMU: the same socket, where not both are identified.
-    pub(super) fn may_be(&self, other: &Self) -> bool {
+    pub(super) fn may_be_same_qemu(&self, other: &Self) -> bool {
         match (self, other) {
-            (Self::Qemu { pid: Some(_), .. }, Self::Qemu { pid: Some(_), .. }) => self.is(other),
+            (Self::Qemu { pid: Some(_), .. }, Self::Qemu { pid: Some(_), .. }) => self.is_same_qemu(other),
             (Self::Qemu { socket, .. }, Self::Qemu { socket: of_other, .. }) => socket == of_other,
             _ => false,
         }
@@ -147,7 +147,7 @@ impl End {
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for MoveEnd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Qemu { socket, .. } => write!(f, "qmp:{}", socket.display()),
@@ -198,7 +198,7 @@ impl Stage {
 /// What is to become of the guest, and what it did before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Wanted {
+pub struct GuestPlan {
     /// Whether it ran, or slept, when it was stopped at its source.
     pub live: bool,
     /// Whether it is to run at its destination.
@@ -207,15 +207,15 @@ pub struct Wanted {
     pub quit: bool,
 }
 
-impl Wanted {
-    pub(crate) fn of(guest: GuestRun, run: RunRequest, after: SourceAfter) -> Self {
+impl GuestPlan {
+    pub(crate) fn of(guest: GuestRunState, run: RunRequest, after: SourceAction) -> Self {
         let live = guest.is_live();
         let run = match run {
             RunRequest::AsItWas => live,
             RunRequest::Run => true,
             RunRequest::Pause => false,
         };
-        Self { live, run, quit: after == SourceAfter::Quit }
+        Self { live, run, quit: after == SourceAction::Quit }
     }
 }
 
@@ -238,7 +238,7 @@ impl Owner {
 /// The record of one move.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Record {
+pub struct MoveRecord {
     version: u32,
     /// Names the move.
     pub id: Id,
@@ -247,13 +247,13 @@ pub struct Record {
     /// What was decided last.
     pub stage: Stage,
     /// What the towline that recorded it said at its end; `None`: it was killed.
-    pub said: Option<String>,
+    pub message: Option<String>,
     /// What is to become of the guest.
-    pub wanted: Wanted,
+    pub guest_plan: GuestPlan,
     /// Where the guest comes from.
-    pub source: End,
+    pub source: MoveEnd,
     /// Where it goes.
-    pub destination: End,
+    pub destination: MoveEnd,
     /// When it was decided that something had to be recorded, in milliseconds since 1970.
     pub begun_ms: u64,
     /// When the stage was recorded, in milliseconds since 1970.
@@ -261,17 +261,35 @@ pub struct Record {
     pub(super) owner: Owner,
 }
 
-impl Record {
+impl MoveRecord {
     /// One that is begun now, by this process.
-    pub(crate) fn new(id: Id, source: End, destination: End, stage: Stage, wanted: Wanted) -> Self {
+    pub(crate) fn new(
+        id: Id,
+        source: MoveEnd,
+        destination: MoveEnd,
+        stage: Stage,
+        guest_plan: GuestPlan,
+    ) -> Self {
         let role = match (&source, &destination) {
-            (End::Qemu { .. }, End::Qemu { .. }) => Role::Both,
-            (End::Qemu { .. }, _) => Role::Source,
+            (MoveEnd::Qemu { .. }, MoveEnd::Qemu { .. }) => Role::Both,
+            (MoveEnd::Qemu { .. }, _) => Role::Source,
             _ => Role::Destination,
         };
         let (begun_ms, owner) = (now_ms(), Owner::this());
-        let (version, said, changed_ms) = (VERSION, None, begun_ms);
-        Self { version, id, role, stage, said, wanted, source, destination, begun_ms, changed_ms, owner }
+        let (version, message, changed_ms) = (VERSION, None, begun_ms);
+        Self {
+            version,
+            id,
+            role,
+            stage,
+            message,
+            guest_plan,
+            source,
+            destination,
+            begun_ms,
+            changed_ms,
+            owner,
+        }
     }
 
     /// Time at which the move began, in UTC, to the second (RFC 3339).
@@ -280,13 +298,13 @@ impl Record {
     }
 
     /// The same at a later stage, by this process.
-    pub(crate) fn at(&self, stage: Stage) -> Self {
+    pub(crate) fn at_stage(&self, stage: Stage) -> Self {
         Self { stage, changed_ms: now_ms(), owner: Owner::this(), ..self.clone() }
     }
 
     /// The same, with what its towline says at its end.
-    pub(crate) fn saying(&self, said: &str) -> Self {
-        Self { said: Some(said.to_owned()), ..self.at(self.stage) }
+    pub(crate) fn with_message(&self, message: &str) -> Self {
+        Self { message: Some(message.to_owned()), ..self.at_stage(self.stage) }
     }
 
     /// Whether process ids that it holds are those of this process's namespace.
@@ -296,7 +314,7 @@ impl Record {
 
     /// Whether the QEMU of this end is known to have exited.
     #[must_use]
-    pub fn has_exited(&self, end: &End) -> bool {
+    pub fn has_exited(&self, end: &MoveEnd) -> bool {
         self.is_of_this_namespace() && end.has_exited()
     }
 

@@ -11,7 +11,7 @@
 //! What it is not: it gives clones no identity of their own. They wake up as the same guest; `docs/clones.md` says what that
 //! means. Limits: [`CLONES_AT_ONCE`]; the others wait for their turn.
 
-mod neighbours;
+mod conflicts;
 
 use std::collections::HashSet;
 use std::sync::OnceLock;
@@ -21,15 +21,15 @@ use std::thread;
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
 
-use super::context::Run;
-use super::copy::stored;
+use super::context::Context;
+use super::copy::copy_stored;
 use super::endpoint;
 use super::ends::{Destination, Source};
 use super::error::{Error, Failure};
 use super::progress::{Observer, Phase};
 use super::report::Report;
 use super::request::Request;
-use super::validate::checked;
+use super::validate::validate;
 
 /// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
@@ -38,7 +38,7 @@ pub const CLONES_MAX: usize = 1024;
 
 /// One of several destinations, and who hears how the copy to it goes.
 #[derive(Clone, Copy)]
-pub struct Recipient<'a> {
+pub struct CloneTarget<'a> {
     /// Where the guest goes.
     pub destination: &'a Destination,
     /// Hears of this copy alone.
@@ -46,47 +46,47 @@ pub struct Recipient<'a> {
 }
 
 /// What came of one copy.
-pub type Outcome = Result<Report, Failure>;
+pub type CopyResult = Result<Report, Failure>;
 
-/// Copies one image to all `recipients` at once. `observer` hears what concerns all of them, `ended` of each copy as soon as it
+/// Copies one image to all `targets` at once. `observer` hears what concerns all of them, `ended` of each copy as soon as it
 /// ends (from several threads). Returns what came of each, in their order.
 ///
 /// # Errors
 /// Nothing was touched: the source is no image or cannot be opened, or one of the copies is no possible one.
 pub fn copy_to_all(
     source: &Source,
-    recipients: &[Recipient<'_>],
+    targets: &[CloneTarget<'_>],
     options: &Request,
     cancel: &Cancel,
     observer: &dyn Observer,
-    ended: &(dyn Fn(usize, &Outcome) + Sync),
-) -> Result<Vec<Outcome>, Failure> {
+    ended: &(dyn Fn(usize, &CopyResult) + Sync),
+) -> Result<Vec<CopyResult>, Failure> {
     if !source.is_image() {
         return Err(Failure::untouched(Error::Usage(
             "several destinations, but only an image can be read several times: copy the guest to an image first, and the image to all of them"
                 .into(),
         )));
     }
-    let plans = plans(source, recipients, options).map_err(Failure::untouched)?;
+    let plans = validate_all(source, targets, options).map_err(Failure::untouched)?;
     let image = endpoint::open(source, options, cancel, observer).map_err(Failure::untouched)?;
-    let monitors: Vec<_> = recipients.iter().map(|recipient| recipient.destination.monitor()).collect();
-    let found = neighbours::look(&monitors);
+    let monitors: Vec<_> = targets.iter().map(|target| target.destination.monitor()).collect();
+    let found = conflicts::find(&monitors);
     found.notes.iter().for_each(|note| observer.notice(note));
-    let outcomes: Vec<OnceLock<Outcome>> = recipients.iter().map(|_| OnceLock::new()).collect();
-    let end = |index: usize, outcome: Outcome| {
+    let outcomes: Vec<OnceLock<CopyResult>> = targets.iter().map(|_| OnceLock::new()).collect();
+    let end = |index: usize, outcome: CopyResult| {
         ended(index, &outcome);
         outcomes[index].get_or_init(|| outcome);
     };
     for (index, error) in found.refused {
         end(index, Err(Failure::untouched(error)));
     }
-    let queue: Vec<_> = (0..recipients.len()).filter(|&index| outcomes[index].get().is_none()).collect();
+    let queue: Vec<_> = (0..targets.len()).filter(|&index| outcomes[index].get().is_none()).collect();
     let next = AtomicUsize::new(0);
     let worker = || {
         while let Some(&index) = queue.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let ((options, lanes), recipient) = (&plans[index], &recipients[index]);
-            let run = Run::new(options, *lanes, cancel, recipient.observer);
-            end(index, one(image.as_ref(), recipient, &run));
+            let ((options, lanes), target) = (&plans[index], &targets[index]);
+            let context = Context::new(options, *lanes, cancel, target.observer);
+            end(index, copy_one(image.as_ref(), target, &context));
         }
     };
     thread::scope(|scope| {
@@ -100,27 +100,31 @@ pub fn copy_to_all(
         .collect())
 }
 
-fn one(image: &(dyn StoredGuest + 'static), recipient: &Recipient<'_>, run: &Run<'_>) -> Outcome {
+fn copy_one(
+    image: &(dyn StoredGuest + 'static),
+    target: &CloneTarget<'_>,
+    context: &Context<'_>,
+) -> CopyResult {
     // One that had to wait for its turn.
-    run.check_cancelled().map_err(Failure::untouched)?;
-    recipient.observer.phase(Phase::Prepare);
-    stored(image, recipient.destination, run)
+    context.check_cancelled().map_err(Failure::untouched)?;
+    target.observer.phase(Phase::Prepare);
+    copy_stored(image, target.destination, context)
 }
 
 /// Refuses what can be refused before anything is touched: all of it, as it is one command.
-fn plans(
+fn validate_all(
     source: &Source,
-    recipients: &[Recipient<'_>],
+    targets: &[CloneTarget<'_>],
     options: &Request,
 ) -> Result<Vec<(Request, usize)>, Error> {
-    if recipients.len() > CLONES_MAX {
-        let found = recipients.len();
+    if targets.len() > CLONES_MAX {
+        let found = targets.len();
         return Err(Error::Usage(format!("{found} destinations, at most {CLONES_MAX} at once")));
     }
     let mut seen = HashSet::new();
-    let again = recipients.iter().find(|recipient| !seen.insert(recipient.destination.place()));
-    if let Some(Recipient { destination, .. }) = again {
+    let again = targets.iter().find(|target| !seen.insert(target.destination.key()));
+    if let Some(CloneTarget { destination, .. }) = again {
         return Err(Error::Usage(format!("{destination} is named twice, and takes one guest")));
     }
-    recipients.iter().map(|recipient| checked(source, recipient.destination, options)).collect()
+    targets.iter().map(|target| validate(source, target.destination, options)).collect()
 }

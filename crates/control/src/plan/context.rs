@@ -12,23 +12,23 @@ use super::error::Error;
 use super::progress::{Observer, Progress};
 use super::report::{DestinationState, Report, SourceState};
 use super::request::Request;
-use super::{blame, tls, zero_copy};
+use super::{error_origin, tls, zero_copy};
 use crate::qemu::Qemu;
 
 /// What every part of a copy needs to know.
-pub(super) struct Run<'a> {
+pub(super) struct Context<'a> {
     pub(super) options: &'a Request,
     pub(super) lanes: usize,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: &'a dyn Observer,
-    begun: Instant,
+    started: Instant,
     memory: OnceLock<synthetic::Outcome>,
     uploaded: OnceLock<Uploaded>,
     sending: OnceLock<Arc<Statistics>>,
     increment: OnceLock<Increment>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> Context<'a> {
     pub(super) fn new(
         options: &'a Request,
         lanes: usize,
@@ -37,8 +37,8 @@ impl<'a> Run<'a> {
     ) -> Self {
         let (memory, uploaded) = (OnceLock::new(), OnceLock::new());
         let (sending, increment) = (OnceLock::new(), OnceLock::new());
-        let begun = Instant::now();
-        Self { options, lanes, cancel, observer, begun, memory, uploaded, sending, increment }
+        let started = Instant::now();
+        Self { options, lanes, cancel, observer, started, memory, uploaded, sending, increment }
     }
 
     /// Begins the image that will be `path`.
@@ -76,11 +76,13 @@ impl<'a> Run<'a> {
     }
 
     /// Connects to a stream's destination.
-    pub(super) fn reach(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
+    pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let options = tls::connecting(self.options)?;
         let connected = outgoing::connect(address, self.lanes, uuid, &options, deadline, self.cancel);
-        connected.map_err(|error| blame::lanes_lost(error.into(), self.lanes, self.options.compression))
+        connected.map_err(|error| {
+            error_origin::explain_lane_loss(error.into(), self.lanes, self.options.compression)
+        })
     }
 
     /// Passes on what comes in to these connections. `session` is that of the incoming migration.
@@ -97,11 +99,11 @@ impl<'a> Run<'a> {
 
     /// Since the first question.
     pub(super) fn elapsed(&self) -> std::time::Duration {
-        self.begun.elapsed()
+        self.started.elapsed()
     }
 
     /// Says what of an earlier towline was put back in this QEMU when it was connected to.
-    pub(super) fn tell_repaired(&self, qemu: &Qemu) {
+    pub(super) fn report_repair(&self, qemu: &Qemu) {
         if let Some(repaired) = qemu.repaired() {
             self.observer.notice(&repaired.to_string());
         }
@@ -116,7 +118,7 @@ impl<'a> Run<'a> {
     }
 
     /// Tells how far the memory is.
-    pub(super) fn report(&self, statistics: &Statistics, progress: Progress) {
+    pub(super) fn report_progress(&self, statistics: &Statistics, progress: Progress) {
         self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
         if let Some(sending) = self.sending.get() {
             self.observer.lanes(&sending.lane_sends());
@@ -124,16 +126,21 @@ impl<'a> Run<'a> {
     }
 
     /// A report of a copy that went well.
-    pub(super) fn done(&self, moved: Snapshot, source: SourceState, destination: DestinationState) -> Report {
+    pub(super) fn build_report(
+        &self,
+        moved: Snapshot,
+        source: SourceState,
+        destination: DestinationState,
+    ) -> Report {
         Report {
             moved,
-            total_time: self.begun.elapsed(),
+            total_time: self.started.elapsed(),
             downtime_ms: None,
             multifd_channels: self.lanes,
             compression: self.options.compression,
             zero_copy_send: self.options.zero_copy_send,
             lane_sends: self.sending.get().map(|sending| sending.lane_sends()).unwrap_or_default(),
-            handed_over: false,
+            loaded_by_qemu: false,
             source,
             destination,
             uploaded: self.uploaded.get().copied(),

@@ -35,14 +35,14 @@ pub enum Destination {
     #[cfg(feature = "store")]
     Store(towline_image::store::Location),
     /// Memory of this process, where it is verified (or hashed) and then dropped.
-    Memory(MemoryRoom),
+    Memory(MemoryOptions),
     /// Nowhere: counts and drops. The source is told that it failed, so its guest runs on.
     Null,
 }
 
 /// What takes one guest only.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub(super) enum Place {
+pub(super) enum DestinationKey {
     Path(PathBuf),
     Address(String),
     /// Any number of them.
@@ -105,17 +105,19 @@ impl Destination {
     }
 
     /// What it takes up, which no second guest can have.
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn key(&self) -> DestinationKey {
         match self {
             Self::Qmp(path) | Self::Image(path) => {
-                Place::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
+                DestinationKey::Path(path.canonicalize().unwrap_or_else(|_| path.clone()))
             }
             Self::Stream(address) if !matches!(address, Address::Exec(_)) => {
-                Place::Address(address.to_string())
+                DestinationKey::Address(address.to_string())
             }
             #[cfg(feature = "store")]
-            Self::Store(location) => Place::Address(location.to_string()),
-            Self::Stream(_) | Self::Memory(_) | Self::Null => Place::Many(std::ptr::from_ref(self).addr()),
+            Self::Store(location) => DestinationKey::Address(location.to_string()),
+            Self::Stream(_) | Self::Memory(_) | Self::Null => {
+                DestinationKey::Many(std::ptr::from_ref(self).addr())
+            }
         }
     }
 }
@@ -136,7 +138,7 @@ impl fmt::Display for Destination {
 
 /// Memory of this process as a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct MemoryRoom {
+pub struct MemoryOptions {
     /// Bytes that are made, and touched, before the source is asked for anything; `None`: as many as the guest has, when it
     /// says so.
     pub length: Option<u64>,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use towline_qmp as qmp;
 
-use super::outcomes::{GuestState, Place};
+use super::outcomes::{GuestLocation, GuestState};
 use crate::qemu;
 
 /// Why.
@@ -139,8 +139,8 @@ impl Failure {
 }
 
 /// A failure after which somebody must look.
-pub(crate) fn look_at(error: Error, place: Place) -> Failure {
-    Failure { error: Box::new(error), guest: GuestState::look_at(place), notes: Vec::new() }
+pub(crate) fn needs_attention(error: Error, location: GuestLocation) -> Failure {
+    Failure { error: Box::new(error), guest: GuestState::needs_attention(location), notes: Vec::new() }
 }
 
 impl fmt::Display for Failure {

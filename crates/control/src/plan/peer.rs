@@ -21,7 +21,7 @@ const INPUT_BYTES: usize = 1024;
 
 /// The other towline.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
 }
@@ -36,7 +36,7 @@ pub(super) enum Received<T> {
     Lost(Error),
 }
 
-impl Peer {
+impl PeerSession {
     /// The towline at the other end of this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
         Self { channel, input: Vec::new() }
@@ -50,7 +50,7 @@ impl Peer {
     }
 
     /// Sends a frame to the source's towline.
-    pub(super) fn send_settled(&self, frame: &FromDestination) -> Result<(), Error> {
+    pub(super) fn send_report(&self, frame: &FromDestination) -> Result<(), Error> {
         let mut bytes = Vec::new();
         frame.to_message().encode(&mut bytes);
         self.send(&bytes)
@@ -62,12 +62,12 @@ impl Peer {
     }
 
     /// Looks for a frame of the source's towline.
-    pub(super) fn outcome(&mut self) -> Received<FromSource> {
+    pub(super) fn receive_outcome(&mut self) -> Received<FromSource> {
         self.receive(FromSource::decode)
     }
 
     /// Looks for a frame of the destination's towline. What a relay passes on besides is skipped.
-    pub(super) fn settled(&mut self) -> Received<FromDestination> {
+    pub(super) fn receive_report(&mut self) -> Received<FromDestination> {
         self.receive(|reader| {
             loop {
                 match Message::decode(reader)? {

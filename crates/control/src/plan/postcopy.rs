@@ -10,7 +10,7 @@
 //! A running guest's two QEMUs do it themselves, see [`live`].
 
 mod address;
-mod end;
+mod destination;
 mod live;
 mod qemu;
 mod stored;
@@ -25,31 +25,31 @@ use towline_image::{StoredGuest, WorkingSet};
 use towline_migration::postcopy::{ConnectionLost, Options as EngineOptions, PostcopyChannels, Running};
 use towline_migration::{Postcopy, Session, Statistics};
 
-use super::context::Run;
-use super::destination::Fate;
+use super::context::Context;
+use super::destination::RecoveryState;
 use super::endpoint;
 use super::ends::Destination;
-use super::error::{Error, Failure, look_at};
-use super::outcomes::{GuestState, Place};
+use super::error::{Error, Failure, needs_attention};
+use super::outcomes::{GuestLocation, GuestState};
 use super::progress::{Phase, Progress};
 use super::report::PostcopyReport;
 use super::report::{Report, SourceState};
 use super::request::PostcopyOptions;
-use super::supervise::supervised;
-use super::switch::Switch;
-use super::{blame, tls};
+use super::shared_switchover::SharedSwitchover;
+use super::supervise::run_supervised;
+use super::{error_origin, tls};
 use crate::switchover::{DestinationKind, SourceKind};
-use address::AddressEnd;
-use end::End;
+use address::AddressDestination;
+use destination::PostcopyDestination;
 pub(super) use live::migrate;
-use qemu::QemuEnd;
-use stored::{BREAK_AFTER, RECOVER_TIMEOUT, Stored};
+use qemu::DrivenDestination;
+use stored::{BREAK_AFTER, RECOVER_TIMEOUT, RestoreSource};
 
 /// How often a guest that is to run is looked at, and how often one that runs.
-const STARTS_INTERVAL: Duration = Duration::from_millis(1);
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long it is looked at so closely.
-const STARTS_MAX: Duration = Duration::from_secs(2);
+const START_POLL_TIME: Duration = Duration::from_secs(2);
 /// How often that is tried.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
 /// Connections in a row that bring nothing forward.
@@ -60,48 +60,50 @@ pub(super) fn restore(
     image: &dyn StoredGuest,
     destination: &Destination,
     options: PostcopyOptions,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let ran = image.devices().run_state().is_none_or(|state| state == "running");
-    let stored = Stored { guest: image, ran, path: image.local_path() };
-    let restored = restore_stored(&stored, destination, options, run);
-    restored.and_then(|report| intact(image, report)).map_err(|failure| endpoint::lost(image, failure))
+    let was_running = image.devices().run_state().is_none_or(|state| state == "running");
+    let stored = RestoreSource { guest: image, was_running, path: image.local_path() };
+    let restored = restore_stored(&stored, destination, options, context);
+    restored
+        .and_then(|report| intact(image, report))
+        .map_err(|failure| endpoint::explain_truncation(image, failure))
 }
 
 /// A guest that runs before its memory has come got zeros where the image was cut short meanwhile.
 fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
     match image.check_intact() {
         Ok(()) => Ok(report),
-        Err(error) => Err(look_at(error.into(), Place::ImageCutShort)),
+        Err(error) => Err(needs_attention(error.into(), GuestLocation::ImageCutShort)),
     }
 }
 
 /// The destination, checked as far as it can be; nothing is changed.
 fn end(
     destination: &Destination,
-    stored: &Stored<'_>,
+    stored: &RestoreSource<'_>,
     options: PostcopyOptions,
-    run: &Run<'_>,
-) -> Result<Box<dyn End>, Error> {
+    context: &Context<'_>,
+) -> Result<Box<dyn PostcopyDestination>, Error> {
     Ok(match (destination.monitor(), destination.stream()) {
-        (Some(path), _) => Box::new(QemuEnd::prepare(path, stored, options, run)?),
-        (None, Some(address)) => Box::new(AddressEnd(address.clone())),
+        (Some(path), _) => Box::new(DrivenDestination::prepare(path, stored, options, context)?),
+        (None, Some(address)) => Box::new(AddressDestination(address.clone())),
         (None, None) => return Err(Error::Usage(format!("--postcopy to {destination}: it runs no guest"))),
     })
 }
 
 fn restore_stored(
-    stored: &Stored<'_>,
+    stored: &RestoreSource<'_>,
     destination: &Destination,
     options: PostcopyOptions,
-    run: &Run<'_>,
+    context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let end = end(destination, stored, options, run).map_err(Failure::untouched)?;
+    let end = end(destination, stored, options, context).map_err(Failure::untouched)?;
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
-        max_bandwidth: run.options.means().max_bandwidth,
-        answer_timeout: run.options.connect_timeout,
+        max_bandwidth: context.options.transfer_options().max_bandwidth,
+        answer_timeout: context.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
     };
     let page_bytes = end.page_bytes(stored.guest.blocks());
@@ -109,19 +111,26 @@ fn restore_stored(
     let pages =
         working_set.as_ref().map_or(0, |set| set.runs().iter().map(|(_, length)| length / 4096).sum());
     let report = PostcopyReport { working_set_pages: pages, ..PostcopyReport::default() };
-    let restore =
-        Restore { engine: &engine, statistics: &statistics, options, run, end, report, told: false };
-    let restored = restore.go(stored.ran);
+    let restore = Restore {
+        engine: &engine,
+        statistics: &statistics,
+        options,
+        context,
+        end,
+        report,
+        late_cancel_reported: false,
+    };
+    let restored = restore.go(stored.was_running);
     if let Some(mut set) = working_set
         && set.add(&engine.demanded())
         && let Err(error) = set.store()
     {
-        run.observer.notice(&format!("the next restore will not know what this one needed: {error}"));
+        context.observer.notice(&format!("the next restore will not know what this one needed: {error}"));
     }
     restored
 }
 
-fn working_set(stored: &Stored<'_>, options: PostcopyOptions) -> Result<Option<WorkingSet>, Error> {
+fn working_set(stored: &RestoreSource<'_>, options: PostcopyOptions) -> Result<Option<WorkingSet>, Error> {
     let Some(path) = stored.path.filter(|_| options.record_working_set) else { return Ok(None) };
     let state = stored.guest.device_state()?;
     Ok(Some(WorkingSet::load(path, stored.guest.blocks(), &state)))
@@ -131,18 +140,18 @@ struct Restore<'a> {
     engine: &'a Postcopy<'a>,
     statistics: &'a Statistics,
     options: PostcopyOptions,
-    run: &'a Run<'a>,
-    end: Box<dyn End>,
+    context: &'a Context<'a>,
+    end: Box<dyn PostcopyDestination>,
     report: PostcopyReport,
     /// The user was told that it is too late to cancel.
-    told: bool,
+    late_cancel_reported: bool,
 }
 
 impl<'a> Restore<'a> {
-    fn go(mut self, ran: bool) -> Result<Report, Failure> {
+    fn go(mut self, was_running: bool) -> Result<Report, Failure> {
         let runs = match self.options.recover {
-            true => self.end.ran(),
-            false => self.run.options.run().unwrap_or(ran),
+            true => self.end.was_running(),
+            false => self.context.options.run().unwrap_or(was_running),
         };
         let mut running = match self.options.recover {
             true => self.recover(None)?,
@@ -154,11 +163,11 @@ impl<'a> Restore<'a> {
             // What is wrong with the image, or with every connection alike, no further one makes right.
             idle = if self.engine.remaining() < left { 0 } else { idle + 1 };
             left = self.engine.remaining();
-            if blame::is_of_guest(&lost.error) && !lost.had_loaded {
+            if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
                 let (error, notes) = (Box::new(lost.error.into()), self.end.give_back());
                 return Err(Failure { error, guest: GuestState::Safe, notes });
             }
-            if blame::is_of_guest(&lost.error) || idle == IDLE_RECOVERIES_MAX {
+            if error_origin::is_guest_error(&lost.error) || idle == IDLE_RECOVERIES_MAX {
                 return Err(self.end.left(lost.error.into()));
             }
             running = self.recover(Some(lost))?;
@@ -168,23 +177,24 @@ impl<'a> Restore<'a> {
 
     /// Up to the point of no return, and over it.
     fn start(&mut self, runs: bool) -> Result<Running<'a>, Failure> {
-        let (run, engine) = (self.run, self.engine);
+        let (context, engine) = (self.context, self.engine);
         let session = Arc::new(Session::default());
         let offered = (|| {
-            run.observer.phase(Phase::Connect);
+            context.observer.phase(Phase::Connect);
             let address = self.end.listen(self.options, runs)?;
             let (main, preempt) = self.connect(&address)?;
-            run.check_cancelled()?;
-            run.observer.phase(Phase::Transfer);
+            context.check_cancelled()?;
+            context.observer.phase(Phase::Transfer);
             let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
             let mut look = || {
-                run.report(self.statistics, Progress::default());
+                context.report_progress(self.statistics, Progress::default());
                 Ok(())
             };
-            let switch = Switch::new(SourceKind::Stored, DestinationKind::Stored, run.options);
-            supervised(run, &session, &switch, &mut look, || engine.offer(&session, &link))
+            let switchover =
+                SharedSwitchover::new(SourceKind::Stored, DestinationKind::Stored, context.options);
+            run_supervised(context, &session, &switchover, &mut look, || engine.offer(&session, &link))
         })();
-        let offered = offered.and_then(|offered| match run.check_cancelled() {
+        let offered = offered.and_then(|offered| match context.check_cancelled() {
             Ok(()) => Ok(offered),
             Err(error) => {
                 drop(offered.withdraw(towline_migration::Error::Cancelled));
@@ -193,11 +203,11 @@ impl<'a> Restore<'a> {
         });
         match offered {
             Ok(offered) => {
-                run.observer.phase(Phase::Switchover);
+                context.observer.phase(Phase::Switchover);
                 Ok(offered.run())
             }
             Err(error) => {
-                let (error, notes) = self.end.undo(error);
+                let (error, notes) = self.end.roll_back(error);
                 Err(Failure { error: Box::new(error), guest: GuestState::Safe, notes })
             }
         }
@@ -216,8 +226,8 @@ impl<'a> Restore<'a> {
             while !done.load(Ordering::Acquire) && !worker.is_finished() {
                 self.look(runs);
                 let starts = runs && self.end.is_driven() && self.report.running_after.is_none();
-                let closely = starts && begun.elapsed() < STARTS_MAX;
-                thread::park_timeout(if closely { STARTS_INTERVAL } else { LOOK_INTERVAL });
+                let closely = starts && begun.elapsed() < START_POLL_TIME;
+                thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
             }
             match worker.join() {
                 Ok(served) => served,
@@ -228,21 +238,21 @@ impl<'a> Restore<'a> {
 
     fn look(&mut self, runs: bool) {
         if runs && self.report.running_after.is_none() && self.end.runs_now() {
-            self.report.running_after = Some(self.run.elapsed());
-            self.run.observer.phase(Phase::Running);
+            self.report.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(Phase::Running);
         }
-        self.tell_progress();
-        if self.run.cancel.is_cancelled() && !self.told {
-            self.told = true;
+        self.report_progress();
+        if self.context.cancel.is_cancelled() && !self.late_cancel_reported {
+            self.late_cancel_reported = true;
             let text = "the guest runs at its destination, so it is too late to cancel: the rest of its memory is still sent";
-            self.run.observer.notice(text);
+            self.context.observer.notice(text);
         }
     }
 
-    fn tell_progress(&self) {
+    fn report_progress(&self) {
         let (faults, remaining) = (self.engine.faults(), self.engine.remaining());
         let progress = Progress { remaining: Some(remaining), faults: Some(faults), ..Progress::default() };
-        self.run.report(self.statistics, progress);
+        self.context.report_progress(self.statistics, progress);
     }
 
     /// Makes a lost connection again; `None` if it is not needed any more.
@@ -259,26 +269,26 @@ impl<'a> Restore<'a> {
         };
         let mut was_told = false;
         loop {
-            match self.end.fate() {
-                Ok(Fate::Complete) => return Ok(None),
-                Ok(Fate::Failed(text)) => return Err(self.end.given_up(why, &text, had_loaded)),
-                Ok(Fate::Listens(address)) => match self.try_recover(&address) {
+            match self.end.recovery_state() {
+                Ok(RecoveryState::Completed) => return Ok(None),
+                Ok(RecoveryState::Failed(text)) => return Err(self.end.given_up(why, &text, had_loaded)),
+                Ok(RecoveryState::Listening(address)) => match self.try_recover(&address) {
                     Ok(running) => {
-                        self.run.observer.notice(&format!("{why}; connected again"));
+                        self.context.observer.notice(&format!("{why}; connected again"));
                         return Ok(Some(running));
                     }
                     Err(Error::Migration(error)) => why = error,
                     Err(error) => tracing::debug!(%error, "not recovered yet"),
                 },
-                Ok(Fate::NotYet) => {}
+                Ok(RecoveryState::NotReady) => {}
                 Err(error) => return Err(self.end.ended(error, had_loaded)),
             }
             if begun.elapsed() >= BREAK_AFTER && !was_told {
                 was_told = true;
-                self.end.wait_for_help(&why, self.run);
+                self.end.wait_for_help(&why, self.context);
             }
             let is_over = self.end.is_driven() && begun.elapsed() >= RECOVER_TIMEOUT;
-            if is_over || self.run.cancel.is_cancelled() && begun.elapsed() >= BREAK_AFTER {
+            if is_over || self.context.cancel.is_cancelled() && begun.elapsed() >= BREAK_AFTER {
                 let error = Error::NotRecovered { source: why, waited: begun.elapsed() };
                 return Err(self.end.left(error));
             }
@@ -288,7 +298,7 @@ impl<'a> Restore<'a> {
 
     fn try_recover(&mut self, address: &Address) -> Result<Running<'a>, Error> {
         let session = Arc::new(Session::default());
-        session.follow(&self.run.options.tuning);
+        session.follow(&self.context.options.tuning);
         let (main, preempt) = self.connect(address)?;
         let link = PostcopyChannels { main, preempt: self.options.preempt.then_some(&preempt) };
         Ok(self.engine.recover(&session, &link)?)
@@ -303,10 +313,10 @@ impl<'a> Restore<'a> {
         (Arc<dyn Channel>, impl Fn() -> towline_migration::Result<Arc<dyn Channel>> + Sync + use<'a>),
         Error,
     > {
-        let (run, address) = (self.run, address.clone());
-        let options = tls::connecting(run.options)?;
+        let (context, address) = (self.context, address.clone());
+        let options = tls::connecting(context.options)?;
         let connect = move || -> towline_migration::Result<Arc<dyn Channel>> {
-            let deadline = Instant::now() + run.options.connect_timeout;
+            let deadline = Instant::now() + context.options.connect_timeout;
             // Not the user's cancellation: a guest that runs is to get its memory.
             let never = towline_channel::Cancel::new()?;
             Ok(connect_with(&address, deadline, &never, &options)?.into())
@@ -315,18 +325,18 @@ impl<'a> Restore<'a> {
     }
 
     fn finish(mut self, runs: bool) -> Result<Report, Failure> {
-        self.run.observer.phase(Phase::Release);
+        self.context.observer.phase(Phase::Release);
         self.report.faults = self.engine.faults();
-        self.tell_progress();
+        self.report_progress();
         let state = self.end.state(runs);
         let notes = self.end.finish(runs)?;
         if runs && self.report.running_after.is_none() && self.end.is_driven() {
-            self.report.running_after = Some(self.run.elapsed());
-            self.run.observer.phase(Phase::Running);
+            self.report.running_after = Some(self.context.elapsed());
+            self.context.observer.phase(Phase::Running);
         }
-        notes.iter().for_each(|note| self.run.observer.notice(note));
+        notes.iter().for_each(|note| self.context.observer.notice(note));
         let moved = self.statistics.snapshot();
-        let report = self.run.done(moved, SourceState::Unchanged, state);
+        let report = self.context.build_report(moved, SourceState::Unchanged, state);
         Ok(Report { postcopy: Some(self.report), ..report })
     }
 }

@@ -24,7 +24,7 @@ pub struct Report {
     /// How each lane to the destination sent its pages; none if there is no stream to it.
     pub lane_sends: Vec<LaneSends>,
     /// QEMU loaded the image itself.
-    pub handed_over: bool,
+    pub loaded_by_qemu: bool,
     /// The source's guest now.
     pub source: SourceState,
     /// The destination's guest now.

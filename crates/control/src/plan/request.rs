@@ -41,7 +41,7 @@ pub enum Task {
     /// It is copied, and its source keeps it: paused, or as it was stored.
     Copy {
         /// How its memory goes.
-        means: Means,
+        transfer: TransferOptions,
         /// Whether it runs at a `qmp:` destination; `None`: as it did.
         run: Option<bool>,
         /// Let a `qmp:` source run on afterwards, and begin with `cont` if it was copied before.
@@ -52,7 +52,7 @@ pub enum Task {
     /// It is copied, and the QEMU at its source is ended when it is at its destination.
     Move {
         /// How its memory goes.
-        means: Means,
+        transfer: TransferOptions,
         /// Whether it runs at a `qmp:` destination; `None`: as it did.
         run: Option<bool>,
         /// Take a vhost-user-vsock out of the guest before it is moved, and put it in again at its `qmp:` destination.
@@ -69,7 +69,7 @@ pub enum Task {
     /// The destination runs the guest at once, and its memory follows.
     Postcopy {
         /// How its memory goes.
-        means: Means,
+        transfer: TransferOptions,
         /// How it begins.
         start: PostcopyStart,
         /// Pages that are waited for go on a channel of their own.
@@ -104,7 +104,7 @@ pub enum PostcopyStart {
 
 /// How memory goes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Means {
+pub struct TransferOptions {
     /// Lanes at both ends; 0: none. `None`: 4 where QMP can set them, else none.
     pub multifd_channels: Option<usize>,
     /// Bytes per second; `None`: as fast as it goes.
@@ -138,7 +138,7 @@ impl Default for Request {
 
 impl Default for Task {
     fn default() -> Self {
-        Self::Copy { means: Means::default(), run: None, resume: false, base: None }
+        Self::Copy { transfer: TransferOptions::default(), run: None, resume: false, base: None }
     }
 }
 
@@ -161,10 +161,12 @@ impl Request {
     }
 
     /// How memory goes; a background snapshot has no choice.
-    pub(crate) fn means(&self) -> Means {
+    pub(crate) fn transfer_options(&self) -> TransferOptions {
         match &self.task {
-            Task::Copy { means, .. } | Task::Move { means, .. } | Task::Postcopy { means, .. } => *means,
-            Task::Snapshot { .. } => Means::default(),
+            Task::Copy { transfer, .. } | Task::Move { transfer, .. } | Task::Postcopy { transfer, .. } => {
+                *transfer
+            }
+            Task::Snapshot { .. } => TransferOptions::default(),
         }
     }
 

@@ -16,37 +16,37 @@ use towline_qmp::commands::{
 };
 use towline_qmp::{self as qmp, Event};
 
-use super::converge::{self, Convergence};
+use super::convergence::{self, Convergence};
 use super::error::Error;
-use super::fit::Guest;
+use super::preflight::GuestFacts;
 use super::private_dir::{PrivateDir, open_to_peer};
 use super::progress::Progress;
 use super::report::SourceState;
 use super::request::Request;
-use super::vsock::{self, Vsocks};
-use super::{blame, compression};
-use crate::moves::{self, End};
-use crate::qemu::{self, Qemu, Settings, Wanted};
-use crate::switchover::{GuestRun, SourceView};
+use super::vsock::{self, DetachedVsocks};
+use super::{compression, error_origin};
+use crate::moves::{self, MoveEnd};
+use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
+use crate::switchover::{GuestRunState, SourceStatus};
 
 /// A rate that no host reaches: QEMU's way to say "as fast as it goes".
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
 /// How long lanes may come after the main channel.
 pub(super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often QEMU is asked how far it is.
-const ASK_INTERVAL: Duration = Duration::from_millis(250);
+const QUERY_INTERVAL: Duration = Duration::from_millis(250);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How long a source whose copy is cancelled may take to connect.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
+const CANCELLED_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often it is asked whether it gave up while its connections are waited for.
-const CONNECT_LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const CONNECT_QUERY_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a source may take to be done with a migration: the one before this, and this.
-const TIDY_TIMEOUT: Duration = Duration::from_secs(15);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long a QEMU whose monitor is closed may take to end.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Capabilities that change the stream into one that cannot be taken here, or that would stop it half-way.
-const MUST_BE_OFF: [Capability; 10] = [
+const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,
     Capability::POSTCOPY_PREEMPT,
@@ -60,7 +60,7 @@ const MUST_BE_OFF: [Capability; 10] = [
 ];
 
 /// More that does not go with a background snapshot; those of a migration stay as they are.
-const MUST_BE_OFF_LIVE: [Capability; 5] = [
+const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
     Capability::AUTO_CONVERGE,
     Capability::DIRTY_BITMAPS,
     Capability::DIRTY_LIMIT,
@@ -72,9 +72,9 @@ const MUST_BE_OFF_LIVE: [Capability; 5] = [
 #[derive(Debug)]
 pub(super) struct QmpSource {
     qemu: Qemu,
-    settings: Option<Settings>,
+    settings: Option<AppliedSettings>,
     /// The guest ran when it was found, or is run on for this copy.
-    pub(super) ran: bool,
+    pub(super) was_running: bool,
     /// It is paused since an earlier copy, and is to be run on for this one, when everything has been checked.
     resumes: bool,
     /// It was.
@@ -82,21 +82,21 @@ pub(super) struct QmpSource {
     /// The migration is that of this command.
     started: bool,
     /// The migration as it was seen last.
-    seen: Option<MigrationInfo>,
+    last_migration: Option<MigrationInfo>,
     dir: PrivateDir,
-    asked: Instant,
+    queried_at: Instant,
     pub(super) progress: Progress,
     convergence: Convergence,
     tuning: Tuning,
     /// How many of its changes QEMU was told.
-    tuned: u64,
+    applied_changes: u64,
     /// What is to be taken out of the guest for as long as it is moved, and was.
-    pub(super) vsocks: Vsocks,
+    pub(super) vsocks: DetachedVsocks,
 }
 
 /// A source that is in order again, or ended.
 #[derive(Debug, Default)]
-pub(super) struct Released {
+pub(super) struct RestoredSource {
     /// How long the guest stood still, in milliseconds, by QEMU's last word.
     pub(super) downtime_ms: Option<u64>,
     /// What the user should know.
@@ -114,7 +114,7 @@ impl QmpSource {
         {
             return Err(Error::Migrating { socket, status: status.as_str().into() });
         }
-        let detached = |reason: &&String| options.detaches_vsock() && vsock::is_reason(reason);
+        let detached = |reason: &&String| options.detaches_vsock() && vsock::is_vsock_blocker(reason);
         let reasons: Vec<String> =
             facts.blocked_reasons().iter().filter(|reason| !detached(reason)).cloned().collect();
         if !reasons.is_empty() {
@@ -125,37 +125,41 @@ impl QmpSource {
             return Err(Error::NoGuest { socket, status: status.as_str().into() });
         }
         let resumes = status == RunState::POSTMIGRATE;
-        moves::refuse_source(&qemu, resumes)?;
+        moves::check_source(&qemu, resumes)?;
         if resumes && !options.resumes() {
             return Err(Error::NeedsCont { socket });
         }
-        let ran = qemu.facts().status.running || resumes;
+        let was_running = qemu.facts().status.running || resumes;
         let dir = PrivateDir::for_qemu(&qemu)?;
-        let (asked, progress) = (Instant::now(), Progress::default());
+        let (queried_at, progress) = (Instant::now(), Progress::default());
         let convergence = Convergence::new(options, qemu.facts());
         let tuning = options.tuning.clone();
-        let vsocks = if options.detaches_vsock() { Vsocks::find(&mut qemu)? } else { Vsocks::default() };
+        let vsocks = if options.detaches_vsock() {
+            DetachedVsocks::find(&mut qemu)?
+        } else {
+            DetachedVsocks::default()
+        };
         Ok(Self {
             qemu,
             settings: None,
-            ran,
+            was_running,
             resumes,
             resumed: false,
             started: false,
-            seen: None,
+            last_migration: None,
             dir,
-            asked,
+            queried_at,
             progress,
             convergence,
             tuning,
-            tuned: 0,
+            applied_changes: 0,
             vsocks,
         })
     }
 
     /// What is known of its guest; all of it if that is compared with another QEMU.
-    pub(super) fn guest(&mut self, is_compared: bool) -> Result<Guest, Error> {
-        Guest::of_qemu(&mut self.qemu, is_compared)
+    pub(super) fn guest(&mut self, is_compared: bool) -> Result<GuestFacts, Error> {
+        GuestFacts::of_qemu(&mut self.qemu, is_compared)
     }
 
     /// Takes out of the guest what QEMU does not migrate.
@@ -169,8 +173,8 @@ impl QmpSource {
     }
 
     /// What it is to a record.
-    pub(super) fn end_of_move(&self) -> End {
-        End::qemu(self.qemu.socket(), self.qemu.process())
+    pub(super) fn move_end(&self) -> MoveEnd {
+        MoveEnd::qemu(self.qemu.socket(), self.qemu.process())
     }
 
     /// The monitor's socket.
@@ -190,22 +194,22 @@ impl QmpSource {
         options: &Request,
         cancel: &Cancel,
     ) -> Result<Connections, Error> {
-        let wanted = self.wanted(lanes, options);
-        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
+        let settings = self.migration_settings(lanes, options);
+        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         let path = self.stream_path();
         let listener = Listener::bind(&Address::Unix(path.clone()))?;
         open_to_peer(&path)?;
-        self.wait_tidy()?;
+        self.wait_migration_cleanup()?;
         if cancel.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        self.begin(&Migrate::to_uri(format!("unix:{}", path.display())))?;
+        self.start_migration(&Migrate::to_uri(format!("unix:{}", path.display())))?;
         let deadline = Instant::now() + options.connect_timeout;
-        self.connected(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
+        self.accept_connections(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
     }
 
     /// Runs a guest on that an earlier copy has paused, and has QEMU migrate it.
-    fn begin(&mut self, migrate: &Migrate) -> Result<(), Error> {
+    fn start_migration(&mut self, migrate: &Migrate) -> Result<(), Error> {
         if self.resumes {
             self.qemu.cont()?;
             self.resumed = true;
@@ -223,7 +227,7 @@ impl QmpSource {
     ///
     /// Who cancels waits for them too: a QEMU (10.0) whose connections break while it makes them may never be done with that
     /// migration, and takes no other one.
-    fn connected(
+    fn accept_connections(
         &mut self,
         listener: Listener,
         lanes: usize,
@@ -239,14 +243,14 @@ impl QmpSource {
             });
             let (mut why, mut cancelled) = (None, None);
             while !waiter.is_finished() {
-                thread::park_timeout(CONNECT_LOOK_INTERVAL);
+                thread::park_timeout(CONNECT_QUERY_INTERVAL);
                 if why.is_none() && !ends.is_cancelled() {
-                    why = self.has_not_failed().err();
+                    why = self.check_not_failed().err();
                 }
                 if cancel.is_cancelled() {
                     cancelled.get_or_insert_with(Instant::now);
                 }
-                if why.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CONNECT_TIMEOUT) {
+                if why.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CANCELLED_CONNECT_TIMEOUT) {
                     ends.cancel();
                 }
             }
@@ -263,8 +267,8 @@ impl QmpSource {
         })
     }
 
-    fn has_not_failed(&mut self) -> Result<(), Error> {
-        let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else { return Ok(()) };
+    fn check_not_failed(&mut self) -> Result<(), Error> {
+        let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
             let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
@@ -276,9 +280,9 @@ impl QmpSource {
     /// comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration that is none.
     ///
     /// False if it had not by then.
-    fn wait_tidy(&mut self) -> Result<bool, Error> {
-        let deadline = Instant::now() + TIDY_TIMEOUT;
-        while self.is_untidy()? {
+    fn wait_migration_cleanup(&mut self) -> Result<bool, Error> {
+        let deadline = Instant::now() + CLEANUP_TIMEOUT;
+        while self.is_cleanup_pending()? {
             if Instant::now() >= deadline {
                 return Ok(false);
             }
@@ -288,19 +292,19 @@ impl QmpSource {
     }
 
     /// Puts the settings back. Not while QEMU cleans up: it may look at them then, and abort over what it finds.
-    fn restore_settings_if(&mut self, is_tidy: bool) -> Vec<String> {
-        if is_tidy {
+    fn restore_settings_if_clean(&mut self, is_clean: bool) -> Vec<String> {
+        if is_clean {
             return self.restore_settings();
         }
-        self.forget();
-        let (socket, waited) = (self.qemu.socket(), TIDY_TIMEOUT.as_secs());
+        self.keep_settings();
+        let (socket, waited) = (self.qemu.socket(), CLEANUP_TIMEOUT.as_secs());
         vec![format!(
             "QEMU on {socket} has not cleaned up its migration within {waited} s: its capabilities and parameters stay as they \
              were set for this copy"
         )]
     }
 
-    fn is_untidy(&mut self) -> Result<bool, Error> {
+    fn is_cleanup_pending(&mut self) -> Result<bool, Error> {
         match self.qemu.client().execute_raw("query-yank", None) {
             Ok(instances) => Ok(instances
                 .as_array()
@@ -314,9 +318,9 @@ impl QmpSource {
         self.dir.join("source.sock")
     }
 
-    fn wanted(&self, lanes: usize, options: &Request) -> Wanted {
+    fn migration_settings(&self, lanes: usize, options: &Request) -> MigrationSettings {
         let known = &self.qemu.facts().capabilities;
-        let mut capabilities: BTreeMap<_, _> = MUST_BE_OFF
+        let mut capabilities: BTreeMap<_, _> = UNSUPPORTED_CAPABILITIES
             .into_iter()
             .filter(|name| known.contains_key(name))
             .map(|name| (name, false))
@@ -324,28 +328,28 @@ impl QmpSource {
         capabilities.insert(Capability::RETURN_PATH, !options.is_snapshot());
         capabilities.insert(Capability::EVENTS, true);
         capabilities.insert(Capability::MULTIFD, lanes > 0);
-        if options.means().throttle {
+        if options.transfer_options().throttle {
             capabilities.insert(Capability::AUTO_CONVERGE, true);
         }
         if options.is_snapshot() {
-            let off = MUST_BE_OFF_LIVE.into_iter().filter(|name| known.contains_key(name));
+            let off = UNSUPPORTED_WITH_SNAPSHOT.into_iter().filter(|name| known.contains_key(name));
             capabilities.extend(off.map(|name| (name, false)));
             capabilities.insert(Capability::BACKGROUND_SNAPSHOT, true);
         }
         let parameters = MigrationParameters {
             multifd_channels: (lanes > 0).then(|| u8::try_from(lanes).unwrap_or(u8::MAX)),
-            max_bandwidth: Some(options.means().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
+            max_bandwidth: Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED)),
             downtime_limit: Some(u64::try_from(options.downtime_limit.as_millis()).unwrap_or(u64::MAX)),
             tls_creds: Some(String::new()),
             ..compression::parameters(options.compression, lanes)
         };
-        Wanted { capabilities, parameters }
+        MigrationSettings { capabilities, parameters }
     }
 
     /// Tells QEMU of limits that were changed. They are put back with all others. One that it refuses ends no copy.
-    fn tune(&mut self) {
+    fn apply_tuning(&mut self) {
         let changes = self.tuning.changes();
-        if std::mem::replace(&mut self.tuned, changes) == changes {
+        if std::mem::replace(&mut self.applied_changes, changes) == changes {
             return;
         }
         let milliseconds = |limit: Duration| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
@@ -365,19 +369,19 @@ impl QmpSource {
     }
 
     /// Looks how far QEMU is, from time to time.
-    pub(super) fn look(&mut self) -> Result<Progress, Error> {
-        self.tune();
-        if self.asked.elapsed() >= ASK_INTERVAL {
-            self.asked = Instant::now();
+    pub(super) fn poll(&mut self) -> Result<Progress, Error> {
+        self.apply_tuning();
+        if self.queried_at.elapsed() >= QUERY_INTERVAL {
+            self.queried_at = Instant::now();
             // A QEMU that completes answers nothing for as long as that takes.
-            let Some(migration) = self.qemu.patiently(|qemu| qemu.migration())? else {
+            let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else {
                 return Ok(self.progress);
             };
             if migration.status == Some(MigrationStatus::FAILED) {
                 let text = migration.error_desc.unwrap_or_else(|| "it does not say why".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
-            self.progress = converge::progress(&migration);
+            self.progress = convergence::progress(&migration);
             self.convergence.observe(&migration)?;
         }
         Ok(self.progress)
@@ -385,58 +389,58 @@ impl QmpSource {
 
     /// What becomes of its migration. An answer that does not come says nothing; a process that has exited does. `live`: a
     /// background snapshot, whose guest runs on.
-    pub(super) fn view(&mut self, live: bool) -> SourceView {
-        match self.qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+    pub(super) fn query_status(&mut self, live: bool) -> SourceStatus {
+        match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(Some((migration, status))) => {
-                let view = self.seen(&migration, &status, live);
-                self.seen = Some(migration);
+                let view = self.status_of(&migration, &status, live);
+                self.last_migration = Some(migration);
                 view
             }
-            Ok(None) => SourceView::Unknown,
+            Ok(None) => SourceStatus::Unknown,
             Err(error) => {
                 tracing::debug!(%error, "the source does not answer");
-                if self.has_ended() { SourceView::Exited } else { self.reconnect() }
+                if self.has_exited() { SourceStatus::Exited } else { self.reconnect() }
             }
         }
     }
 
-    fn seen(&self, migration: &MigrationInfo, status: &Status, live: bool) -> SourceView {
+    fn status_of(&self, migration: &MigrationInfo, status: &Status, live: bool) -> SourceStatus {
         let of_migration = migration.status.as_ref().filter(|_| self.started);
         match of_migration {
-            Some(status) if !status.is_final() => SourceView::Migrating,
+            Some(status) if !status.is_final() => SourceStatus::Migrating,
             Some(done) if *done == MigrationStatus::COMPLETED => {
                 if status.running && !live {
-                    SourceView::CompletedAndRun
+                    SourceStatus::CompletedThenResumed
                 } else {
-                    SourceView::Completed
+                    SourceStatus::Completed
                 }
             }
             // A source that fails late is stopped for a moment before it runs on by itself.
-            Some(_) if status.status == RunState::FINISH_MIGRATE => SourceView::Migrating,
-            _ => SourceView::HasGuest,
+            Some(_) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
+            _ => SourceStatus::HasGuest,
         }
     }
 
     /// The monitor is closed, and QEMU is not known to have exited: a proxy may have ended, and another one may be there.
-    fn reconnect(&mut self) -> SourceView {
+    fn reconnect(&mut self) -> SourceStatus {
         if let Err(error) = self.qemu.reconnect() {
             tracing::debug!(%error, "the monitor is not there again");
             thread::sleep(POLL_INTERVAL);
         }
-        SourceView::Unknown
+        SourceStatus::Unknown
     }
 
     /// Why it is not known what became of its migration.
     pub(super) fn not_completed(&self, waited: Duration) -> Error {
-        let status = self.seen.as_ref().and_then(|seen| seen.status.as_ref());
+        let status = self.last_migration.as_ref().and_then(|migration| migration.status.as_ref());
         let status = status.map_or("nothing", MigrationStatus::as_str).to_owned();
         Error::NotCompleted { socket: self.qemu.socket().into(), status, waited }
     }
 
     /// Cancels the migration, if it is that of this command.
-    pub(super) fn cancel_own(&mut self) -> Result<(), Error> {
+    pub(super) fn cancel_migration(&mut self) -> Result<(), Error> {
         if self.started {
-            self.qemu.patiently(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
+            self.qemu.try_query(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
         }
         Ok(())
     }
@@ -460,14 +464,14 @@ impl QmpSource {
 
     /// Puts the settings back, and runs the guest that this migration stopped if `resume`. `undoes`: the guest stays here, with
     /// what was taken out of it.
-    pub(super) fn restore(&mut self, resume: bool, undoes: bool) -> Result<Released, Error> {
-        let tidy = self.wait_tidy();
+    pub(super) fn restore(&mut self, resume: bool, undoes: bool) -> Result<RestoredSource, Error> {
+        let tidy = self.wait_migration_cleanup();
         let (downtime_ms, mut notes) = match tidy {
-            Ok(is_tidy) => (self.downtime(), self.restore_settings_if(is_tidy)),
+            Ok(is_clean) => (self.downtime(), self.restore_settings_if_clean(is_clean)),
             Err(error) if undoes => return Err(error),
             // The copy is complete, whatever becomes of its source now.
             Err(error) => {
-                self.forget();
+                self.keep_settings();
                 (None, vec![error.to_string()])
             }
         };
@@ -481,33 +485,33 @@ impl QmpSource {
         } else if resume {
             self.qemu.cont()?;
         }
-        Ok(Released { downtime_ms, notes })
+        Ok(RestoredSource { downtime_ms, notes })
     }
 
     /// After a move: ends QEMU. The guest is elsewhere. Returns how long it stood still, in milliseconds.
-    pub(super) fn end(&mut self) -> Result<Option<u64>, Error> {
-        self.forget();
-        let downtime_ms = self.wait_tidy().ok().and_then(|_| self.downtime());
+    pub(super) fn quit(&mut self) -> Result<Option<u64>, Error> {
+        self.keep_settings();
+        let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.downtime());
         self.qemu.quit()?;
         Ok(downtime_ms)
     }
 
     /// What the guest does here when the copy is complete.
-    pub(super) fn state_after(&self, options: &Request, exited: bool, guest: GuestRun) -> SourceState {
+    pub(super) fn state_after(&self, options: &Request, exited: bool, guest: GuestRunState) -> SourceState {
         if exited || options.ends_source() {
             return SourceState::Ended;
         }
-        let live = options.is_snapshot() && self.ran;
+        let live = options.is_snapshot() && self.was_running;
         if live || options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
     /// Whether QEMU is known to have ended, and the guest with it.
-    pub(super) fn has_ended(&self) -> bool {
-        self.qemu.has_ended(ENDED_TIMEOUT)
+    pub(super) fn has_exited(&self) -> bool {
+        self.qemu.has_exited(ENDED_TIMEOUT)
     }
 
     /// QEMU has ended: there is nothing to put back.
-    pub(super) fn forget(&mut self) {
+    pub(super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.keep();
         }
@@ -524,7 +528,7 @@ impl QmpSource {
     pub(super) fn explain(&mut self, error: Error) -> Error {
         let socket = self.qemu.socket().to_owned();
         let is_protocol = matches!(error, Error::Migration(towline_migration::Error::Protocol { .. }));
-        if is_protocol || !blame::is_of(&error, &socket, &self.stream_path()) {
+        if is_protocol || !error_origin::is_from(&error, &socket, &self.stream_path()) {
             return error;
         }
         match self.qemu.migration().map_err(Error::from) {
@@ -534,7 +538,7 @@ impl QmpSource {
                     None => error,
                 }
             }
-            Err(gone) if blame::is_gone(&gone) && self.has_ended() => {
+            Err(gone) if error_origin::is_monitor_lost(&gone) && self.has_exited() => {
                 tracing::debug!(%error, "the source ended");
                 Error::SourceEnded { socket }
             }

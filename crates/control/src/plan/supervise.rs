@@ -7,20 +7,20 @@ use std::time::Duration;
 use towline_channel::Cancel;
 use towline_migration::Session;
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
 
 /// How often the watcher looks.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const WATCH_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Runs `work`; until it is done calls `look` again and again. A cancellation, or `look`'s error, fails the session, which
 /// makes `work` end.
 pub(super) fn supervise<T: Send>(
     session: &Session,
-    switch: &Switch,
+    switchover: &SharedSwitchover,
     cancel: &Cancel,
-    look: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
+    poll: &mut dyn FnMut() -> Result<(), towline_migration::Error>,
     work: impl FnOnce() -> T + Send,
 ) -> T {
     let watcher = thread::current();
@@ -35,18 +35,18 @@ pub(super) fn supervise<T: Send>(
             result
         });
         while !done.load(Ordering::Acquire) && !worker.is_finished() {
-            thread::park_timeout(LOOK_INTERVAL);
+            thread::park_timeout(WATCH_INTERVAL);
             if done.load(Ordering::Acquire) {
                 break;
             }
             if cancel.is_cancelled() && !asked {
                 asked = true;
                 // Not where the guest may run at its destination already.
-                if switch.cancel() {
+                if switchover.cancel() {
                     session.fail(towline_migration::Error::Cancelled);
                 }
             }
-            if let Err(error) = look() {
+            if let Err(error) = poll() {
                 session.fail(error);
             }
         }
@@ -58,16 +58,16 @@ pub(super) fn supervise<T: Send>(
 }
 
 /// Runs the engine under supervision.
-pub(super) fn supervised<T: Send>(
-    run: &Run<'_>,
+pub(super) fn run_supervised<T: Send>(
+    context: &Context<'_>,
     session: &Session,
-    switch: &Switch,
-    look: &mut dyn FnMut() -> Result<(), Error>,
+    switchover: &SharedSwitchover,
+    poll: &mut dyn FnMut() -> Result<(), Error>,
     work: impl FnOnce() -> Result<T, towline_migration::Error> + Send,
 ) -> Result<T, Error> {
-    session.follow(&run.options.tuning);
-    let mut look = || look().map_err(towline_migration::Error::guest);
-    let result = supervise(session, switch, run.cancel, &mut look, work);
+    session.follow(&context.options.tuning);
+    let mut poll = || poll().map_err(towline_migration::Error::guest);
+    let result = supervise(session, switchover, context.cancel, &mut poll, work);
     result.map_err(|error| match error {
         towline_migration::Error::Cancelled => Error::Cancelled,
         towline_migration::Error::Guest(error) => match error.downcast::<Error>() {

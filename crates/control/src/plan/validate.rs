@@ -17,7 +17,7 @@ const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
 const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 
 /// Refuses what can be refused before anything is touched. Returns the options as they are meant for these two, and the lanes.
-pub(super) fn checked(
+pub(super) fn validate(
     source: &Source,
     destination: &Destination,
     options: &Request,
@@ -37,7 +37,7 @@ pub(super) fn checked(
 }
 
 /// The same of a stream that is only looked at. Returns the lanes.
-pub(super) fn checked_survey(source: &Source, options: &Request) -> Result<usize, Error> {
+pub(super) fn validate_stream(source: &Source, options: &Request) -> Result<usize, Error> {
     let lanes = lanes(source, &Destination::Null, options)?;
     check_compression(source, &Destination::Null, options, lanes)?;
     check_tls(source, &Destination::Null, options)?;
@@ -47,13 +47,13 @@ pub(super) fn checked_survey(source: &Source, options: &Request) -> Result<usize
 fn lanes(source: &Source, destination: &Destination, options: &Request) -> Result<usize, Error> {
     if options.is_postcopy() {
         check_postcopy(source, options)?;
-        let lanes = options.means().multifd_channels.unwrap_or(0);
+        let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
         return if lanes > LANES_MAX { Err(too_many(lanes)) } else { Ok(lanes) };
     }
     let streams = [source.stream(), destination.stream()];
     let streams = || streams.iter().flatten();
     let default = if streams().next().is_some() || options.is_snapshot() { 0 } else { LANES_DEFAULT };
-    let lanes = options.means().multifd_channels.unwrap_or(default);
+    let lanes = options.transfer_options().multifd_channels.unwrap_or(default);
     if lanes > LANES_MAX {
         return Err(too_many(lanes));
     }
@@ -74,7 +74,7 @@ fn too_many(lanes: usize) -> Error {
 }
 
 /// Refuses a QEMU that has no lanes in a migration that may become postcopy, at either end.
-pub(super) fn takes_lanes_beside_postcopy(qemu: &Qemu) -> Result<(), Error> {
+pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
     let version = &qemu.facts().version.qemu;
     if (version.major, version.minor) >= LANES_BESIDE_POSTCOPY_SINCE {
         return Ok(());
@@ -141,7 +141,7 @@ fn one_guest(source: &Source, destination: &Destination, options: &Request) -> R
 fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
     match source {
         Source::Qmp(_) | Source::Memory(_) => Ok(()),
-        _ if options.means().throttle => Err(Error::Usage(
+        _ if options.transfer_options().throttle => Err(Error::Usage(
             "--throttle is for a qmp: source, whose QEMU slows its guest down: set auto-converge on at the QEMU that sends".into(),
         )),
         _ => Ok(()),
@@ -336,7 +336,7 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
 
 /// Refuses what does not go with it, before anything is touched.
 fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
-    let lanes = options.means().multifd_channels.unwrap_or(0);
+    let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
     let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
     let text = match source {
         Source::Stream(_) => {
@@ -363,14 +363,14 @@ fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ends::MemoryRoom;
-    use super::super::request::{Means, PostcopyStart, Task};
+    use super::super::ends::MemoryOptions;
+    use super::super::request::{PostcopyStart, Task, TransferOptions};
     use super::*;
 
     fn postcopy() -> Request {
         let start = PostcopyStart::Copy { run: None };
-        let means = Means::default();
-        Request::new(Task::Postcopy { means, start, preempt: false, record_working_set: true })
+        let transfer = TransferOptions::default();
+        Request::new(Task::Postcopy { transfer, start, preempt: false, record_working_set: true })
     }
 
     fn qmp() -> Destination {
@@ -408,32 +408,32 @@ mod tests {
             ),
             (&image, &file, postcopy(), no_guest),
             (&image, &exec, postcopy(), no_guest),
-            (&image, &Destination::Memory(MemoryRoom::default()), postcopy(), no_guest),
+            (&image, &Destination::Memory(MemoryOptions::default()), postcopy(), no_guest),
             (&running, &tcp, postcopy(), no_qemus),
             (&running, &file, postcopy(), no_qemus),
         ] {
-            assert_eq!(checked(source, destination, &request).unwrap_err().to_string(), text);
+            assert_eq!(validate(source, destination, &request).unwrap_err().to_string(), text);
         }
         for (source, destination) in [(&image, &qmp()), (&image, &tcp), (&running, &qmp())] {
-            assert!(checked(source, destination, &postcopy()).is_ok());
+            assert!(validate(source, destination, &postcopy()).is_ok());
         }
-        assert!(checked(&running, &Destination::Null, &Request::default()).is_ok());
+        assert!(validate(&running, &Destination::Null, &Request::default()).is_ok());
     }
 
     #[test]
     fn a_source_that_runs_on_leaves_its_copy_paused() {
-        let task = |run| Task::Copy { means: Means::default(), run, resume: true, base: None };
+        let task = |run| Task::Copy { transfer: TransferOptions::default(), run, resume: true, base: None };
         let source = Source::Qmp("a.qmp".into());
-        let (request, lanes) = checked(&source, &qmp(), &Request::new(task(None))).unwrap();
+        let (request, lanes) = validate(&source, &qmp(), &Request::new(task(None))).unwrap();
         assert_eq!((request.run(), lanes), (Some(false), LANES_DEFAULT));
-        let error = checked(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
+        let error = validate(&source, &qmp(), &Request::new(task(Some(true)))).unwrap_err();
         assert_eq!(error.to_string(), "--resume with --run: the same guest would run twice");
     }
 
     #[test]
     fn a_move_that_keeps_nothing_is_refused() {
-        let (means, devices) = (Means::default(), Vec::new());
-        let task = Task::Move { means, run: None, detach_vsock: true, devices };
+        let (transfer, devices) = (TransferOptions::default(), Vec::new());
+        let task = Task::Move { transfer, run: None, detach_vsock: true, devices };
         let request = Request::new(task);
         let source = Source::Qmp("a.qmp".into());
         for (destination, text) in [
@@ -443,7 +443,7 @@ mod tests {
                 "--detach-vsock needs a qmp: destination, where the device is put in again",
             ),
         ] {
-            assert_eq!(checked(&source, &destination, &request).unwrap_err().to_string(), text);
+            assert_eq!(validate(&source, &destination, &request).unwrap_err().to_string(), text);
         }
     }
 }

@@ -19,7 +19,7 @@ use towline_compat::facts;
 use towline_qmp as qmp;
 
 use super::error::Error;
-use crate::journal::{Entry, Record};
+use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
 /// Its types, of which one knows the old virtio too.
@@ -45,28 +45,28 @@ pub(super) struct Vsock {
 
 /// Those of a source, and how far they are.
 #[derive(Debug, Default)]
-pub(super) struct Vsocks {
+pub(super) struct DetachedVsocks {
     all: Vec<Vsock>,
     /// How many of them the guest was asked to give up.
     asked: usize,
     /// In the source's journal: those that were unplugged there.
-    entries: Vec<Entry>,
+    entries: Vec<JournalEntry>,
 }
 
 /// Whether QEMU's reason not to migrate is such a device.
-pub(super) fn is_reason(reason: &str) -> bool {
+pub(super) fn is_vsock_blocker(reason: &str) -> bool {
     reason.contains(KIND)
 }
 
 /// Takes them out of what is known of a guest, as they will be out of the guest.
-pub(super) fn forget(facts: &mut facts::Qemu) {
-    facts.blocked_reasons.retain(|reason| !is_reason(reason));
+pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
+    facts.blocked_reasons.retain(|reason| !is_vsock_blocker(reason));
     if let Some(devices) = &mut facts.devices {
         devices.retain(|device| !device.kind.starts_with(KIND));
     }
 }
 
-impl Vsocks {
+impl DetachedVsocks {
     /// Those that there are.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
@@ -127,7 +127,7 @@ impl Vsocks {
             match qemu.client().execute_raw("device_del", Some(one("id", &vsock.path))) {
                 Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
-                    entry.iter().for_each(Entry::done);
+                    entry.iter().for_each(JournalEntry::done);
                     let text = format!("{desc} (it has to be behind a pcie-root-port)");
                     return Err(refused(text, qemu));
                 }
@@ -164,7 +164,7 @@ impl Vsocks {
             vsock.add(qemu)?;
         }
         // At the destination too: the guest has them again, and its source must not.
-        self.entries.iter().for_each(Entry::done);
+        self.entries.iter().for_each(JournalEntry::done);
         Ok(())
     }
 }
@@ -192,12 +192,12 @@ impl Vsock {
         let Some((place, name)) = self.path.rsplit_once('/') else { return Ok(false) };
         let listed =
             children(qemu, place)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
-        Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_reason(reason)))
+        Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 
     /// What undoes that it is unplugged.
-    fn record(&self) -> Record {
-        Record::Device { path: self.path.clone(), add: self.arguments() }
+    fn record(&self) -> UndoRecord {
+        UndoRecord::Device { path: self.path.clone(), add: self.arguments() }
     }
 
     /// Of `device_add`.
@@ -267,7 +267,7 @@ mod tests {
             devices: Some(["vhost-user-vsock-pci", "vhost-user-vsock-device", "nvme"].map(device).into()),
             ..facts::Qemu::default()
         };
-        forget(&mut facts);
+        remove_from_facts(&mut facts);
         assert_eq!(facts.blocked_reasons, ["non-migratable device: 0000:00:02.0/nvme"]);
         assert_eq!(facts.devices.unwrap(), [device("nvme")]);
     }

@@ -47,7 +47,7 @@ const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
 impl Qemu {
     /// What is known already, for rules about machine and memory; nothing is asked.
     #[must_use]
-    pub fn memory(&self) -> facts::Qemu {
+    pub fn basic_facts(&self) -> facts::Qemu {
         let facts = self.facts();
         facts::Qemu {
             version: facts.version.qemu.to_string(),
@@ -67,7 +67,7 @@ impl Qemu {
     ///
     /// # Errors
     /// [`Error::Qmp`]: the monitor is gone or hangs. Questions that this QEMU does not know are no errors.
-    pub fn compatibility(&mut self) -> Result<facts::Qemu, Error> {
+    pub fn compat_facts(&mut self) -> Result<facts::Qemu, Error> {
         self.refresh()?;
         let cpus = self.ask(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
         let mut devices = self.monitor("info qtree")?.map(|text| device_tree::parse(&text));
@@ -78,7 +78,7 @@ impl Qemu {
             Some(cpu) => self.property(&cpu.qom_path, "feature-words")?.map(|words| feature_words(&words)),
             None => None,
         };
-        let mut known = facts::Qemu { devices, cpu_features, ..self.memory() };
+        let mut known = facts::Qemu { devices, cpu_features, ..self.basic_facts() };
         known.cpus = match cpus {
             Some(cpus) => Some(self.cpus(&cpus)?),
             None => None,

@@ -13,8 +13,8 @@ use towline_qmp::{self as qmp, Client, Options};
 
 use super::error::Error;
 use super::facts::{self, Facts};
-use super::repaired::Repaired;
-use crate::journal::{self, Entry, Journal, Record};
+use super::repaired::RepairReport;
+use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 
 /// How long an answer is waited for that may not come for a while.
@@ -27,7 +27,7 @@ pub struct Qemu {
     pub(super) process: Arc<Process>,
     pub(super) facts: Facts,
     pub(super) journal: Option<Journal>,
-    pub(super) repaired: Option<Repaired>,
+    pub(super) repaired: Option<RepairReport>,
 }
 
 impl Qemu {
@@ -76,12 +76,12 @@ impl Qemu {
 
     /// What of an earlier towline was put back by [`Qemu::connect`]; `None`: there was nothing.
     #[must_use]
-    pub fn repaired(&self) -> Option<&Repaired> {
+    pub fn repaired(&self) -> Option<&RepairReport> {
         self.repaired.as_ref()
     }
 
     /// Records in the journal what undoes a change, before it is made. `None` without a journal; one that cannot be written is logged.
-    pub fn record(&self, record: &Record) -> Option<Entry> {
+    pub fn record(&self, record: &UndoRecord) -> Option<JournalEntry> {
         match self.journal.as_ref()?.write(record) {
             Ok(entry) => Some(entry),
             Err(error) => {
@@ -139,7 +139,7 @@ impl Qemu {
     ///
     /// # Errors
     /// Those of `ask` but a timeout.
-    pub fn patiently<T>(
+    pub fn try_query<T>(
         &mut self,
         ask: impl FnOnce(&mut Self) -> Result<T, Error>,
     ) -> Result<Option<T>, Error> {
@@ -203,7 +203,7 @@ impl Qemu {
 
     /// Whether QEMU's process is known and has exited, or does `within` this time. False for a process that is not known.
     #[must_use]
-    pub fn has_ended(&self, within: Duration) -> bool {
+    pub fn has_exited(&self, within: Duration) -> bool {
         self.process.state_within(within) == ProcessState::Exited
     }
 
@@ -228,7 +228,7 @@ impl Qemu {
             _ => {}
         }
         let left = self.client.deadline().saturating_sub(started.elapsed());
-        if self.process.is_known() && !self.has_ended(left) {
+        if self.process.is_known() && !self.has_exited(left) {
             let socket = self.client.socket().to_owned();
             let command = "quit (its process's end)".to_owned();
             return Err(qmp::Error::Timeout { command, socket, waited: started.elapsed() }.into());

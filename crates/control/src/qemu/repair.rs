@@ -1,6 +1,6 @@
 //! Puts back what a towline that was killed has left changed in a QEMU, by its journal.
 //!
-//! Settings can be put back only when no migration is under way: one that was begun by that towline is cancelled, and any is waited for.
+//! AppliedSettings can be put back only when no migration is under way: one that was begun by that towline is cancelled, and any is waited for.
 //! One in postcopy is left alone: it can go on, and cancelling it would cost the guest. What somebody else has changed since stays.
 
 use std::collections::BTreeMap;
@@ -16,13 +16,15 @@ use towline_qmp::commands::{Capability, Migrate, MigrateCancel, MigrationInfo, M
 use super::connection::Qemu;
 use super::error::Error;
 use super::facts::Incoming;
-use super::repaired::Repaired;
+use super::repaired::RepairReport;
 use super::settings::Change;
-use crate::journal::{Changed, Directory, Error as JournalError, Journal, Record, now_ms, sweep};
+use crate::journal::{
+    ChangedValue, Error as JournalError, Journal, RuntimeDirectory, UndoRecord, now_ms, sweep,
+};
 use crate::private_dirs;
 
 /// How long a migration that was cancelled may take to end, and any to be cleaned up.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(10);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long one that is not recorded may take to end by itself, as it does soon if it went to the towline that is gone.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
 /// In which a migration can be cancelled without a doubt about where the guest is.
@@ -33,14 +35,14 @@ const BEGUN_WITHIN_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// What became of one change.
-enum Outcome {
+enum RecordOutcome {
     /// It is undone, or nothing is left to be undone: in words.
     Done(Vec<String>),
     /// It stays: why.
     Left(String),
 }
 
-impl Outcome {
+impl RecordOutcome {
     fn done(text: String) -> Self {
         Self::Done(vec![text])
     }
@@ -52,9 +54,9 @@ impl Qemu {
     ///
     /// # Errors
     /// As [`Qemu::connect`], and those of its journal.
-    pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<Repaired>, Error> {
+    pub fn repair(path: impl AsRef<Path>, options: &qmp::Options) -> Result<Option<RepairReport>, Error> {
         let path = path.as_ref();
-        private_dirs::place().iter().for_each(|place| drop(private_dirs::sweep(place)));
+        private_dirs::temp_dir().iter().for_each(|place| drop(private_dirs::remove_abandoned(place)));
         let mut qemu = Self::inspect(path, options)?;
         qemu.take_journal(path)?;
         Ok(qemu.repaired.take())
@@ -66,7 +68,7 @@ impl Qemu {
     /// [`Error::Qmp`].
     pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
         let to = serde_json::to_value(&command.target).map(|target| target.to_string()).unwrap_or_default();
-        let entry = self.record(&Record::migration(to));
+        let entry = self.record(&UndoRecord::migration(to));
         let begun = self.client.execute(command);
         if matches!(begun, Err(qmp::Error::Refusal { .. }))
             && let Some(entry) = entry
@@ -85,7 +87,7 @@ impl Qemu {
     }
 
     pub(super) fn take_journal(&mut self, path: &Path) -> Result<(), Error> {
-        let directory = Directory::open().map_err(JournalError::from)?;
+        let directory = RuntimeDirectory::open().map_err(JournalError::from)?;
         let (journal, owner) = Journal::open(&directory, path, &self.process)?;
         self.journal = Some(journal.clone());
         sweep(&directory);
@@ -96,36 +98,36 @@ impl Qemu {
         Ok(())
     }
 
-    fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<Repaired, Error> {
+    fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<RepairReport, Error> {
         let records = journal.records();
         let begun = records.iter().filter_map(|(_, record)| match record {
-            Record::Migration { begun_ms, .. } => Some(*begun_ms),
+            UndoRecord::Migration { begun_ms, .. } => Some(*begun_ms),
             _ => None,
         });
         let begun: Vec<u64> = begun.collect();
-        let unsettled = self.settle(&begun)?;
+        let busy = self.wait_until_idle(&begun)?;
         let mut repaired =
-            Repaired { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
+            RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
-            let outcome = match (&unsettled, record.remove_files()) {
-                (_, Some(Ok(done))) => Outcome::done(done),
-                (_, Some(Err(error))) => Outcome::Left(format!("{}: {error}", name(&record))),
-                (Some(text), None) => Outcome::Left(format!("{}: {text}", name(&record))),
+            let outcome = match (&busy, record.remove_files()) {
+                (_, Some(Ok(done))) => RecordOutcome::done(done),
+                (_, Some(Err(error))) => RecordOutcome::Left(format!("{}: {error}", name(&record))),
+                (Some(text), None) => RecordOutcome::Left(format!("{}: {text}", name(&record))),
                 (None, None) => self.undo(&record)?,
             };
             match outcome {
-                Outcome::Done(done) => {
+                RecordOutcome::Done(done) => {
                     entry.done();
                     repaired.done.extend(done);
                 }
-                Outcome::Left(left) => repaired.left.push(left),
+                RecordOutcome::Left(left) => repaired.left.push(left),
             }
         }
         Ok(repaired)
     }
 
     /// Waits until no migration is under way, and cancels one that was begun at one of these times. If one still is: why.
-    fn settle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
+    fn wait_until_idle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
         let began = Instant::now();
         let mut cancelled = false;
         loop {
@@ -145,7 +147,7 @@ impl Qemu {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
-            let limit = if cancelled || status.is_final() { SETTLE_TIMEOUT } else { END_TIMEOUT };
+            let limit = if cancelled || status.is_final() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
             if began.elapsed() >= limit {
                 let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
@@ -172,22 +174,22 @@ impl Qemu {
     }
 
     /// Undoes one change.
-    fn undo(&mut self, record: &Record) -> Result<Outcome, Error> {
+    fn undo(&mut self, record: &UndoRecord) -> Result<RecordOutcome, Error> {
         Ok(match record {
-            Record::Settings { capabilities, parameters } => {
+            UndoRecord::Settings { capabilities, parameters } => {
                 self.put_settings_back(capabilities, parameters)?
             }
-            Record::Device { path, add } => self.plug_again(path, add)?,
-            Record::Migration { to, .. } => Outcome::done(format!("migration to {to} has ended")),
-            Record::Directory { .. } => Outcome::Done(Vec::new()),
+            UndoRecord::Device { path, add } => self.plug_again(path, add)?,
+            UndoRecord::Migration { to, .. } => RecordOutcome::done(format!("migration to {to} has ended")),
+            UndoRecord::Directory { .. } => RecordOutcome::Done(Vec::new()),
         })
     }
 
     fn put_settings_back(
         &mut self,
-        capabilities: &BTreeMap<Capability, Changed<bool>>,
-        parameters: &BTreeMap<String, Changed<Value>>,
-    ) -> Result<Outcome, Error> {
+        capabilities: &BTreeMap<Capability, ChangedValue<bool>>,
+        parameters: &BTreeMap<String, ChangedValue<Value>>,
+    ) -> Result<RecordOutcome, Error> {
         let capabilities_now = self.capabilities_now()?;
         let parameters_now = self.parameters_now()?.to_map();
         let mut done = Vec::new();
@@ -215,16 +217,16 @@ impl Qemu {
                         .map(|(name, state)| format!("{name} {}", if *state { "on" } else { "off" })),
                 );
                 done.extend(wanted_parameters.iter().map(|(name, value)| format!("{name} {value}")));
-                Outcome::Done(done)
+                RecordOutcome::Done(done)
             }
             Err(Error::Qmp(error @ qmp::Error::Refusal { .. })) => {
-                Outcome::Left(format!("migration settings: {error}"))
+                RecordOutcome::Left(format!("migration settings: {error}"))
             }
             Err(error) => return Err(error),
         })
     }
 
-    fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<Outcome, Error> {
+    fn plug_again(&mut self, path: &str, add: &Map<String, Value>) -> Result<RecordOutcome, Error> {
         let (place, device) = path.rsplit_once('/').unwrap_or_default();
         let arguments = Map::from_iter([("path".to_owned(), place.into())]);
         let listed = match self.client.execute_raw("qom-list", Some(arguments)) {
@@ -233,15 +235,17 @@ impl Qemu {
             Err(error) => return Err(error.into()),
         };
         if listed.as_array().into_iter().flatten().any(|entry| entry["name"] == device) {
-            return Ok(Outcome::done(format!("device {device} was not unplugged")));
+            return Ok(RecordOutcome::done(format!("device {device} was not unplugged")));
         }
         if self.status()?.status == RunState::POSTMIGRATE {
-            return Ok(Outcome::done(format!("device {device} stays unplugged: the guest was migrated")));
+            return Ok(RecordOutcome::done(format!(
+                "device {device} stays unplugged: the guest was migrated"
+            )));
         }
         match self.client.execute_raw("device_add", Some(add.clone())) {
-            Ok(_) => Ok(Outcome::done(format!("device {device} plugged again"))),
+            Ok(_) => Ok(RecordOutcome::done(format!("device {device} plugged again"))),
             Err(qmp::Error::Refusal { desc, .. }) => {
-                Ok(Outcome::Left(format!("device {device} is unplugged: {desc}")))
+                Ok(RecordOutcome::Left(format!("device {device} is unplugged: {desc}")))
             }
             Err(error) => Err(error.into()),
         }
@@ -255,7 +259,7 @@ fn was_begun_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
     now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= BEGUN_WITHIN_MS
 }
 
-impl<T: Clone + PartialEq + fmt::Display> Changed<T> {
+impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {
     /// What it is to be set to; `None` if nothing is to be done. Notes what else there is to say of it.
     fn before_if_unchanged_since(&self, now: Option<&T>, name: &str, notes: &mut Vec<String>) -> Option<T> {
         match (&self.before, now) {
@@ -273,15 +277,15 @@ impl<T: Clone + PartialEq + fmt::Display> Changed<T> {
     }
 }
 
-fn name(record: &Record) -> String {
+fn name(record: &UndoRecord) -> String {
     match record {
-        Record::Settings { capabilities, parameters } => {
+        UndoRecord::Settings { capabilities, parameters } => {
             let names =
                 capabilities.keys().map(Capability::as_str).chain(parameters.keys().map(String::as_str));
             names.collect::<Vec<_>>().join(", ")
         }
-        Record::Device { path, .. } => format!("device {path}"),
-        Record::Migration { to, .. } => format!("migration to {to}"),
-        Record::Directory { path, .. } => path.display().to_string(),
+        UndoRecord::Device { path, .. } => format!("device {path}"),
+        UndoRecord::Migration { to, .. } => format!("migration to {to}"),
+        UndoRecord::Directory { path, .. } => path.display().to_string(),
     }
 }

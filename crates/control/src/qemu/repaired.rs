@@ -4,7 +4,7 @@ use std::fmt;
 
 /// What was put back, and what could not be.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Repaired {
+pub struct RepairReport {
     /// The monitor's socket.
     pub socket: String,
     /// The process of the towline that left it.
@@ -15,7 +15,7 @@ pub struct Repaired {
     pub left: Vec<String>,
 }
 
-impl fmt::Display for Repaired {
+impl fmt::Display for RepairReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { socket, owner, done, left } = self;
         write!(f, "QEMU on {socket} was left changed by a towline that is gone (process {owner})")?;

@@ -1,6 +1,6 @@
 //! Capabilities and parameters for the length of a migration.
 //!
-//! [`Settings::apply`] changes what differs and remembers what was there; [`Settings::restore`] puts that back, and
+//! [`AppliedSettings::apply`] changes what differs and remembers what was there; [`AppliedSettings::restore`] puts that back, and
 //! nothing else, so that somebody else's change in between survives. Neither trusts its memory of the present: both
 //! ask QEMU first.
 //!
@@ -21,29 +21,29 @@ use towline_qmp::commands::{
 
 use super::connection::Qemu;
 use super::error::Error;
-use crate::journal::{Changed, Entry, Record};
+use crate::journal::{ChangedValue, JournalEntry, UndoRecord};
 
 /// How a QEMU shall be set.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Wanted {
+pub struct MigrationSettings {
     /// Capabilities that matter; others are left alone.
     pub capabilities: BTreeMap<Capability, bool>,
     /// Parameters that matter; others are left alone.
     pub parameters: MigrationParameters,
 }
 
-/// Settings that were changed, and what was there before.
+/// AppliedSettings that were changed, and what was there before.
 ///
-/// To be ended by [`Settings::restore`] or [`Settings::keep`]; one that is dropped is logged.
+/// To be ended by [`AppliedSettings::restore`] or [`AppliedSettings::keep`]; one that is dropped is logged.
 #[derive(Debug)]
 #[must_use = "what was there before is only put back by `restore`"]
-pub struct Settings {
+pub struct AppliedSettings {
     socket: String,
     capabilities: BTreeMap<Capability, bool>,
     parameters: Map<String, Value>,
     /// Parameters that QEMU did not show before: there is no value to put back.
     unset_before: Vec<String>,
-    entries: Vec<Entry>,
+    entries: Vec<JournalEntry>,
     ended: bool,
 }
 
@@ -67,7 +67,7 @@ impl fmt::Display for ApplyError {
     }
 }
 
-/// Settings that are not as they were.
+/// AppliedSettings that are not as they were.
 #[derive(Debug, thiserror::Error)]
 #[error("QEMU on {socket} is left with changed migration settings {}: {}", .left.join(", "), reason(.cause.as_deref()))]
 pub struct RestoreError {
@@ -80,12 +80,12 @@ pub struct RestoreError {
     pub cause: Option<Box<Error>>,
 }
 
-impl Settings {
+impl AppliedSettings {
     /// Sets what is wanted and differs. On failure, what was set already is put back.
     ///
     /// # Errors
     /// [`Error::UnknownCapability`] before anything was changed, [`Error::UnknownParameter`], and QEMU's refusals.
-    pub fn apply(qemu: &mut Qemu, wanted: &Wanted) -> Result<Self, ApplyError> {
+    pub fn apply(qemu: &mut Qemu, wanted: &MigrationSettings) -> Result<Self, ApplyError> {
         let parameters = wanted.parameters.to_map();
         let change = Change::between(qemu, &wanted.capabilities, &parameters)
             .map_err(|cause| ApplyError { cause, left: None })?;
@@ -149,7 +149,7 @@ impl Settings {
         left.extend(self.unset_before.iter().map(|name| format!("{name} (was unset)")));
         match made {
             Ok(()) if left.is_empty() => {
-                self.entries.iter().for_each(Entry::done);
+                self.entries.iter().for_each(JournalEntry::done);
                 qemu.end_migrations();
                 Ok(())
             }
@@ -177,7 +177,7 @@ impl Settings {
     }
 }
 
-impl Drop for Settings {
+impl Drop for AppliedSettings {
     fn drop(&mut self) {
         let changed = !self.capabilities.is_empty() || !self.parameters.is_empty();
         if changed && !self.ended {
@@ -208,20 +208,20 @@ impl Change {
     }
 
     /// What undoes it; `None` if nothing changes.
-    fn record(&self) -> Option<Record> {
+    fn record(&self) -> Option<UndoRecord> {
         if self.capabilities.is_empty() && self.parameters.is_empty() {
             return None;
         }
         let capabilities = self.capabilities.iter();
         let parameters = self.parameters.iter();
-        Some(Record::Settings {
+        Some(UndoRecord::Settings {
             capabilities: capabilities
-                .map(|(name, &set)| (name.clone(), Changed { before: Some(!set), set }))
+                .map(|(name, &set)| (name.clone(), ChangedValue { before: Some(!set), set }))
                 .collect(),
             parameters: parameters
                 .map(|(name, set)| {
                     let before = self.parameters_before.get(name).cloned();
-                    (name.clone(), Changed { before, set: set.clone() })
+                    (name.clone(), ChangedValue { before, set: set.clone() })
                 })
                 .collect(),
         })

@@ -8,7 +8,7 @@
 //! runs nowhere: there is nothing to decide later.
 
 use super::fault::Fault;
-use super::outcome::Held;
+use super::outcome::Unresolved;
 use super::{Directive, Input, Outcome, PeerMessage, SourceKind, Stage, Switchover};
 use crate::switchover::DestinationKind;
 
@@ -51,7 +51,7 @@ impl Switchover {
                 self.stage = Stage::Transfer;
                 self.undo()
             }
-            (Decision::Complete, _) => Directive::End(Outcome::Look(Held::PeerWaits)),
+            (Decision::Complete, _) => Directive::End(Outcome::Unresolved(Unresolved::PeerWaits)),
             (Decision::Run, _) => self.not_run(),
         }
     }
@@ -86,17 +86,21 @@ impl Switchover {
 
     /// The guest is not run at its destination, which holds it.
     fn not_run(&mut self) -> Directive {
-        self.held_there(if self.source_gone() { Held::DestinationOnly } else { Held::BothPaused })
+        self.end_unresolved(if self.is_source_gone() {
+            Unresolved::DestinationOnly
+        } else {
+            Unresolved::BothPaused
+        })
     }
 
     /// It is not in order at its destination. The towline at its source gets a message only if it is certain that the guest does not run:
     /// without one it reports that the destination may run it.
-    pub(super) fn held_there(&mut self, held: Held) -> Directive {
-        let is_certain = held == Held::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
+    pub(super) fn end_unresolved(&mut self, held: Unresolved) -> Directive {
+        let is_certain = held == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
         if self.request.source == SourceKind::Towline && is_certain {
-            self.stage = Stage::Failing(held);
+            self.stage = Stage::ReportingNotRun(held);
             return Directive::Send(PeerMessage::NotRun);
         }
-        Directive::End(Outcome::Look(held))
+        Directive::End(Outcome::Unresolved(held))
     }
 }

@@ -1,7 +1,7 @@
 //! What the switchover is asked for, what it takes in, and what it directs.
 
 use super::decision::Decision;
-use super::outcome::{Outcome, Placed};
+use super::outcome::{Outcome, Placement};
 
 /// What holds the guest before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,9 +51,9 @@ pub(crate) enum RunRequest {
 
 /// What becomes of a source whose guest is at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum SourceAfter {
+pub(crate) enum SourceAction {
     /// It stays paused (`postmigrate`).
-    Stay,
+    KeepPaused,
     /// It runs on: only where no guest runs at the destination.
     Resume,
     /// It is ended.
@@ -62,16 +62,16 @@ pub(crate) enum SourceAfter {
 
 /// What was asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Request {
+pub(crate) struct SwitchoverRequest {
     pub(crate) source: SourceKind,
     pub(crate) destination: DestinationKind,
     pub(crate) run: RunRequest,
-    pub(crate) after: SourceAfter,
+    pub(crate) after: SourceAction,
 }
 
 /// What the guest did when it was stopped for the switchover, as QEMU's `globalstate` section has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum GuestRun {
+pub(crate) enum GuestRunState {
     /// `running`, or nothing is said, which QEMU takes for the same.
     Running,
     /// `suspended`: it sleeps, and wakes up by itself or by an event. It is live.
@@ -80,7 +80,7 @@ pub(crate) enum GuestRun {
     Stopped,
 }
 
-impl GuestRun {
+impl GuestRunState {
     /// From the text of the `globalstate` section; `None` where a stream has none.
     pub(crate) fn from_state(state: Option<&str>) -> Self {
         match state {
@@ -98,13 +98,13 @@ impl GuestRun {
 
 /// What a source's QEMU is seen to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum SourceView {
+pub(crate) enum SourceStatus {
     /// Its migration goes on.
     Migrating,
     /// Its migration is complete, and the guest is stopped there (`postmigrate`).
     Completed,
     /// Its migration is complete, and somebody has run the guest there since.
-    CompletedAndRun,
+    CompletedThenResumed,
     /// Its migration failed or was cancelled, or there was none: it has its guest, in the state that it had before.
     HasGuest,
     /// Its process has exited: it cannot run the guest any more.
@@ -115,7 +115,7 @@ pub(crate) enum SourceView {
 
 /// What a destination's QEMU is seen to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum DestinationView {
+pub(crate) enum DestinationStatus {
     /// It is there, and stopped by itself: by an error, a panic or its own shutdown. Only a later look tells this from `Loaded`.
     Stopped,
     /// It waits for the guest, or loads it.
@@ -134,7 +134,7 @@ pub(crate) enum DestinationView {
 
 /// What a `cont` at the destination came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Started {
+pub(crate) enum StartResult {
     /// The guest is live.
     Live,
     /// It was accepted, and the guest is not live: somebody or something stopped it again.
@@ -149,7 +149,7 @@ pub(crate) enum Started {
 
 /// What the connection to a source that somebody else drives shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Link {
+pub(crate) enum SourceLink {
     /// Open, with nothing to read.
     Open,
     /// Closed by the source, which had read everything that was sent to it.
@@ -166,7 +166,7 @@ pub(crate) enum PeerMessage {
     /// Of the source's towline: the source has its guest back.
     Aborted,
     /// Of the destination's towline: the guest is there, running or paused as it was to be.
-    Settled(Placed),
+    Placed(Placement),
     /// Of the destination's towline: it holds the guest, and could not run it.
     NotRun,
 }
@@ -175,9 +175,9 @@ pub(crate) enum PeerMessage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Input {
     /// The destination has loaded all but the last bytes, which are to be sent: a destination that runs by itself runs then.
-    CommitRequested(GuestRun),
+    CommitRequested(GuestRunState),
     /// The destination holds everything and has said so; the source is to be acknowledged.
-    AcknowledgeRequested { guest: GuestRun, source: Link },
+    AcknowledgeRequested { guest: GuestRunState, source: SourceLink },
     /// The stream went through, the source's acknowledgement with it.
     Delivered,
     /// The stream, or anything that was done meanwhile, failed.
@@ -185,13 +185,13 @@ pub(crate) enum Input {
     /// The destination said that it could not load the guest, before or after the last bytes.
     DestinationRefused,
     /// The source was looked at.
-    Source(SourceView),
+    Source(SourceStatus),
     /// The connection to a source that somebody else drives was looked at.
-    SourceLink(Link),
+    SourceLink(SourceLink),
     /// The destination was looked at.
-    Destination(DestinationView),
+    Destination(DestinationStatus),
     /// The guest was to be run at the destination.
-    Started(Started),
+    Started(StartResult),
     /// The other towline sent a message.
     Peer(PeerMessage),
     /// The connection to the other towline is lost.
@@ -224,15 +224,15 @@ pub(crate) enum Directive {
     /// It is too late to cancel; say so.
     TooLate,
     /// Acknowledge the source, so that it stops for good, although its destination has not answered.
-    Hold,
+    AcknowledgeUnconfirmed,
     /// Look at the source again.
-    LookAtSource,
+    QuerySource,
     /// Cancel the migration of the source, which this command began.
-    CancelSource,
+    CancelMigration,
     /// Look at the connection to the source again.
-    LookAtLink,
+    ProbeSourceLink,
     /// Look at the destination again.
-    LookAtDestination,
+    QueryDestination,
     /// Wait for the other towline.
     AwaitPeer,
     /// Run the guest at the destination, and see whether it does.
@@ -240,7 +240,7 @@ pub(crate) enum Directive {
     /// Send this to the other towline.
     Send(PeerMessage),
     /// The destination is in order: put its settings back.
-    SettleDestination,
+    FinalizeDestination,
     /// Put the source's settings back and leave its guest as it is.
     RestoreSource,
     /// Put the source's settings back and run its guest, which this migration stopped.

@@ -11,13 +11,13 @@ pub(super) enum Fault {
     /// Whether a source that somebody else drives is still there is not looked at.
     IgnoresLink,
     /// A monitor without an answer counts as a process that has exited.
-    SilenceIsExit,
+    TimeoutIsExit,
     /// A source that was cancelled counts as complete, for the destination has everything.
-    CompletesWhatWasCancelled,
+    CompletesCancelledSource,
     /// A destination runs the guest when the towline at its source is lost.
     RunsWhenCut,
     /// A destination that has everything is given up with its source.
-    LosesWhatWasSent,
+    AbandonsCompleteDestination,
     /// A decision is acted on and not recorded first.
     ActsBeforeRecord,
     /// A move is finished by its record at one end, and by no evidence of the other.
@@ -28,12 +28,12 @@ pub(super) enum Fault {
 
 /// Which one is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(super) struct Switch {
+pub(super) struct FaultSwitch {
     #[cfg(test)]
     fault: Option<Fault>,
 }
 
-impl Switch {
+impl FaultSwitch {
     #[cfg(not(test))]
     pub(super) fn has(self, _fault: Fault) -> bool {
         false

@@ -16,7 +16,7 @@
 //! the acknowledgement.
 //!
 //! A towline dies at any point, also between a record and what is done by it, and the disk is full. Whatever is left then is looked at by
-//! a later towline, at each end alone or with what both know, and finished as [`Case`](super::Case) has it: by evidence, and never by a
+//! a later towline, at each end alone or with what both know, and finished as [`InterruptedMove`](super::InterruptedMove) has it: by evidence, and never by a
 //! choice, which is an operator's.
 //!
 //! One destination stands for all clones of an image: each has a machine, a QEMU, a connection and an outcome of its own, the source is an
@@ -24,13 +24,13 @@
 //! another one's destination. A world of N of them is the product of N worlds that share no variable, so that whatever holds in each holds in all. That a
 //! cancellation reaches all of them is a step that each has.
 
-mod judge;
+mod invariants;
 mod world;
 
 use std::collections::{HashMap, VecDeque};
 
-use super::fault::{Fault, Switch};
-use super::{DestinationKind, GuestRun, Request, RunRequest, SourceAfter, SourceKind};
+use super::fault::{Fault, FaultSwitch};
+use super::{DestinationKind, GuestRunState, RunRequest, SourceAction, SourceKind, SwitchoverRequest};
 use world::{Step, World};
 
 /// What a search came to.
@@ -51,7 +51,7 @@ pub(super) fn explore(start: World) -> Explored {
     while let Some(index) = queue.pop_front() {
         let (world, at) = order[index];
         depth = depth.max(at);
-        if let Err(text) = judge::judge(&world) {
+        if let Err(text) = invariants::check(&world) {
             return Explored {
                 states: order.len(),
                 depth,
@@ -89,24 +89,24 @@ fn budget() -> u8 {
     std::env::var("TOWLINE_MODEL_MISHAPS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
 }
 
-const GUESTS: [GuestRun; 3] = [GuestRun::Running, GuestRun::Suspended, GuestRun::Stopped];
+const GUESTS: [GuestRunState; 3] = [GuestRunState::Running, GuestRunState::Suspended, GuestRunState::Stopped];
 const RUNS: [RunRequest; 3] = [RunRequest::AsItWas, RunRequest::Run, RunRequest::Pause];
 
-fn requests(source: SourceKind, destination: DestinationKind) -> Vec<Request> {
-    let afters: &[SourceAfter] = match (source, destination) {
+fn requests(source: SourceKind, destination: DestinationKind) -> Vec<SwitchoverRequest> {
+    let afters: &[SourceAction] = match (source, destination) {
         (SourceKind::Qemu, DestinationKind::Stored) => {
-            &[SourceAfter::Stay, SourceAfter::Resume, SourceAfter::Quit]
+            &[SourceAction::KeepPaused, SourceAction::Resume, SourceAction::Quit]
         }
-        (SourceKind::Qemu, _) => &[SourceAfter::Stay, SourceAfter::Quit],
-        _ => &[SourceAfter::Stay],
+        (SourceKind::Qemu, _) => &[SourceAction::KeepPaused, SourceAction::Quit],
+        _ => &[SourceAction::KeepPaused],
     };
     let runs: &[RunRequest] = if destination == DestinationKind::Qemu { &RUNS } else { &RUNS[..1] };
-    let of = |&after| runs.iter().map(move |&run| Request { source, destination, run, after });
+    let of = |&after| runs.iter().map(move |&run| SwitchoverRequest { source, destination, run, after });
     afters.iter().flat_map(of).collect()
 }
 
 /// Every pair of ends that a command can have with one towline.
-fn pairs() -> Vec<Request> {
+fn pairs() -> Vec<SwitchoverRequest> {
     let sources = [SourceKind::Qemu, SourceKind::Stream, SourceKind::Stored];
     let destinations = [DestinationKind::Qemu, DestinationKind::Stream, DestinationKind::Stored];
     sources.iter().flat_map(|&from| destinations.iter().flat_map(move |&to| requests(from, to))).collect()
@@ -128,18 +128,18 @@ fn check(name: &str, worlds: impl IntoIterator<Item = World>) -> (usize, usize) 
 
 #[test]
 fn one_towline_between_any_two_ends_keeps_every_guest_once() {
-    let worlds = pairs()
-        .into_iter()
-        .flat_map(|request| GUESTS.map(|guest| World::with_one(request, guest, budget(), Switch::default())));
+    let worlds = pairs().into_iter().flat_map(|request| {
+        GUESTS.map(|guest| World::with_one(request, guest, budget(), FaultSwitch::default()))
+    });
     let (states, depth) = check("one towline", worlds);
     assert!(states > 10_000 && depth > 10, "{states} states, {depth} deep");
 }
 
 #[test]
 fn two_towlines_keep_every_guest_once() {
-    let worlds = [SourceAfter::Stay, SourceAfter::Quit]
-        .into_iter()
-        .flat_map(|after| GUESTS.map(|guest| World::with_two(after, guest, budget(), Switch::default())));
+    let worlds = [SourceAction::KeepPaused, SourceAction::Quit].into_iter().flat_map(|after| {
+        GUESTS.map(|guest| World::with_two(after, guest, budget(), FaultSwitch::default()))
+    });
     let (states, depth) = check("two towlines", worlds);
     assert!(states > 10_000 && depth > 15, "{states} states, {depth} deep");
 }
@@ -151,19 +151,24 @@ fn faults_that_are_put_back_are_found() {
         Fault::CancelAfterCommit,
         Fault::UndoesCommitted,
         Fault::IgnoresLink,
-        Fault::SilenceIsExit,
-        Fault::CompletesWhatWasCancelled,
+        Fault::TimeoutIsExit,
+        Fault::CompletesCancelledSource,
         Fault::RunsWhenCut,
-        Fault::LosesWhatWasSent,
+        Fault::AbandonsCompleteDestination,
         Fault::ActsBeforeRecord,
         Fault::ResumesWithoutEvidence,
         Fault::ReportsNotRunUnseen,
     ];
     for fault in faults {
-        let one = pairs()
-            .into_iter()
-            .map(|request| World::with_one(request, GuestRun::Running, budget(), Switch::with(fault)));
-        let two = World::with_two(SourceAfter::Stay, GuestRun::Running, budget(), Switch::with(fault));
+        let one = pairs().into_iter().map(|request| {
+            World::with_one(request, GuestRunState::Running, budget(), FaultSwitch::with(fault))
+        });
+        let two = World::with_two(
+            SourceAction::KeepPaused,
+            GuestRunState::Running,
+            budget(),
+            FaultSwitch::with(fault),
+        );
         let found = one.chain([two]).find_map(|world| explore(world).violation);
         let (text, steps) = found.unwrap_or_else(|| panic!("{fault:?} is not found"));
         println!("{fault:?}: {text}, after {} steps: {steps:?}", steps.len());

@@ -2,7 +2,7 @@
 
 /// The guest at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Placed {
+pub(crate) enum Placement {
     /// It runs there, or sleeps there (`suspended`).
     Running,
     /// Loaded, paused.
@@ -17,16 +17,16 @@ pub(crate) enum Placed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Outcome {
     /// The guest is at its destination: exit code 0.
-    Done(Placed),
+    Completed(Placement),
     /// The guest is at its source, as it was: exit code 1.
     Safe,
     /// Somebody has to look: exit code 3.
-    Look(Held),
+    Unresolved(Unresolved),
 }
 
 /// Where the guest is when it is neither safe at its source nor known to be in order at its destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Held {
+pub(crate) enum Unresolved {
     /// A `qmp:` destination holds it, paused; its source, also driven, did not say whether it is done.
     DestinationHolds,
     /// A `qmp:` destination holds it, paused; the source is driven by somebody else, and its last message did not arrive.
@@ -71,7 +71,7 @@ pub(crate) enum Held {
     PeerDidNotRun,
 }
 
-impl Held {
+impl Unresolved {
     /// Whether a guest can still come to run, or a QEMU is left to be put in order.
     pub(crate) fn is_open(self) -> bool {
         !matches!(self, Self::BothExited | Self::SourceExited | Self::SourceExitedSince | Self::StoredOnly)

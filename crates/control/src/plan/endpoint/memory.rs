@@ -14,13 +14,13 @@ use towline_image::Origin;
 use towline_migration::synthetic::{self, Checked, Shape, Synthetic};
 use towline_migration::{Memory, MemoryError, Sink, Snapshot};
 
-use super::super::context::Run;
-use super::super::ends::MemoryRoom;
+use super::super::context::Context;
+use super::super::ends::MemoryOptions;
 use super::super::error::{Error, Failure};
-use super::super::local;
+use super::super::in_process;
 use super::super::report::DestinationState;
-use super::super::switch::Switch;
-use super::contract::{Departure, DestinationEndpoint, Local, SourceEndpoint};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::SourceKind;
 
 /// A synthetic guest, which ends with this.
@@ -42,21 +42,25 @@ impl SourceEndpoint for MemorySource {
         SourceKind::Stored
     }
 
-    fn prepare(&mut self, _is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure> {
-        run.check_cancelled().map_err(Failure::untouched)?;
+    fn prepare(
+        &mut self,
+        _is_compared: bool,
+        context: &Context<'_>,
+    ) -> Result<GuestDescription<'_>, Failure> {
+        context.check_cancelled().map_err(Failure::untouched)?;
         let origin = Origin { source: "mem".into(), ..Origin::default() };
-        Ok(Departure { guest: None, origin, file: None })
+        Ok(GuestDescription { guest: None, origin, file: None })
     }
 
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        self.moved = self
-            .guest
-            .run(|guest| to.take(&Local { guest, file: None, is_stored: false }, switch, run))??;
+        self.moved = self.guest.run(|guest| {
+            to.receive_guest(&LocalGuest { guest, file: None, is_stored: false }, switchover, context)
+        })??;
         Ok(())
     }
 
@@ -70,7 +74,7 @@ pub(in super::super) struct MemoryDestination(Checked);
 
 impl MemoryDestination {
     /// Makes room for a guest.
-    pub(in super::super) fn new(room: &MemoryRoom) -> Result<Self, Error> {
+    pub(in super::super) fn new(room: &MemoryOptions) -> Result<Self, Error> {
         let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let memory = match room.length {
             None => Memory::adopting(available_bytes()),
@@ -94,12 +98,17 @@ impl DestinationEndpoint for MemoryDestination {
         &self.0
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
-        local::copy(local.guest, &self.0, run.lanes, switch, run)
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
+        in_process::copy(local.guest, &self.0, context.lanes, switchover, context)
     }
 
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
-        run.set_memory(self.0.outcome());
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
+        context.set_memory(self.0.outcome());
         Ok(Vec::new())
     }
 

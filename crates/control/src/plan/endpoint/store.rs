@@ -9,14 +9,14 @@ use towline_image::{Existing, Image};
 use towline_migration::{Guest as _, Sink, Snapshot};
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::super::context::Run;
+use super::super::context::Context;
 use super::super::error::Error;
-use super::super::local;
+use super::super::in_process;
 use super::super::progress::{Observer, Phase, Progress};
 use super::super::report::DestinationState;
 use super::super::request::Request;
-use super::super::switch::Switch;
-use super::contract::{Departure, DestinationEndpoint, Local};
+use super::super::shared_switchover::SharedSwitchover;
+use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest};
 
 /// Opens the image at `location`, to be read by any number of copies. The observer gets a notice if nothing keeps its chunks
 /// meanwhile.
@@ -46,13 +46,13 @@ pub(in super::super) enum StoreDestination {
 impl StoreDestination {
     pub(in super::super) fn new(
         location: &Location,
-        departure: Departure<'_>,
-        run: &Run<'_>,
+        description: GuestDescription<'_>,
+        context: &Context<'_>,
     ) -> Result<Self, Error> {
-        if departure.file.is_some() {
+        if description.file.is_some() {
             return Ok(Self::File(location.clone()));
         }
-        let writer = StoreWriter::create(location, existing(run), departure.origin, run.cancel);
+        let writer = StoreWriter::create(location, existing(context), description.origin, context.cancel);
         Ok(Self::Writer(Box::new(writer.map_err(failed)?)))
     }
 }
@@ -65,16 +65,23 @@ impl DestinationEndpoint for StoreDestination {
         }
     }
 
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error> {
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error> {
         match (self, local.file) {
-            (Self::File(location), Some(file)) => upload(file, location, run),
-            (this, _) => local::copy(local.guest, this.sink(), local.lanes(run), switch, run),
+            (Self::File(location), Some(file)) => upload(file, location, context),
+            (this, _) => {
+                in_process::copy(local.guest, this.sink(), local.lanes(context), switchover, context)
+            }
         }
     }
 
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         if let Self::Writer(writer) = self {
-            run.set_uploaded(writer.tally());
+            context.set_uploaded(writer.tally());
         }
         Ok(Vec::new())
     }
@@ -85,24 +92,24 @@ impl DestinationEndpoint for StoreDestination {
 }
 
 /// Copies a file into a store, from its mapping.
-fn upload(image: &Image, location: &Location, run: &Run<'_>) -> Result<Snapshot, Error> {
-    run.check_cancelled()?;
-    run.observer.phase(Phase::Transfer);
+fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<Snapshot, Error> {
+    context.check_cancelled()?;
+    context.observer.phase(Phase::Transfer);
     let total = image.blocks().iter().map(|block| block.length).sum();
     let done = AtomicU64::new(0);
     let progress = |bytes: u64| {
         let pages = (done.fetch_add(bytes, Ordering::Relaxed) + bytes) / PAGE_SIZE;
         let moved = Snapshot { total, normal: pages, ..Snapshot::default() };
-        run.observer.progress(&Progress { moved, ..Progress::default() });
+        context.observer.progress(&Progress { moved, ..Progress::default() });
     };
-    let stored = store::store_image(image, location, existing(run), run.cancel, &progress);
+    let stored = store::store_image(image, location, existing(context), context.cancel, &progress);
     let (moved, uploaded) = stored.map_err(failed)?;
-    run.set_uploaded(uploaded);
+    context.set_uploaded(uploaded);
     Ok(moved)
 }
 
-fn existing(run: &Run<'_>) -> Existing {
-    if run.options.overwrite { Existing::Replace } else { Existing::Refuse }
+fn existing(context: &Context<'_>) -> Existing {
+    if context.options.overwrite { Existing::Replace } else { Existing::Refuse }
 }
 
 fn failed(error: store::Error) -> Error {

@@ -11,10 +11,10 @@ pub(super) const RECOVER_TIMEOUT: Duration = Duration::from_secs(60);
 pub(super) const BREAK_AFTER: Duration = Duration::from_secs(1);
 
 /// A stored guest.
-pub(in super::super) struct Stored<'a> {
+pub(in super::super) struct RestoreSource<'a> {
     pub(in super::super) guest: &'a dyn Guest,
     /// It ran when it was stored.
-    pub(in super::super) ran: bool,
+    pub(in super::super) was_running: bool,
     /// The image's path, beside which its working set is.
     pub(in super::super) path: Option<&'a Path>,
 }

@@ -3,13 +3,13 @@
 use towline_channel::Address;
 use towline_qmp::commands::{Capability, Migrate, MigrateStartPostcopy, MigrationInfo, RamStats, RunState};
 
-use super::super::converge;
+use super::super::convergence;
 use super::super::destination::is_live;
 use super::super::error::Error;
 use super::super::request::Request;
-use super::super::validate::takes_lanes_beside_postcopy;
+use super::super::validate::check_multifd_with_postcopy;
 use super::{BANDWIDTH_UNLIMITED, QmpSource};
-use crate::qemu::Settings;
+use crate::qemu::AppliedSettings;
 
 /// The first QEMU that looks at the dirty log twice before it sends anything, as far as is known: 10.0 does not, 11.1 does.
 const LOOKS_TWICE_SINCE: (u32, u32) = (10, 1);
@@ -23,17 +23,19 @@ impl QmpSource {
         lanes: usize,
         options: &Request,
     ) -> Result<(), Error> {
-        let mut wanted = self.wanted(lanes, options);
-        wanted.capabilities.insert(Capability::POSTCOPY_RAM, true);
+        let mut settings = self.migration_settings(lanes, options);
+        settings.capabilities.insert(Capability::POSTCOPY_RAM, true);
         if preempt {
-            wanted.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
+            settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, true);
         }
-        wanted.parameters.max_bandwidth = Some(options.means().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
+        settings.parameters.max_bandwidth =
+            Some(options.transfer_options().max_bandwidth.unwrap_or(BANDWIDTH_UNLIMITED));
         // So much of what nobody waits for, too; 0 is QEMU's way to say "as fast as it goes".
-        wanted.parameters.max_postcopy_bandwidth = Some(options.means().max_bandwidth.unwrap_or(0));
-        self.settings = Some(Settings::apply(&mut self.qemu, &wanted)?);
-        self.wait_tidy()?;
-        self.begin(&Migrate::to_uri(address.to_string()))
+        settings.parameters.max_postcopy_bandwidth =
+            Some(options.transfer_options().max_bandwidth.unwrap_or(0));
+        self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
+        self.wait_migration_cleanup()?;
+        self.start_migration(&Migrate::to_uri(address.to_string()))
     }
 
     /// Refuses a guest that would lose what it writes.
@@ -43,7 +45,7 @@ impl QmpSource {
     /// 10.0 looks once; those between are not known to be right. A guest that is paused writes nothing.
     pub(in super::super) fn check_postcopy(&mut self) -> Result<(), Error> {
         let version = &self.qemu.facts().version.qemu;
-        if !self.ran || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
+        if !self.was_running || (version.major, version.minor) < LOOKS_TWICE_SINCE || self.qemu.is_kvm()? {
             return Ok(());
         }
         let reason = format!(
@@ -55,8 +57,8 @@ impl QmpSource {
     }
 
     /// Refuses a QEMU that has no lanes in a migration that may become postcopy.
-    pub(in super::super) fn takes_lanes_beside_postcopy(&self) -> Result<(), Error> {
-        takes_lanes_beside_postcopy(&self.qemu)
+    pub(in super::super) fn check_multifd_with_postcopy(&self) -> Result<(), Error> {
+        check_multifd_with_postcopy(&self.qemu)
     }
 
     /// Whether QEMU has sent all of the guest's memory once. Where it would switch with nothing left to send, which the destination
@@ -71,9 +73,9 @@ impl QmpSource {
 
     /// How the migration goes now; `None`: QEMU does not answer just now.
     pub(in super::super) fn migration(&mut self) -> Result<Option<MigrationInfo>, Error> {
-        let migration = self.qemu.patiently(|qemu| qemu.migration())?;
+        let migration = self.qemu.try_query(|qemu| qemu.migration())?;
         if let Some(migration) = &migration {
-            self.progress = converge::progress(migration);
+            self.progress = convergence::progress(migration);
         }
         Ok(migration)
     }
@@ -81,13 +83,13 @@ impl QmpSource {
     /// Whether its guest runs, or sleeps and wakes up by itself; `None`: it does not answer just now, or the migration itself has
     /// stopped the guest, which says nothing of what it did before.
     pub(in super::super) fn is_live(&mut self) -> Result<Option<bool>, Error> {
-        let status = self.qemu.patiently(|qemu| qemu.status())?;
+        let status = self.qemu.try_query(|qemu| qemu.status())?;
         let by_migration = [RunState::FINISH_MIGRATE, RunState::POSTMIGRATE];
         Ok(status.filter(|status| !by_migration.contains(&status.status)).map(|status| is_live(&status)))
     }
 
     /// Has the guest go to its destination, and its memory follow.
-    pub(in super::super) fn switch(&mut self) -> Result<(), Error> {
+    pub(in super::super) fn switch_to_postcopy(&mut self) -> Result<(), Error> {
         self.qemu.client().execute(&MigrateStartPostcopy)?;
         Ok(())
     }

@@ -3,10 +3,10 @@
 mod carry;
 mod resumed;
 
-use super::super::fault::Switch;
+use super::super::fault::FaultSwitch;
 use super::super::{
-    Case, Decision, DestinationKind, Directive, Finish, GuestRun, Input, Link, Outcome, PeerMessage, Placed,
-    Request, RunRequest, SourceAfter, SourceKind, Switchover,
+    Decision, DestinationKind, Directive, GuestRunState, Input, InterruptedMove, Outcome, PeerMessage,
+    Placement, ResumeAction, RunRequest, SourceAction, SourceKind, SourceLink, Switchover, SwitchoverRequest,
 };
 
 /// The source's QEMU.
@@ -68,7 +68,7 @@ enum Engine {
 /// A towline, with a machine of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) struct Towline {
-    pub(in super::super) request: Request,
+    pub(in super::super) request: SwitchoverRequest,
     machine: Switchover,
     engine: Engine,
     todo: Option<Directive>,
@@ -77,7 +77,7 @@ pub(in super::super) struct Towline {
     cancelled: bool,
     /// What is durable.
     pub(in super::super) record: Option<Decision>,
-    fault: Switch,
+    fault: FaultSwitch,
 }
 
 /// See the module's text.
@@ -86,9 +86,9 @@ pub(in super::super) struct World {
     pub(in super::super) source: Source,
     pub(in super::super) destination: Destination,
     /// Whether the guest is live at its source when it is not stopped by the migration.
-    pub(in super::super) guest: GuestRun,
+    pub(in super::super) guest: GuestRunState,
     /// As the stream carried it.
-    pub(in super::super) carried: GuestRun,
+    pub(in super::super) carried: GuestRunState,
     pub(in super::super) towlines: [Option<Towline>; 2],
     wires: [Wire; 3],
     mishaps: u8,
@@ -138,25 +138,33 @@ pub(in super::super) enum Reply {
 }
 
 impl World {
-    pub(in super::super) fn with_one(request: Request, guest: GuestRun, mishaps: u8, fault: Switch) -> Self {
+    pub(in super::super) fn with_one(
+        request: SwitchoverRequest,
+        guest: GuestRunState,
+        mishaps: u8,
+        fault: FaultSwitch,
+    ) -> Self {
         Self::new(guest, mishaps, [Some(Towline::new(request, fault)), None])
     }
 
     pub(in super::super) fn with_two(
-        after: SourceAfter,
-        guest: GuestRun,
+        after: SourceAction,
+        guest: GuestRunState,
         mishaps: u8,
-        fault: Switch,
+        fault: FaultSwitch,
     ) -> Self {
         let run = RunRequest::AsItWas;
         let (source, destination) = (SourceKind::Qemu, DestinationKind::Towline);
-        let here = Towline::new(Request { source, destination, run, after }, fault);
+        let here = Towline::new(SwitchoverRequest { source, destination, run, after }, fault);
         let (source, destination) = (SourceKind::Towline, DestinationKind::Qemu);
-        let there = Towline::new(Request { source, destination, run, after: SourceAfter::Stay }, fault);
+        let there = Towline::new(
+            SwitchoverRequest { source, destination, run, after: SourceAction::KeepPaused },
+            fault,
+        );
         Self::new(guest, mishaps, [Some(here), Some(there)])
     }
 
-    fn new(guest: GuestRun, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
+    fn new(guest: GuestRunState, mishaps: u8, towlines: [Option<Towline>; 2]) -> Self {
         let first = towlines[0].expect("there is one").request;
         let stored = first.source == SourceKind::Stored;
         Self {
@@ -245,7 +253,7 @@ impl World {
             possible.iter().filter(|(is, _)| *is).map(|&(_, reply)| reply).collect::<Vec<_>>()
         };
         match directive {
-            Directive::LookAtSource => {
+            Directive::QuerySource => {
                 let waits = matches!(self.source, Source::Migrating | Source::Waiting);
                 with(&[
                     (!waits, Reply::True),
@@ -253,10 +261,10 @@ impl World {
                     (mishap, Reply::TimedOut),
                 ])
             }
-            Directive::LookAtLink => {
-                with(&[(self.link() != Link::Open, Reply::True), (mishap, Reply::TimedOut)])
+            Directive::ProbeSourceLink => {
+                with(&[(self.link() != SourceLink::Open, Reply::True), (mishap, Reply::TimedOut)])
             }
-            Directive::LookAtDestination => {
+            Directive::QueryDestination => {
                 let waits = self.destination == Destination::Loading;
                 let comes = self.wires[self.last_wire()].all;
                 with(&[(!waits, Reply::True), (waits && !comes || mishap, Reply::TimedOut)])
@@ -280,23 +288,23 @@ impl World {
             Directive::Record(_) => {
                 with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
             }
-            Directive::SettleDestination
+            Directive::FinalizeDestination
             | Directive::RestoreSource
             | Directive::ResumeSource
             | Directive::QuitSource
-            | Directive::CancelSource => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
+            | Directive::CancelMigration => with(&[(true, Reply::True), (mishap, Reply::Silent)]),
             _ => vec![Reply::True],
         }
     }
 
     /// What the connection to the source shows.
-    fn link(&self) -> Link {
+    fn link(&self) -> SourceLink {
         let wire = self.wires[0];
         match self.source {
-            Source::Completed | Source::RunAgain if wire.shut_read => Link::Closed,
-            Source::HasGuest | Source::Exited => Link::Reset,
-            _ if !wire.open => Link::Reset,
-            _ => Link::Open,
+            Source::Completed | Source::RunAgain if wire.shut_read => SourceLink::Closed,
+            Source::HasGuest | Source::Exited => SourceLink::Reset,
+            _ if !wire.open => SourceLink::Reset,
+            _ => SourceLink::Open,
         }
     }
 
@@ -356,7 +364,7 @@ impl World {
                 self.source = Source::HasGuest;
                 self.wires[0].open = false;
             }
-            Step::SourceStopped => self.guest = GuestRun::Stopped,
+            Step::SourceStopped => self.guest = GuestRunState::Stopped,
             Step::SourceExits => {
                 self.source = Source::Exited;
                 self.wires[0].open = false;
@@ -420,9 +428,9 @@ impl World {
         let source = if index == 0 {
             self.link()
         } else if self.wires[index].open {
-            Link::Open
+            SourceLink::Open
         } else {
-            Link::Reset
+            SourceLink::Reset
         };
         let input = Input::AcknowledgeRequested { guest: self.carried, source };
         let directive = self.handle(index, input);
@@ -448,7 +456,7 @@ impl World {
     fn fail(&mut self, index: usize, input: Input) {
         self.towline(index).engine = Engine::Ended;
         let directive = self.handle(index, input);
-        if directive != Directive::Hold {
+        if directive != Directive::AcknowledgeUnconfirmed {
             self.cut(index);
         }
         self.cut(index + 1);
@@ -467,7 +475,7 @@ impl World {
         match directive {
             Directive::End(outcome) => {
                 (towline.todo, towline.outcome) = (None, Some(outcome));
-                if !matches!(outcome, Outcome::Look(held) if held.is_open()) {
+                if !matches!(outcome, Outcome::Unresolved(held) if held.is_open()) {
                     towline.record = None;
                 }
                 // It closes its connections when it ends.
@@ -513,16 +521,16 @@ impl World {
     }
 
     /// Whether a towline has said that the guest is at its destination.
-    pub(in super::super) fn placed(&self, index: usize) -> Option<Placed> {
+    pub(in super::super) fn placed(&self, index: usize) -> Option<Placement> {
         match self.towlines[index]?.outcome? {
-            Outcome::Done(placed) => Some(placed),
+            Outcome::Completed(placed) => Some(placed),
             _ => None,
         }
     }
 }
 
 impl Towline {
-    fn new(request: Request, fault: Switch) -> Self {
+    fn new(request: SwitchoverRequest, fault: FaultSwitch) -> Self {
         let mut machine = Switchover::new(request);
         machine.fault = fault;
         Self {

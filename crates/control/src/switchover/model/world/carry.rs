@@ -1,7 +1,7 @@
 //! How a directive turns out.
 
 use super::super::super::{
-    Decision, DestinationView, Directive, Input, PeerMessage, SourceKind, SourceView, Started,
+    Decision, DestinationStatus, Directive, Input, PeerMessage, SourceKind, SourceStatus, StartResult,
 };
 use super::{Destination, Reply, Source, World};
 
@@ -20,33 +20,33 @@ impl World {
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
             }
-            Directive::LookAtSource => Input::Source(self.source_view()),
-            Directive::LookAtLink => Input::SourceLink(self.link()),
-            Directive::LookAtDestination => Input::Destination(self.destination_view()),
+            Directive::QuerySource => Input::Source(self.source_view()),
+            Directive::ProbeSourceLink => Input::SourceLink(self.link()),
+            Directive::QueryDestination => Input::Destination(self.destination_view()),
             Directive::AwaitPeer => self.peer(index),
             Directive::RunDestination => self.run(reply),
-            Directive::Hold => {
+            Directive::AcknowledgeUnconfirmed => {
                 self.wires[index].shut = self.wires[index].open;
                 if self.wires[index].open { Input::Done } else { Input::NotDone }
             }
             Directive::Send(message) => self.send(index, message),
-            Directive::CancelSource => {
+            Directive::CancelMigration => {
                 if matches!(self.source, Source::Migrating | Source::Waiting) && reply == Reply::True {
                     self.source = Source::HasGuest;
                 }
                 Input::Done
             }
-            Directive::SettleDestination
+            Directive::FinalizeDestination
                 if self.destination == Destination::Exited && reply == Reply::True =>
             {
-                Input::Destination(DestinationView::Exited)
+                Input::Destination(DestinationStatus::Exited)
             }
             Directive::RestoreSource | Directive::ResumeSource | Directive::QuitSource
                 if self.source == Source::Exited =>
             {
                 match (directive, reply) {
                     (Directive::QuitSource, _) => Input::Done,
-                    (_, Reply::True) => Input::Source(SourceView::Exited),
+                    (_, Reply::True) => Input::Source(SourceStatus::Exited),
                     _ => Input::NotDone,
                 }
             }
@@ -67,8 +67,8 @@ impl World {
     /// Nothing came within the deadline. A monitor that is silent is one that was asked before.
     fn timed_out(&mut self, directive: Directive) -> Input {
         let waits = match directive {
-            Directive::LookAtSource => matches!(self.source, Source::Migrating | Source::Waiting),
-            Directive::LookAtDestination => self.destination == Destination::Loading,
+            Directive::QuerySource => matches!(self.source, Source::Migrating | Source::Waiting),
+            Directive::QueryDestination => self.destination == Destination::Loading,
             _ => false,
         };
         if !waits {
@@ -76,29 +76,29 @@ impl World {
         }
         match directive {
             // What a monitor that is closed shows before the deadline.
-            Directive::LookAtSource if !waits => Input::Source(SourceView::Unknown),
+            Directive::QuerySource if !waits => Input::Source(SourceStatus::Unknown),
             _ => Input::TimedOut,
         }
     }
 
-    pub(super) fn source_view(&self) -> SourceView {
+    pub(super) fn source_view(&self) -> SourceStatus {
         match self.source {
-            Source::Migrating | Source::Waiting => SourceView::Migrating,
-            Source::Completed => SourceView::Completed,
-            Source::RunAgain => SourceView::CompletedAndRun,
-            Source::HasGuest => SourceView::HasGuest,
-            Source::Exited => SourceView::Exited,
-            Source::Stored => SourceView::Unknown,
+            Source::Migrating | Source::Waiting => SourceStatus::Migrating,
+            Source::Completed => SourceStatus::Completed,
+            Source::RunAgain => SourceStatus::CompletedThenResumed,
+            Source::HasGuest => SourceStatus::HasGuest,
+            Source::Exited => SourceStatus::Exited,
+            Source::Stored => SourceStatus::Unknown,
         }
     }
 
-    pub(super) fn destination_view(&self) -> DestinationView {
+    pub(super) fn destination_view(&self) -> DestinationStatus {
         match self.destination {
-            Destination::Loading => DestinationView::Loading,
-            Destination::Loaded | Destination::Stored => DestinationView::Loaded,
-            Destination::Running => DestinationView::Running,
-            Destination::Failed => DestinationView::Failed,
-            Destination::Exited => DestinationView::Exited,
+            Destination::Loading => DestinationStatus::Loading,
+            Destination::Loaded | Destination::Stored => DestinationStatus::Loaded,
+            Destination::Running => DestinationStatus::Running,
+            Destination::Failed => DestinationStatus::Failed,
+            Destination::Exited => DestinationStatus::Exited,
         }
     }
 
@@ -119,7 +119,7 @@ impl World {
         }
         let (wire, is_down) = match message {
             PeerMessage::Completed(_) | PeerMessage::Aborted => (index + 1, true),
-            PeerMessage::Settled(_) | PeerMessage::NotRun => (index, false),
+            PeerMessage::Placed(_) | PeerMessage::NotRun => (index, false),
         };
         let wire = &mut self.wires[wire];
         if !wire.open {
@@ -132,15 +132,15 @@ impl World {
 
     fn run(&mut self, reply: Reply) -> Input {
         let started = match (self.destination, reply) {
-            (Destination::Exited, Reply::True) => Started::Exited,
-            (Destination::Exited, _) => Started::Unknown,
-            (_, Reply::Refused) => Started::Refused,
-            (_, Reply::Silent) => Started::Unknown,
+            (Destination::Exited, Reply::True) => StartResult::Exited,
+            (Destination::Exited, _) => StartResult::Unknown,
+            (_, Reply::Refused) => StartResult::Refused,
+            (_, Reply::Silent) => StartResult::Unknown,
             (Destination::Loaded | Destination::Running, reply) => {
                 self.destination = Destination::Running;
-                if reply == Reply::Unanswered { Started::Unknown } else { Started::Live }
+                if reply == Reply::Unanswered { StartResult::Unknown } else { StartResult::Live }
             }
-            _ => Started::Refused,
+            _ => StartResult::Refused,
         };
         Input::Started(started)
     }

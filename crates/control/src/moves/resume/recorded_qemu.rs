@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
-use super::super::{End, Error, Record};
+use super::super::{Error, MoveEnd, MoveRecord};
 use crate::qemu::{self, Qemu};
-use crate::switchover::{DestinationView, SourceView};
+use crate::switchover::{DestinationStatus, SourceStatus};
 
 /// How long a QEMU whose monitor is closed may take to exit.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) enum Opened {
+pub(super) enum RecordedQemu {
     Qemu(Box<Qemu>),
     /// Its process has exited.
     Exited,
@@ -28,10 +28,10 @@ pub(super) enum Opened {
     Elsewhere,
 }
 
-impl Opened {
+impl RecordedQemu {
     /// Connects to it, puts back what a towline that was killed left changed, and sees that it is the one that was recorded.
-    pub(super) fn open(end: &End, record: &Record) -> Self {
-        let End::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
+    pub(super) fn open(end: &MoveEnd, record: &MoveRecord) -> Self {
+        let MoveEnd::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
         if !record.is_of_this_namespace() {
             return Self::Unknown(format!(
                 "the move was recorded in another pid namespace, or one that /proc does not name, so that the process of {end} cannot be identified from \
@@ -48,7 +48,9 @@ impl Opened {
             ));
         }
         match Qemu::connect(socket, &qmp::Options::default()) {
-            Ok(qemu) if end.is(&End::qemu(qemu.socket(), qemu.process())) => Self::Qemu(Box::new(qemu)),
+            Ok(qemu) if end.is_same_qemu(&MoveEnd::qemu(qemu.socket(), qemu.process())) => {
+                Self::Qemu(Box::new(qemu))
+            }
             Ok(_) => Self::Unknown(format!("another process answers on {}", socket.display())),
             Err(_) if end.has_exited() => Self::Exited,
             Err(error) => Self::Unknown(error.to_string()),
@@ -81,58 +83,58 @@ impl Opened {
         }
     }
 
-    pub(super) fn source_view(&mut self) -> Option<SourceView> {
+    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(SourceView::Exited),
-            Self::Unknown(_) => return Some(SourceView::Unknown),
+            Self::Exited => return Some(SourceStatus::Exited),
+            Self::Unknown(_) => return Some(SourceStatus::Unknown),
             Self::Elsewhere => return None,
         };
-        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => SourceView::Unknown,
-            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => SourceView::Exited,
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => SourceStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => SourceStatus::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                return Some(SourceView::Unknown);
+                return Some(SourceStatus::Unknown);
             }
-            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceView::Migrating,
+            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
             Ok(Some((migration, status))) => match migration.status {
                 Some(done) if done == MigrationStatus::COMPLETED => match status.status {
-                    state if state == RunState::POSTMIGRATE => SourceView::Completed,
-                    _ => SourceView::CompletedAndRun,
+                    state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
+                    _ => SourceStatus::CompletedThenResumed,
                 },
-                Some(under_way) if !under_way.is_final() => SourceView::Migrating,
-                _ => SourceView::HasGuest,
+                Some(under_way) if !under_way.is_final() => SourceStatus::Migrating,
+                _ => SourceStatus::HasGuest,
             },
         };
         Some(view)
     }
 
-    pub(super) fn destination_view(&mut self) -> Option<DestinationView> {
+    pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(DestinationView::Exited),
-            Self::Unknown(_) => return Some(DestinationView::Unknown),
+            Self::Exited => return Some(DestinationStatus::Exited),
+            Self::Unknown(_) => return Some(DestinationStatus::Unknown),
             Self::Elsewhere => return None,
         };
-        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => DestinationView::Unknown,
-            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => DestinationView::Exited,
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                return Some(DestinationView::Unknown);
+                return Some(DestinationStatus::Unknown);
             }
             // A guest that runs may have been sent on since, and that may have failed.
-            Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
+            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
             Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
                 match migration.status == Some(MigrationStatus::FAILED) {
-                    true => DestinationView::Failed,
-                    false => DestinationView::Loading,
+                    true => DestinationStatus::Failed,
+                    false => DestinationStatus::Loading,
                 }
             }
-            Ok(Some((_, status))) if is_ready(&status) => DestinationView::Loaded,
+            Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,
             // It is being sent on, or was, or has stopped by itself.
-            Ok(Some(_)) => DestinationView::Stopped,
+            Ok(Some(_)) => DestinationStatus::Stopped,
         };
         Some(view)
     }
@@ -143,7 +145,7 @@ impl Opened {
         qemu.cont()?;
         let begun = Instant::now();
         loop {
-            let status = qemu.patiently(Qemu::status)?;
+            let status = qemu.try_query(Qemu::status)?;
             match status {
                 Some(status) if is_live(&status) => return Ok(()),
                 Some(status) if begun.elapsed() >= RUN_TIMEOUT => {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   source       prepare ─────────► start ─► transfer ─────► disconnect ─► origin ─► close
-//!   destination     └─► (built) ──► connect ─► sink · take ─► view ─► run_guest ─► settle ─► attach · undo
+//!   destination     └─► (built) ──► connect ─► sink · take ─► view ─► start_guest ─► settle ─► attach · undo
 //! ```
 
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::{Guest, Session, Sink, Snapshot};
 use towline_protocol::session::Receiver;
 
-use super::super::context::Run;
-use super::super::destination::RunFailed;
+use super::super::context::Context;
+use super::super::destination::StartFailure;
 use super::super::error::{Error, Failure};
-use super::super::fit;
+use super::super::preflight;
 use super::super::report::{DestinationState, SourceState};
+use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
-use super::super::switch::Switch;
-use super::super::vsock::Vsocks;
-use crate::moves::End;
-use crate::switchover::{DestinationKind, DestinationView, Directive, Input, SourceKind, Started};
+use super::super::vsock::DetachedVsocks;
+use crate::moves::MoveEnd;
+use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
 
 /// Where a guest comes from.
 pub(in super::super) trait SourceEndpoint {
@@ -29,16 +29,16 @@ pub(in super::super) trait SourceEndpoint {
     fn kind(&self) -> SourceKind;
 
     /// Asks what its guest is; nothing is changed. `is_compared`: with the QEMU that would take it.
-    fn prepare(&mut self, is_compared: bool, run: &Run<'_>) -> Result<Departure<'_>, Failure>;
+    fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure>;
 
     /// Reaches the destination, and has the guest begin to come.
     fn start(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error> {
-        let _ = (to, switch, run);
+        let _ = (to, switchover, context);
         Ok(())
     }
 
@@ -46,27 +46,27 @@ pub(in super::super) trait SourceEndpoint {
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
-        switch: &Arc<Switch>,
-        run: &Run<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
     ) -> Result<(), Error>;
 
     /// What has moved.
     fn moved(&self) -> Snapshot;
 
     /// What the source is to a record of the move; `None`: no record is needed, as with a guest that is stored.
-    fn end_of_move(&self) -> Option<End> {
+    fn move_end(&self) -> Option<MoveEnd> {
         None
     }
 
     /// The connection by which the guest comes, once it is there.
-    fn link(&self) -> Option<Arc<dyn Channel>> {
+    fn main_channel(&self) -> Option<Arc<dyn Channel>> {
         None
     }
 
     /// The stream went through: what the switchover directs.
-    fn delivered(&self, to: &dyn DestinationEndpoint, switch: &Switch) -> Directive {
+    fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
         let _ = to;
-        switch.handle(Input::Delivered)
+        switchover.handle(Input::Delivered)
     }
 
     /// Lets go of a stream that failed, at both ends where the source is to see that.
@@ -75,12 +75,12 @@ pub(in super::super) trait SourceEndpoint {
     }
 
     /// What the switchover's directives are carried out with.
-    fn origin(&mut self) -> Origin<'_> {
-        Origin::Stored
+    fn control(&mut self) -> SourceControl<'_> {
+        SourceControl::Stored
     }
 
     /// Its guest where the destination has counted it, and kept nothing.
-    fn state_if_dropped(&self) -> SourceState {
+    fn state_after_discard(&self) -> SourceState {
         SourceState::Unchanged
     }
 
@@ -94,9 +94,9 @@ pub(in super::super) trait SourceEndpoint {
 }
 
 /// What a destination is told of a guest before anything moves.
-pub(in super::super) struct Departure<'a> {
+pub(in super::super) struct GuestDescription<'a> {
     /// `None`: nothing is known of it.
-    pub(in super::super) guest: Option<fit::Guest>,
+    pub(in super::super) guest: Option<preflight::GuestFacts>,
     /// For the manifest of an image that is made of it.
     pub(in super::super) origin: ImageOrigin,
     /// The image that it is, perhaps an incremental one.
@@ -105,7 +105,7 @@ pub(in super::super) struct Departure<'a> {
 }
 
 /// What a source is driven by after its stream.
-pub(in super::super) enum Origin<'a> {
+pub(in super::super) enum SourceControl<'a> {
     /// A QEMU with its monitor.
     Qemu(&'a mut QmpSource),
     /// A connection to a source that somebody else drives.
@@ -115,7 +115,7 @@ pub(in super::super) enum Origin<'a> {
 }
 
 /// A guest of this process: an image that is open, or a synthetic one.
-pub(in super::super) struct Local<'a> {
+pub(in super::super) struct LocalGuest<'a> {
     pub(in super::super) guest: &'a dyn Guest,
     /// The image that it is, perhaps an incremental one.
     pub(in super::super) file: Option<&'a Image>,
@@ -123,10 +123,10 @@ pub(in super::super) struct Local<'a> {
     pub(in super::super) is_stored: bool,
 }
 
-impl Local<'_> {
+impl LocalGuest<'_> {
     /// Lanes by which it goes into an image: from one that is stored there is no stream to it.
-    pub(in super::super) fn lanes(&self, run: &Run<'_>) -> usize {
-        if self.is_stored { 0 } else { run.lanes }
+    pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
+        if self.is_stored { 0 } else { context.lanes }
     }
 }
 
@@ -138,13 +138,13 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// What the destination is to a record of the move.
-    fn end_of_move(&self) -> End {
-        End::Stored
+    fn move_end(&self) -> MoveEnd {
+        MoveEnd::Stored
     }
 
     /// Has the destination listen, and reaches it. `session` is that of the incoming migration.
-    fn connect(&mut self, session: &Arc<Session>, run: &Run<'_>) -> Result<(), Error> {
-        let _ = (session, run);
+    fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
+        let _ = (session, context);
         Ok(())
     }
 
@@ -155,21 +155,26 @@ pub(in super::super) trait DestinationEndpoint {
     fn sink(&self) -> &dyn Sink;
 
     /// Takes a guest of this process.
-    fn take(&mut self, local: &Local<'_>, switch: &Arc<Switch>, run: &Run<'_>) -> Result<Snapshot, Error>;
+    fn receive_guest(
+        &mut self,
+        local: &LocalGuest<'_>,
+        switchover: &Arc<SharedSwitchover>,
+        context: &Context<'_>,
+    ) -> Result<Snapshot, Error>;
 
     /// A guest of this process, in this state, is here: what the switchover directs.
-    fn delivered(&self, run_state: Option<&str>, switch: &Switch) -> Directive {
+    fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
         let _ = run_state;
-        switch.handle(Input::Delivered)
+        switchover.handle(Input::Delivered)
     }
 
     /// Whether all of a guest came that nothing keeps.
-    fn has_dropped(&self) -> bool {
+    fn has_discarded(&self) -> bool {
         false
     }
 
     /// Whether QEMU has loaded an image by itself.
-    fn is_handed_over(&self) -> bool {
+    fn is_loaded_by_qemu(&self) -> bool {
         false
     }
 
@@ -182,49 +187,49 @@ pub(in super::super) trait DestinationEndpoint {
     }
 
     /// What it does with the guest, where it is driven.
-    fn view(&mut self) -> DestinationView {
-        DestinationView::Loaded
+    fn query_status(&mut self) -> DestinationStatus {
+        DestinationStatus::Loaded
     }
 
     /// Runs the guest where it is driven, and sees whether it does.
-    fn run_guest(&mut self) -> Result<Started, RunFailed> {
-        Ok(Started::Live)
+    fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
+        Ok(StartResult::Live)
     }
 
     /// Whether the error is one of the connection to it.
-    fn is_to_blame(&self, error: &Error) -> bool {
+    fn is_error_origin(&self, error: &Error) -> bool {
         let _ = error;
         false
     }
 
     /// The guest is here, and runs if it is to: puts everything in order. Returns what to note.
-    fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error>;
+    fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error>;
 
     /// How a guest is kept here that is stored.
     fn stored_state(&self) -> DestinationState;
 
     /// Refuses if it could not take these again.
-    fn check_vsocks(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+    fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         let _ = vsocks;
         Ok(())
     }
 
     /// Puts in again what was taken out of the guest at its source.
-    fn attach(&mut self, vsocks: &Vsocks) -> Result<(), Error> {
+    fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         let _ = vsocks;
         Ok(())
     }
 
     /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
-    fn undo(&mut self, error: Error, run: &Run<'_>, undo: Undo) -> (Error, Vec<String>) {
-        let _ = (run, undo);
+    fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
+        let _ = (context, undo);
         (error, Vec::new())
     }
 }
 
 /// What is known of a guest that is not at its destination in order.
 #[derive(Debug, Clone, Copy)]
-pub(in super::super) struct Undo {
+pub(in super::super) struct Rollback {
     /// It was to run there.
     pub(in super::super) is_cut_over: bool,
     /// The destination may be the only one that holds it.

@@ -8,20 +8,20 @@ use towline_migration::{Commit, Error as EngineError, LinkState, Session, Switch
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
-use crate::moves::End;
+use crate::moves::MoveEnd;
 use crate::switchover::{
-    Decision, DestinationKind, Directive, GuestRun, Input, Link, Outcome, Request, RunRequest, SourceAfter,
-    SourceKind, Switchover,
+    Decision, DestinationKind, Directive, GuestRunState, Input, Outcome, RunRequest, SourceAction,
+    SourceKind, SourceLink, Switchover, SwitchoverRequest,
 };
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
 use super::recorder::Recorder;
 use super::request;
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct Switch {
+pub(super) struct SharedSwitchover {
     machine: Mutex<Switchover>,
     id: OnceLock<MoveId>,
     recorder: Recorder,
@@ -33,7 +33,7 @@ pub(super) struct Switch {
     failed: OnceLock<Directive>,
 }
 
-impl Switch {
+impl SharedSwitchover {
     /// The switchover of a command between these two kinds of ends.
     pub(super) fn new(
         source: SourceKind,
@@ -41,24 +41,24 @@ impl Switch {
         options: &request::Request,
     ) -> Arc<Self> {
         let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
-            (true, _) => SourceAfter::Quit,
-            (false, true) => SourceAfter::Resume,
-            (false, false) => SourceAfter::Stay,
+            (true, _) => SourceAction::Quit,
+            (false, true) => SourceAction::Resume,
+            (false, false) => SourceAction::KeepPaused,
         };
         let run = match options.run() {
             None => RunRequest::AsItWas,
             Some(true) => RunRequest::Run,
             Some(false) => RunRequest::Pause,
         };
-        let machine = Mutex::new(Switchover::new(Request { source, destination, run, after }));
+        let machine = Mutex::new(Switchover::new(SwitchoverRequest { source, destination, run, after }));
         let (recorder, link) = (Recorder::default(), OnceLock::new());
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
     }
 
     /// What is decided of a move between these ends is recorded.
-    pub(super) fn keep_record(&self, source: End, destination: End, run: &Run<'_>) {
-        self.recorder.begin(source, destination, &self.state(), run);
+    pub(super) fn keep_record(&self, source: MoveEnd, destination: MoveEnd, context: &Context<'_>) {
+        self.recorder.begin(source, destination, &self.state(), context);
     }
 
     /// The source is at the other end of this connection.
@@ -119,7 +119,7 @@ impl Switch {
     }
 
     /// A guest that no engine of ours carried is loaded at its destination: what to do.
-    pub(super) fn loaded(&self, guest: GuestRun) -> Directive {
+    pub(super) fn loaded(&self, guest: GuestRunState) -> Directive {
         // The stream's own, where there was one, says the same.
         if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {
             return self.failed(&Error::Cancelled);
@@ -166,7 +166,7 @@ fn is_refusal(error: &EngineError) -> bool {
     )
 }
 
-impl SwitchoverGate for Switch {
+impl SwitchoverGate for SharedSwitchover {
     fn destination(&self, receiver: Option<Receiver>) {
         let kind = match receiver {
             Some(Receiver::Waits) => DestinationKind::Towline,
@@ -191,7 +191,7 @@ impl SwitchoverGate for Switch {
     }
 
     fn commit(&self, run_state: Option<&str>) -> Commit {
-        match self.pass(Input::CommitRequested(GuestRun::from_state(run_state))) {
+        match self.pass(Input::CommitRequested(GuestRunState::from_state(run_state))) {
             Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
             Directive::Proceed => Commit::Reversible,
             _ => Commit::Refused,
@@ -199,21 +199,24 @@ impl SwitchoverGate for Switch {
     }
 
     fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
-        let input =
-            Input::AcknowledgeRequested { guest: GuestRun::from_state(run_state), source: link(source) };
+        let input = Input::AcknowledgeRequested {
+            guest: GuestRunState::from_state(run_state),
+            source: source_link(source),
+        };
         self.pass(input) == Directive::Proceed
     }
 
     fn holds(&self, error: &EngineError) -> bool {
-        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error)))) == Directive::Hold
+        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error))))
+            == Directive::AcknowledgeUnconfirmed
     }
 }
 
 /// The same in the machine's words.
-pub(super) fn link(state: LinkState) -> Link {
+pub(super) fn source_link(state: LinkState) -> SourceLink {
     match state {
-        LinkState::Open => Link::Open,
-        LinkState::Closed => Link::Closed,
-        LinkState::Reset => Link::Reset,
+        LinkState::Open => SourceLink::Open,
+        LinkState::Closed => SourceLink::Closed,
+        LinkState::Reset => SourceLink::Reset,
     }
 }

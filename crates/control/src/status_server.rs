@@ -1,7 +1,7 @@
 //! One copy as QMP shows it: what `query-migrate` says, the events, and how it is cancelled.
 //!
 //! ```text
-//! plan ── Observer ─► Monitor ◄─ Commands ── qmp::Server ── clients
+//! plan ── Observer ─► StatusServer ◄─ Commands ── qmp::Server ── clients
 //!                        └─ events ─────────────┘
 //! ```
 //!
@@ -21,7 +21,7 @@ use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
 use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
-use crate::statistics::{self, Counting, Number, Subject};
+use crate::statistics::{self, Metric, StatsObject, StatsSource};
 
 const NAMES: [&str; 11] = [
     "query-status",
@@ -41,7 +41,7 @@ const PAGE_BYTES: u64 = 4096;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Monitor {
+pub struct StatusServer {
     cancel: Cancel,
     name: String,
     capabilities: Vec<Capability>,
@@ -85,7 +85,7 @@ struct State {
     error: Option<String>,
 }
 
-impl Monitor {
+impl StatusServer {
     /// For a copy called `name` with these options, which `cancel` ends.
     pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
         let state = State {
@@ -104,8 +104,8 @@ impl Monitor {
             name: name.into(),
             capabilities: capabilities(options),
             parameters: Parameters {
-                multifd_channels: options.means().multifd_channels,
-                max_bandwidth: options.means().max_bandwidth,
+                multifd_channels: options.transfer_options().multifd_channels,
+                max_bandwidth: options.transfer_options().max_bandwidth,
                 downtime_limit: options.downtime_limit,
             },
             switched: if options.is_postcopy() { "postcopy-active" } else { "device" },
@@ -261,7 +261,7 @@ impl Monitor {
     }
 }
 
-impl Observer for Monitor {
+impl Observer for StatusServer {
     fn phase(&self, phase: Phase) {
         match phase {
             Phase::Prepare | Phase::Connect => {}
@@ -293,21 +293,21 @@ impl Observer for Monitor {
     }
 }
 
-impl Counting for Monitor {
-    fn statistics(&self) -> Vec<Subject> {
+impl StatsSource for StatusServer {
+    fn statistics(&self) -> Vec<StatsObject> {
         let state = self.state();
-        let lane = |(index, lane): (usize, &LaneSends)| Subject {
+        let lane = |(index, lane): (usize, &LaneSends)| StatsObject {
             kind: "migration-lane",
             labels: vec![("lane", index.to_string())],
-            numbers: of_lane(lane),
+            metrics: of_lane(lane),
         };
         let lanes = state.lanes.iter().enumerate().map(lane);
-        let copy = Subject { kind: "migration", labels: Vec::new(), numbers: of_copy(&state) };
+        let copy = StatsObject { kind: "migration", labels: Vec::new(), metrics: of_copy(&state) };
         std::iter::once(copy).chain(lanes).collect()
     }
 }
 
-impl Commands for Monitor {
+impl Commands for StatusServer {
     fn names(&self) -> &[&'static str] {
         &NAMES
     }
@@ -346,12 +346,12 @@ impl Commands for Monitor {
 fn capabilities(options: &Request) -> Vec<Capability> {
     let postcopy = options.postcopy();
     let known = [
-        ("auto-converge", options.means().throttle, "begin it anew with or without --throttle"),
+        ("auto-converge", options.transfer_options().throttle, "begin it anew with or without --throttle"),
         ("background-snapshot", options.is_snapshot(), "begin it anew with or without --live"),
         ("events", true, "its events always come"),
         (
             "multifd",
-            options.means().multifd_channels != Some(0),
+            options.transfer_options().multifd_channels != Some(0),
             "begin it anew with another --multifd-channels",
         ),
         (
@@ -371,64 +371,68 @@ fn capabilities(options: &Request) -> Vec<Capability> {
 }
 
 /// What is counted of the whole.
-fn of_copy(state: &State) -> Vec<Number> {
+fn of_copy(state: &State) -> Vec<Metric> {
     let (progress, moved) = (&state.progress, &state.progress.moved);
     let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
     let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
     let took = state.ended.unwrap_or_else(|| state.begun.elapsed());
     let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
     vec![
-        Number::level(
+        Metric::gauge(
             "running",
             "1 while the guest runs, as far as this side can tell",
             state.running.into(),
         ),
-        Number::level("ended", "1 when the copy is over", state.ended.is_some().into()),
-        Number::level(
+        Metric::gauge("ended", "1 when the copy is over", state.ended.is_some().into()),
+        Metric::gauge(
             "failed",
             "1 when it was not done",
             matches!(state.status, "failed" | "cancelled").into(),
         ),
-        Number::level("time", "since it was begun, until it ended", took).in_milliseconds(),
-        Number::level("total-bytes", "the guest's RAM", moved.total).in_bytes(),
-        Number::level("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
-        Number::level(
+        Metric::gauge("time", "since it was begun, until it ended", took).in_milliseconds(),
+        Metric::gauge("total-bytes", "the guest's RAM", moved.total).in_bytes(),
+        Metric::gauge("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
+        Metric::gauge(
             "dirty-rate-bytes",
             "what the guest writes in a second",
             progress.dirty_rate.unwrap_or(0),
         )
         .in_bytes(),
-        Number::bytes("transferred-bytes", "on all channels", moved.transferred),
-        Number::bytes("multifd-bytes", "on lanes", moved.multifd_bytes),
-        Number::events("normal", "pages that went with content", moved.normal),
-        Number::events("duplicate", "pages that went as zero", moved.duplicate),
-        Number::events("passes", "passes over the memory", progress.pass.unwrap_or(moved.dirty_sync_count)),
-        Number::events(
+        Metric::byte_counter("transferred-bytes", "on all channels", moved.transferred),
+        Metric::byte_counter("multifd-bytes", "on lanes", moved.multifd_bytes),
+        Metric::counter("normal", "pages that went with content", moved.normal),
+        Metric::counter("duplicate", "pages that went as zero", moved.duplicate),
+        Metric::counter("passes", "passes over the memory", progress.pass.unwrap_or(moved.dirty_sync_count)),
+        Metric::counter(
             "vectored-calls",
             "system calls that moved pages of several buffers",
             moved.vectored_calls,
         ),
-        Number::events("plain-calls", "system calls that moved pages through one buffer", moved.plain_calls),
-        Number::events(
+        Metric::counter("plain-calls", "system calls that moved pages through one buffer", moved.plain_calls),
+        Metric::counter(
             "spliced-calls",
             "system calls that moved pages within the kernel",
             moved.spliced_calls,
         ),
-        Number::events("checksums-written", "packets that went with a checksum", moved.checksums_written),
-        Number::events("checksums-verified", "packets that were compared with one", moved.checksums_verified),
+        Metric::counter("checksums-written", "packets that went with a checksum", moved.checksums_written),
+        Metric::counter(
+            "checksums-verified",
+            "packets that were compared with one",
+            moved.checksums_verified,
+        ),
     ]
 }
 
 /// What is counted of a lane to the destination.
-fn of_lane(lane: &LaneSends) -> Vec<Number> {
+fn of_lane(lane: &LaneSends) -> Vec<Metric> {
     vec![
-        Number::events("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
-        Number::bytes("plain-bytes", "pages in these", lane.plain.bytes),
-        Number::events("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
-        Number::bytes("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
-        Number::events("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
-        Number::events("copied", "calls of these that the kernel copied all the same", lane.copied),
-        Number::events("switches", "changes between the two ways", lane.switches),
+        Metric::counter("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
+        Metric::byte_counter("plain-bytes", "pages in these", lane.plain.bytes),
+        Metric::counter("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
+        Metric::byte_counter("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
+        Metric::counter("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
+        Metric::counter("copied", "calls of these that the kernel copied all the same", lane.copied),
+        Metric::counter("switches", "changes between the two ways", lane.switches),
     ]
 }
 

@@ -10,23 +10,23 @@ use towline_compat::{ConfiguredBy, Facts, Pair, Report, Severity, evaluate};
 use towline_image::StoredGuest;
 use towline_protocol::RamBlock;
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
 use super::progress::Observer;
 use super::vsock;
-use crate::check::{self, End, Intent};
+use crate::check::{self, CheckEnd, Intent};
 use crate::qemu::Qemu;
 
 /// What is known of a guest that is to be sent.
 #[derive(Debug, Clone)]
-pub(super) struct Guest {
+pub(super) struct GuestFacts {
     /// `None`: its destination cannot be asked, so it was not asked either.
     facts: Option<Facts>,
     /// As QMP prints it; lanes carry it, and a QEMU compares it with its own.
     pub(super) uuid: Option<String>,
 }
 
-impl Guest {
+impl GuestFacts {
     pub(super) fn of_image(image: &dyn StoredGuest) -> Self {
         Self { facts: Some(check::image(image)), uuid: None }
     }
@@ -39,7 +39,7 @@ impl Guest {
     /// Without those of its devices that are taken out before it goes there.
     pub(super) fn without_vsocks(mut self) -> Self {
         if let Some(Subject::Qemu(qemu)) = self.facts.as_mut().map(|facts| &mut facts.subject) {
-            vsock::forget(qemu);
+            vsock::remove_from_facts(qemu);
         }
         self
     }
@@ -48,44 +48,51 @@ impl Guest {
     pub(super) fn of_qemu(qemu: &mut Qemu, is_compared: bool) -> Result<Self, Error> {
         let uuid = Some(qemu.facts().uuid.clone());
         let facts = match is_compared {
-            true => Some(Subject::Qemu(Box::new(qemu.compatibility()?)).into()),
+            true => Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()),
             false => None,
         };
         Ok(Self { facts, uuid })
     }
 
     /// Refuses if it would not run in the QEMU that waits, and tells what else there is to know.
-    pub(super) fn check(&self, waiting: &mut Qemu, run: &Run<'_>) -> Result<(), Error> {
+    pub(super) fn check(&self, waiting: &mut Qemu, context: &Context<'_>) -> Result<(), Error> {
         let Some(source) = &self.facts else { return Ok(()) };
         // One that has a part of the guest already, and may wait for the rest, is asked no more than it was.
         let is_live = waiting.facts().waits_for_migrate_incoming();
-        let known = if is_live { waiting.compatibility()? } else { waiting.memory() };
+        let known = if is_live { waiting.compat_facts()? } else { waiting.basic_facts() };
         let destination = Subject::Qemu(Box::new(known)).into();
         let report = evaluate(&Pair {
             source,
             destination: &destination,
-            lanes: Some(run.lanes),
-            is_postcopy: run.options.is_postcopy(),
+            lanes: Some(context.lanes),
+            is_postcopy: context.options.is_postcopy(),
             is_live,
             is_one_host: true,
         });
-        judged(&report, || format!("QEMU on {}", waiting.socket()), run.observer)
+        report_findings(&report, || format!("QEMU on {}", waiting.socket()), context.observer)
     }
 }
 
 /// Refuses if a device at the destination would not go on where the one at the source stops. QEMU asks neither: what differs between two
 /// backends shows only when the guest uses it.
-pub(super) fn devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
+pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
     for (here, there) in pairs {
-        let report =
-            check::check(&End::Control(here.clone()), &End::Control(there.clone()), Intent::default())?;
-        judged(&report, || format!("the device on {}", there.display()), observer)?;
+        let report = check::check(
+            &CheckEnd::Control(here.clone()),
+            &CheckEnd::Control(there.clone()),
+            Intent::default(),
+        )?;
+        report_findings(&report, || format!("the device on {}", there.display()), observer)?;
     }
     Ok(())
 }
 
 /// Refuses what the report is against, and tells of the rest.
-fn judged(report: &Report, destination: impl Fn() -> String, observer: &dyn Observer) -> Result<(), Error> {
+fn report_findings(
+    report: &Report,
+    destination: impl Fn() -> String,
+    observer: &dyn Observer,
+) -> Result<(), Error> {
     let reasons = report.reasons(ConfiguredBy::Towline);
     if !reasons.is_empty() {
         return Err(Error::DoesNotFit { destination: destination(), reasons });

@@ -12,7 +12,7 @@ use super::error::Error;
 use crate::qemu;
 
 /// Whether `error` is of the monitor at `monitor`, or of the stream over the socket at `stream`.
-pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
+pub(super) fn is_from(error: &Error, monitor: &str, stream: &Path) -> bool {
     match error {
         Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
         Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
@@ -22,12 +22,12 @@ pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
 }
 
 /// Whether nothing more can be learned from this monitor.
-pub(super) fn is_gone(error: &Error) -> bool {
+pub(super) fn is_monitor_lost(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_disconnected())
 }
 
 /// Whether QEMU did not answer in time, and may later.
-pub(super) fn is_silent(error: &Error) -> bool {
+pub(super) fn is_timeout(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. })))
 }
 
@@ -37,7 +37,7 @@ pub(super) fn is_refusal(error: &Error) -> bool {
 }
 
 /// Whether the guest could not be read.
-pub(super) fn is_of_guest(error: &MigrationError) -> bool {
+pub(super) fn is_guest_error(error: &MigrationError) -> bool {
     matches!(error, MigrationError::Guest(_))
 }
 
@@ -51,7 +51,7 @@ pub(super) fn is_cancelled(error: &MigrationError) -> bool {
 }
 
 /// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.
-pub(super) fn is_ours(error: &Error) -> bool {
+pub(super) fn is_local(error: &Error) -> bool {
     fn is(error: &MigrationError) -> bool {
         match error {
             MigrationError::Guest(_) | MigrationError::Cancelled => true,
@@ -68,7 +68,7 @@ pub(super) fn is_ours(error: &Error) -> bool {
 
 /// Says of lanes to somebody else's destination what it may mean that they are lost: one that wants fewer takes or keeps no
 /// others, and one that expects another compression none of these.
-pub(super) fn lanes_lost(error: Error, lanes: usize, compression: Compression) -> Error {
+pub(super) fn explain_lane_loss(error: Error, lanes: usize, compression: Compression) -> Error {
     let compression = compression.method().name();
     match error {
         Error::Migration(MigrationError::Channel(ChannelError::Timeout {
@@ -86,12 +86,12 @@ pub(super) fn lanes_lost(error: Error, lanes: usize, compression: Compression) -
 }
 
 /// Whether it is of a stream's connection to this peer.
-pub(super) fn peer_is(error: &Error, peer: &str) -> bool {
+pub(super) fn is_from_peer(error: &Error, peer: &str) -> bool {
     matches!(error, Error::Migration(error) if stream_peer(error) == Some(peer))
 }
 
 /// Whether this monitor did not answer, rather than refuse something.
-pub(super) fn is_unreached(error: &Error) -> bool {
+pub(super) fn is_monitor_unreachable(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if !matches!(error, qmp::Error::Refusal { .. }))
 }
 

@@ -9,13 +9,13 @@ use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
 /// What was seen of a guest. Its source is told that it failed, so the guest runs on there.
 #[derive(Debug, Default)]
-pub struct Survey {
-    seen: Mutex<Seen>,
+pub struct DiscardSink {
+    seen: Mutex<StreamSummary>,
 }
 
 /// What a stream said of its guest.
 #[derive(Debug, Default, Clone)]
-pub struct Seen {
+pub struct StreamSummary {
     /// Machine type and capabilities.
     pub configuration: Option<Configuration>,
     /// The RAM blocks.
@@ -29,9 +29,9 @@ pub struct Seen {
 #[error("nothing keeps this guest (null:), so its source is not told that it arrived")]
 struct NothingKept;
 
-impl Survey {
+impl DiscardSink {
     /// What was seen so far.
-    pub fn seen(&self) -> Seen {
+    pub fn summary(&self) -> StreamSummary {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -40,12 +40,12 @@ impl Survey {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).device_state.is_some()
     }
 
-    fn note(&self, note: impl FnOnce(&mut Seen)) {
+    fn note(&self, note: impl FnOnce(&mut StreamSummary)) {
         note(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Sink for Survey {
+impl Sink for DiscardSink {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
         self.note(|seen| seen.configuration = Some(configuration.clone()));
         Ok(())

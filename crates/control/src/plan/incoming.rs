@@ -7,15 +7,15 @@ use towline_migration::incoming::{self, Connections, Stage};
 use towline_migration::{Incoming, Session, Sink, Snapshot, Statistics};
 use towline_protocol::session::Receiver;
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
 use super::progress::{Phase, Progress};
-use super::supervise::supervised;
-use super::switch::Switch;
+use super::shared_switchover::SharedSwitchover;
+use super::supervise::run_supervised;
 
-/// A stream that comes in: its connections from [`Arrival::connected`] to [`Arrival::disconnect`], and what was counted.
+/// A stream that comes in: its connections from [`IncomingStream::connected`] to [`IncomingStream::disconnect`], and what was counted.
 #[derive(Debug, Default)]
-pub(super) struct Arrival {
+pub(super) struct IncomingStream {
     stream: Option<Stream>,
     statistics: Arc<Statistics>,
 }
@@ -26,7 +26,7 @@ struct Stream {
     connections: Connections,
 }
 
-impl Arrival {
+impl IncomingStream {
     /// The source is at the other end of these connections. `session` is that of the incoming migration.
     pub(super) fn connected(&mut self, session: Arc<Session>, connections: Connections) {
         self.stream = Some(Stream { session, connections });
@@ -41,44 +41,44 @@ impl Arrival {
         &self,
         sink: &dyn Sink,
         receiver: Receiver,
-        switch: &Switch,
-        run: &Run<'_>,
-        look: &mut dyn FnMut() -> Result<Progress, Error>,
+        switchover: &SharedSwitchover,
+        context: &Context<'_>,
+        poll: &mut dyn FnMut() -> Result<Progress, Error>,
     ) -> Result<(), Error> {
         let Stream { session, connections } = self.stream.as_ref().expect("connected before it is received");
         let statistics = &self.statistics;
-        if let Err(cancelled) = run.check_cancelled() {
+        if let Err(cancelled) = context.check_cancelled() {
             connections.refuse();
             return Err(cancelled);
         }
-        run.observer.phase(Phase::Transfer);
+        context.observer.phase(Phase::Transfer);
         let options = incoming::Options {
             // A source that runs on in any case loses nothing by what it does not hear.
-            require_return_path: run.options.return_path && !run.options.is_snapshot(),
-            compression: run.options.compression,
-            is_snapshot: run.options.is_snapshot(),
+            require_return_path: context.options.return_path && !context.options.is_snapshot(),
+            compression: context.options.compression,
+            is_snapshot: context.options.is_snapshot(),
             receiver,
         };
         let engine = Incoming::new(Arc::clone(session), Arc::clone(statistics), options);
-        let result = supervised(
-            run,
+        let result = run_supervised(
+            context,
             session,
-            switch,
+            switchover,
             &mut || {
-                let progress = look()?;
-                run.report(statistics, progress);
+                let progress = poll()?;
+                context.report_progress(statistics, progress);
                 Ok(())
             },
             || {
                 engine.run_watched(connections, sink, &|stage| {
-                    run.observer.phase(match stage {
+                    context.observer.phase(match stage {
                         Stage::Switchover => Phase::Switchover,
                         Stage::Committed => Phase::Loaded,
                     });
                 })
             },
         );
-        run.report(statistics, Progress::default());
+        context.report_progress(statistics, Progress::default());
         result
     }
 

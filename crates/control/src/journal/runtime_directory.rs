@@ -33,7 +33,7 @@ const NAMES_MAX: usize = 100_000;
 /// Why journals cannot be kept.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum DirectoryError {
+pub enum RuntimeDirectoryError {
     /// Only root has a runtime directory without it.
     #[error("no directory for journals: XDG_RUNTIME_DIR is not set to an absolute path")]
     NoRuntimeDirectory,
@@ -57,23 +57,23 @@ pub enum DirectoryError {
 
 /// The directory of journals, made if it was missing.
 #[derive(Clone, Debug)]
-pub struct Directory {
+pub struct RuntimeDirectory {
     fd: Arc<OwnedFd>,
     path: PathBuf,
 }
 
-impl Directory {
+impl RuntimeDirectory {
     /// That of this user.
     ///
     /// # Errors
     /// Why there is none that can be used.
-    pub fn open() -> Result<Self, DirectoryError> {
+    pub fn open() -> Result<Self, RuntimeDirectoryError> {
         if geteuid().is_root() {
             return Self::below(Path::new(ROOT));
         }
         match std::env::var_os(VARIABLE).map(PathBuf::from) {
             Some(path) if path.is_absolute() => Self::below(&path),
-            _ => Err(DirectoryError::NoRuntimeDirectory),
+            _ => Err(RuntimeDirectoryError::NoRuntimeDirectory),
         }
     }
 
@@ -81,7 +81,7 @@ impl Directory {
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn below(base: &Path) -> Result<Self, DirectoryError> {
+    pub fn below(base: &Path) -> Result<Self, RuntimeDirectoryError> {
         let mut path = base.to_owned();
         let mut fd = openat(CWD, base, PASS, Mode::empty()).map_err(|errno| refused(&path, errno))?;
         check(&fd, &path, WRITABLE)?;
@@ -142,10 +142,10 @@ fn level(parent: &OwnedFd, name: &str, mode: u32) -> Result<OwnedFd, Errno> {
     openat(parent, name, PASS, Mode::empty())
 }
 
-fn check(fd: &OwnedFd, path: &Path, forbidden: u32) -> Result<(), DirectoryError> {
+fn check(fd: &OwnedFd, path: &Path, forbidden: u32) -> Result<(), RuntimeDirectoryError> {
     let stat = fstat(fd).map_err(|errno| refused(path, errno))?;
     let (own, mode) = (geteuid().as_raw(), stat.st_mode & 0o7777);
-    let unsafe_for = |reason| Err(DirectoryError::Unsafe { path: path.to_owned(), reason });
+    let unsafe_for = |reason| Err(RuntimeDirectoryError::Unsafe { path: path.to_owned(), reason });
     if stat.st_uid != own {
         return unsafe_for(format!("its owner is user {}, expected {own}", stat.st_uid));
     }
@@ -155,12 +155,12 @@ fn check(fd: &OwnedFd, path: &Path, forbidden: u32) -> Result<(), DirectoryError
     Ok(())
 }
 
-fn refused(path: &Path, errno: Errno) -> DirectoryError {
+fn refused(path: &Path, errno: Errno) -> RuntimeDirectoryError {
     let path = path.to_owned();
     match errno {
         Errno::LOOP | Errno::NOTDIR => {
-            DirectoryError::Unsafe { path, reason: "it is a symbolic link or no directory".into() }
+            RuntimeDirectoryError::Unsafe { path, reason: "it is a symbolic link or no directory".into() }
         }
-        errno => DirectoryError::Io { path, source: errno.into() },
+        errno => RuntimeDirectoryError::Io { path, source: errno.into() },
     }
 }

@@ -25,7 +25,7 @@ const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"
 
 /// What was found.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub(super) struct Conflicts {
     /// Destinations that must not have a clone, by their place in the list.
     pub(super) refused: Vec<(usize, Error)>,
     /// What somebody who makes clones should know.
@@ -34,7 +34,7 @@ pub(super) struct Found {
 
 /// What is known of one waiting QEMU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Neighbour {
+struct CloneQemu {
     /// Its place in the list of destinations.
     index: usize,
     socket: String,
@@ -64,8 +64,8 @@ enum Medium {
 }
 
 /// Asks all QEMUs at once, by the monitors of those destinations that have one, and compares them.
-pub(super) fn look(monitors: &[Option<&Path>]) -> Found {
-    let asked: Vec<Neighbour> = thread::scope(|scope| {
+pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
+    let asked: Vec<CloneQemu> = thread::scope(|scope| {
         let ask = |(index, monitor): (usize, &Option<&Path>)| {
             let path = monitor.map(Path::to_owned)?;
             Some(scope.spawn(move || ask(index, &path)))
@@ -76,35 +76,30 @@ pub(super) fn look(monitors: &[Option<&Path>]) -> Found {
     compare(&asked)
 }
 
-fn compare(neighbours: &[Neighbour]) -> Found {
-    let mut found = Found { refused: shared_drives(neighbours), notes: Vec::new() };
-    if neighbours.len() < 2 {
+fn compare(qemus: &[CloneQemu]) -> Conflicts {
+    let mut found = Conflicts { refused: shared_drives(qemus), notes: Vec::new() };
+    if qemus.len() < 2 {
         return found;
     }
-    let with_cards = neighbours.iter().filter(|neighbour| !neighbour.macs.is_empty()).count();
+    let with_cards = qemus.iter().filter(|qemu| !qemu.macs.is_empty()).count();
     if with_cards > 1 {
-        let given: usize = neighbours.iter().map(|neighbour| neighbour.macs.len()).sum();
-        let different = neighbours
-            .iter()
-            .flat_map(|neighbour| &neighbour.macs)
-            .collect::<std::collections::HashSet<_>>()
-            .len();
+        let given: usize = qemus.iter().map(|qemu| qemu.macs.len()).sum();
+        let different =
+            qemus.iter().flat_map(|qemu| &qemu.macs).collect::<std::collections::HashSet<_>>().len();
         let whatever = if different == given { ", whatever `mac=` says here" } else { "" };
         found.notes.push(format!(
             "{with_cards} of the clones have network cards: each sends with the stored guest's MAC addresses{whatever}; keep them in networks of their own, or change them in each guest"
         ));
     }
-    let without = neighbours.iter().filter(|neighbour| neighbour.generation_id.is_none()).count();
+    let without = qemus.iter().filter(|qemu| qemu.generation_id.is_none()).count();
     if without > 0 {
         found.notes.push(format!(
             "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers go on alike until something else is mixed in"
         ));
     }
     let mut ids: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for neighbour in neighbours {
-        ids.entry(neighbour.generation_id.as_deref().unwrap_or_default())
-            .or_default()
-            .push(&neighbour.socket);
+    for qemu in qemus {
+        ids.entry(qemu.generation_id.as_deref().unwrap_or_default()).or_default().push(&qemu.socket);
     }
     for (id, sockets) in ids.iter().filter(|(id, sockets)| !id.is_empty() && sockets.len() > 1) {
         found.notes.push(format!(
@@ -116,27 +111,27 @@ fn compare(neighbours: &[Neighbour]) -> Found {
 }
 
 /// Each destination that can write what another one can write too.
-fn shared_drives(neighbours: &[Neighbour]) -> Vec<(usize, Error)> {
+fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
     let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
-    for (at, neighbour) in neighbours.iter().enumerate() {
-        neighbour.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
+    for (at, qemu) in qemus.iter().enumerate() {
+        qemu.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
     }
-    let refusal = |(at, neighbour): (usize, &Neighbour)| {
-        neighbour.drives.iter().find_map(|drive| {
+    let refusal = |(at, qemu): (usize, &CloneQemu)| {
+        qemu.drives.iter().find_map(|drive| {
             let other = users[&drive.medium].iter().find(|&&other| other != at)?;
             let error = Error::SharedDrive {
-                socket: neighbour.socket.clone(),
+                socket: qemu.socket.clone(),
                 drive: drive.name.clone(),
                 file: drive.file.clone(),
-                other: neighbours[*other].socket.clone(),
+                other: qemus[*other].socket.clone(),
             };
-            Some((neighbour.index, error))
+            Some((qemu.index, error))
         })
     };
-    neighbours.iter().enumerate().filter_map(refusal).collect()
+    qemus.iter().enumerate().filter_map(refusal).collect()
 }
 
-fn ask(index: usize, path: &Path) -> Result<Neighbour, qmp::Error> {
+fn ask(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
     let options = Options { deadline: ANSWER_WITHIN, greeting_deadline: ANSWER_WITHIN, ..Options::default() };
     let mut client = Client::connect(path, &options)?;
     let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
@@ -149,7 +144,7 @@ fn ask(index: usize, path: &Path) -> Result<Neighbour, qmp::Error> {
         Err(qmp::Error::Refusal { .. }) => None,
         Err(error) => return Err(error),
     };
-    Ok(Neighbour { index, socket: client.socket().to_owned(), drives, macs, generation_id })
+    Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
 fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
@@ -214,20 +209,19 @@ fn child(property: &Value) -> Option<&str> {
 mod tests {
     use super::*;
 
-    fn neighbour(index: usize, files: &[&str]) -> Neighbour {
+    fn qemu(index: usize, files: &[&str]) -> CloneQemu {
         let drive = |file: &&str| Drive {
             name: "disk0".into(),
             file: (*file).into(),
             medium: Medium::Name((*file).into()),
         };
         let drives = files.iter().map(drive).collect();
-        Neighbour { index, socket: format!("{index}.qmp"), drives, ..Neighbour::default() }
+        CloneQemu { index, socket: format!("{index}.qmp"), drives, ..CloneQemu::default() }
     }
 
     #[test]
     fn those_who_share_a_disk_are_refused_and_nobody_else() {
-        let all =
-            [neighbour(0, &["a"]), neighbour(2, &["b", "c"]), neighbour(3, &["d"]), neighbour(5, &["c"])];
+        let all = [qemu(0, &["a"]), qemu(2, &["b", "c"]), qemu(3, &["d"]), qemu(5, &["c"])];
         let found = compare(&all);
         let refused: Vec<_> =
             found.refused.iter().map(|(index, error)| (*index, error.to_string())).collect();
@@ -241,10 +235,10 @@ mod tests {
 
     #[test]
     fn what_clones_have_in_common_is_told() {
-        let with = |index, mac: &str, id: Option<&str>| Neighbour {
+        let with = |index, mac: &str, id: Option<&str>| CloneQemu {
             macs: vec![mac.into()],
             generation_id: id.map(Into::into),
-            ..neighbour(index, &[])
+            ..qemu(index, &[])
         };
         let found =
             compare(&[with(0, "52:54:00:12:34:56", Some("x")), with(1, "52:54:00:12:34:56", Some("x"))]);
@@ -263,7 +257,7 @@ mod tests {
     fn a_file_is_one_whatever_its_name() {
         let directory = std::env::temp_dir();
         let own = i32::try_from(std::process::id()).unwrap();
-        let path = directory.join(format!("towline-neighbours-{own}"));
+        let path = directory.join(format!("towline-qemus-{own}"));
         std::fs::write(&path, "").unwrap();
         let twisted = format!("{}/../{}", directory.display(), path.strip_prefix("/").unwrap().display());
         let (plain, other) = (medium_of(path.to_str().unwrap(), None), medium_of(&twisted, Some(own)));

@@ -4,23 +4,23 @@ use towline_channel::Address;
 use towline_protocol::RamBlock;
 use towline_protocol::ram::PAGE_SIZE;
 
-use super::super::blame;
-use super::super::context::Run;
-use super::super::destination::Fate;
-use super::super::error::{Error, Failure, look_at};
-use super::super::outcomes::Place;
+use super::super::context::Context;
+use super::super::destination::RecoveryState;
+use super::super::error::{Error, Failure, needs_attention};
+use super::super::error_origin;
+use super::super::outcomes::GuestLocation;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
 
 /// A QEMU that takes the guest. What the defaults say holds for one that nobody can ask.
-pub(super) trait End {
+pub(super) trait PostcopyDestination {
     /// Whether we can ask it, and tell it to listen again.
     fn is_driven(&self) -> bool {
         false
     }
 
     /// Whether the guest ran when we came.
-    fn ran(&self) -> bool {
+    fn was_running(&self) -> bool {
         true
     }
 
@@ -38,13 +38,13 @@ pub(super) trait End {
     }
 
     /// What became of it when its connection was lost.
-    fn fate(&mut self) -> Result<Fate, Error>;
+    fn recovery_state(&mut self) -> Result<RecoveryState, Error>;
 
     /// It does not listen again by itself.
-    fn wait_for_help(&mut self, why: &towline_migration::Error, run: &Run<'_>);
+    fn wait_for_help(&mut self, why: &towline_migration::Error, context: &Context<'_>);
 
     /// Before the guest runs: puts things back. Returns the reason, the destination's own if that is better, and notes.
-    fn undo(&mut self, error: Error) -> (Error, Vec<String>) {
+    fn roll_back(&mut self, error: Error) -> (Error, Vec<String>) {
         (error, Vec::new())
     }
 
@@ -85,11 +85,11 @@ pub(super) trait End {
 
 /// The guest runs without a part of its memory: because its connection was lost, or because its image cannot be read.
 pub(super) fn stopped(error: Error) -> Failure {
-    let place = match &error {
-        Error::Migration(error) if blame::is_of_guest(error) => Place::PostcopyUnreadable,
-        _ => Place::PostcopyPaused,
+    let location = match &error {
+        Error::Migration(error) if error_origin::is_guest_error(error) => GuestLocation::PostcopyUnreadable,
+        _ => GuestLocation::PostcopyPaused,
     };
-    look_at(error, place)
+    needs_attention(error, location)
 }
 
 #[cfg(test)]
@@ -101,12 +101,15 @@ mod tests {
     fn a_lost_connection_and_a_damaged_image_are_told_apart() {
         let lost =
             || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
-        assert_eq!(stopped(lost().into()).guest, GuestState::look_at(Place::PostcopyPaused));
+        assert_eq!(stopped(lost().into()).guest, GuestState::needs_attention(GuestLocation::PostcopyPaused));
         let not_recovered =
             Error::NotRecovered { source: lost(), waited: std::time::Duration::from_secs(60) };
-        assert_eq!(stopped(not_recovered).guest, GuestState::look_at(Place::PostcopyPaused));
+        assert_eq!(stopped(not_recovered).guest, GuestState::needs_attention(GuestLocation::PostcopyPaused));
         let damaged =
             towline_migration::Error::guest(std::io::Error::other("block pc.ram, chunk 7: damaged"));
-        assert_eq!(stopped(damaged.into()).guest, GuestState::look_at(Place::PostcopyUnreadable));
+        assert_eq!(
+            stopped(damaged.into()).guest,
+            GuestState::needs_attention(GuestLocation::PostcopyUnreadable)
+        );
     }
 }

@@ -21,9 +21,9 @@ use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 use std::os::unix::fs::MetadataExt as _;
 
-use super::record::{self, Record};
+use super::record::{self, MoveRecord};
 use super::{Error, Id};
-use crate::journal::{Directory, is_named, read};
+use crate::journal::{RuntimeDirectory, is_named, read};
 
 /// How often a record that its owner replaced in the same moment is opened again.
 const ATTEMPTS_MAX: u32 = 16;
@@ -38,21 +38,21 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// The record of one move, which this process works on.
 #[derive(Debug)]
-pub(crate) struct Ledger {
-    directory: Directory,
-    record: Record,
+pub(crate) struct RecordFile {
+    directory: RuntimeDirectory,
+    record: MoveRecord,
     /// The file that has our lock and the record's name; `None`: nothing is recorded yet.
     file: Option<File>,
 }
 
-impl Ledger {
+impl RecordFile {
     /// Of a move that nothing is recorded of yet.
-    pub(crate) fn new(directory: Directory, record: Record) -> Self {
+    pub(crate) fn new(directory: RuntimeDirectory, record: MoveRecord) -> Self {
         Self { directory, record, file: None }
     }
 
     /// Takes the record of this name over, which no other process may work on.
-    pub(super) fn open(directory: &Directory, name: &str) -> Result<Self, Error> {
+    pub(super) fn open(directory: &RuntimeDirectory, name: &str) -> Result<Self, Error> {
         let path = directory.path().join(name);
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
         for _ in 0..ATTEMPTS_MAX {
@@ -71,7 +71,7 @@ impl Ledger {
     }
 
     /// What it says.
-    pub(crate) fn record(&self) -> &Record {
+    pub(crate) fn record(&self) -> &MoveRecord {
         &self.record
     }
 
@@ -80,7 +80,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Io`]. Then [`Self::record`] is the one on disk. If only the sync behind the rename failed, that is this one, and a
     /// crash of the host may leave the one before.
-    pub(crate) fn write(&mut self, record: Record) -> Result<(), Error> {
+    pub(crate) fn write(&mut self, record: MoveRecord) -> Result<(), Error> {
         let name = record.name();
         let path = self.directory.path().join(&name);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -92,7 +92,7 @@ impl Ledger {
         })
     }
 
-    fn replace(&mut self, record: Record, unnamed: &str, name: &str) -> io::Result<()> {
+    fn replace(&mut self, record: MoveRecord, unnamed: &str, name: &str) -> io::Result<()> {
         let directory = self.directory.fd();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
@@ -144,13 +144,13 @@ fn lock(file: &File) -> io::Result<bool> {
 }
 
 /// Whether a towline works on it.
-pub(super) fn is_locked(directory: &Directory, name: &str) -> bool {
+pub(super) fn is_locked(directory: &RuntimeDirectory, name: &str) -> bool {
     let Ok(file) = open(directory, name) else { return false };
     flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::AGAIN)
 }
 
 /// All records of a directory, and why others cannot be read.
-pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
+pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>) {
     let (mut records, mut bad) = (Vec::new(), Vec::new());
     for name in directory.names() {
         if !record::is_name(&name) {
@@ -168,18 +168,18 @@ pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
     (records, bad)
 }
 
-fn look(directory: &Directory, name: &str) -> Result<Record, Error> {
+fn look(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
     let failed = |source| Error::Io { path: directory.path().join(name), source };
     parse(&mut open(directory, name).map_err(failed)?, directory, name)
 }
 
-fn open(directory: &Directory, name: &str) -> io::Result<File> {
+fn open(directory: &RuntimeDirectory, name: &str) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     Ok(File::from(openat(directory.fd(), name, flags, Mode::empty())?))
 }
 
 /// Only what we have written ourselves decides about guests.
-fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, Error> {
+fn parse(file: &mut File, directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
     let path: PathBuf = directory.path().join(name);
     let failed = |source| Error::Io { path: path.clone(), source };
     let metadata = file.metadata().map_err(failed)?;
@@ -190,7 +190,7 @@ fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, E
     if !metadata.is_file() || metadata.mode() & 0o022 != 0 {
         return Err(refused("it is no file that only its owner can write".into()));
     }
-    let record = Record::parse(&read(file).map_err(failed)?).map_err(refused)?;
+    let record = MoveRecord::parse(&read(file).map_err(failed)?).map_err(refused)?;
     if record.name() != name {
         return Err(refused(format!("it is of move {}", record.id)));
     }
@@ -198,7 +198,7 @@ fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, E
 }
 
 /// Removes what a towline left that was killed before its file got its name.
-fn remove_unnamed(directory: &Directory, name: &str) {
+fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     let is_unnamed = name.strip_prefix('.').is_some_and(|rest| rest.starts_with("move-"));
     if !is_unnamed {
         return;
@@ -214,7 +214,7 @@ fn remove_unnamed(directory: &Directory, name: &str) {
 }
 
 /// The names of the records of a move.
-pub(super) fn names_of(directory: &Directory, id: &Id) -> Vec<String> {
+pub(super) fn names_of(directory: &RuntimeDirectory, id: &Id) -> Vec<String> {
     let (records, _) = list(directory);
-    records.iter().filter(|record| record.id == *id).map(Record::name).collect()
+    records.iter().filter(|record| record.id == *id).map(MoveRecord::name).collect()
 }

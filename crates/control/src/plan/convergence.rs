@@ -35,7 +35,7 @@ impl Convergence {
     pub(super) fn new(options: &Request, facts: &Facts) -> Self {
         let downtime = options.downtime_limit;
         let limits = Limits { downtime, switchover_cost: Duration::ZERO, patience: Patience::default() };
-        let throttles = options.means().throttle
+        let throttles = options.transfer_options().throttle
             || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
         Self {
