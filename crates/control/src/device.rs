@@ -1,14 +1,15 @@
-//! Devices as QMP shows them: what they count, whether they have their guest, their link, and whether a guest of another one could go on here.
+//! QMP server of devices: statistics, run state, link, and compatibility with another device's guest.
 //!
 //! ```text
 //!   clients ── qmp::Server ──► DeviceStatusServer ──► ManagedDevice (a network card, a guest's vsock …), one or several
 //! ```
-//! **`migration_version`**: `query-migration-version` reads a device's version string, which was made when the device was started and
-//! which only its own type may look into; `check-migration-version` writes the *source's* string to the *destination's* device, which
-//! answers: it could migrate here, or an errno. That both are of one type is looked at first. Refusals begin with the errno's name, as
-//! `EINVAL: …`; why is in the log as well.
+//! **`migration_version`**: `query-migration-version` reads a device's version string, which is built when the
+//! device is started and which only its own type parses; `check-migration-version` writes the *source's* string
+//! to the *destination's* device, which accepts it or returns an errno. The types are compared first. Refusals
+//! begin with the errno's name, as `EINVAL: …`; the log has the reason as well.
 //!
-//! What it is not: it opens no socket ([`Server`](towline_qmp::Server) does) and knows no device; whoever has some implements [`ManagedDevice`].
+//! Out of scope: sockets, which [`Server`](towline_qmp::Server) opens, and the devices, which implement
+//! [`ManagedDevice`].
 
 use serde_json::{Map, Value, json};
 use towline_compat::facts::Device as DeviceFacts;
@@ -28,40 +29,40 @@ const NAMES: [&str; 8] = [
     "quit",
 ];
 
-/// What a device that cannot be migrated answers.
+/// Errno of a device that cannot be migrated.
 pub const ENODEV: &str = "ENODEV";
-/// What a device answers to a version that it cannot take.
+/// Errno of a device for a version that it does not accept.
 pub const EINVAL: &str = "EINVAL";
 
-/// One device.
+/// A device.
 pub trait ManagedDevice: Send + Sync {
-    /// How it is called here, among those of this process: a tap's name, a context.
+    /// Name among the devices of this process: a tap's name, a CID.
     fn name(&self) -> String;
 
-    /// Its type, version and features, as `check` compares them. What there is of it when the process starts stays: the string of
-    /// [`DeviceFacts::migration_version`] is made once.
+    /// Type, version and features, as `check` compares them. They are fixed when the process starts: the string
+    /// of [`DeviceFacts::migration_version`] is built once.
     fn facts(&self) -> DeviceFacts;
 
-    /// Whether a frontend has set it to work.
+    /// Returns true if a frontend uses the device.
     fn is_running(&self) -> bool;
 
-    /// Whether a guest of a device with this version could go on here.
+    /// Checks that a guest of a device with this version could continue here.
     ///
     /// # Errors
-    /// Why not, in words.
+    /// The reason against it, as text.
     fn accepts(&self, version: &str) -> Result<(), String>;
 
-    /// What it has counted.
+    /// Current statistics.
     fn statistics(&self) -> Vec<StatsObject>;
 
-    /// Its link: both directions stop, or go on.
+    /// Sets the link: both directions stop, or continue.
     ///
     /// # Errors
-    /// That it has none, in words.
+    /// The device has no link; as text.
     fn set_link(&self, up: bool) -> Result<(), String>;
 }
 
-/// See the module.
+/// See the module's text.
 pub struct DeviceStatusServer {
     devices: Vec<Box<dyn ManagedDevice>>,
     quit: Box<dyn Fn() + Send + Sync>,
@@ -75,12 +76,12 @@ impl std::fmt::Debug for DeviceStatusServer {
 }
 
 impl DeviceStatusServer {
-    /// For these devices, which `quit` ends.
+    /// A server for these devices, which `quit` ends.
     pub fn new(devices: Vec<Box<dyn ManagedDevice>>, quit: impl Fn() + Send + Sync + 'static) -> Self {
         Self { devices, quit: Box::new(quit) }
     }
 
-    /// The one called as the argument `id` says; without it, the only one.
+    /// The device that the argument names; without it, the only one.
     fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn ManagedDevice, Refusal> {
         let found = match text(arguments, argument)? {
             Some(name) => self.devices.iter().find(|device| device.name() == name),
@@ -125,7 +126,7 @@ impl DeviceStatusServer {
             );
             return Err(refused(device, EINVAL, &why));
         }
-        // As an attribute's reader has it, with the line's end.
+        // An attribute's reader may keep the newline.
         let version = version.strip_suffix('\n').unwrap_or(version);
         device.accepts(version).map(|()| json!({})).map_err(|why| refused(device, EINVAL, &why))
     }
@@ -180,7 +181,7 @@ impl Commands for DeviceStatusServer {
     }
 }
 
-/// Says it in the log too: whoever asked may have been told the errno only.
+/// Logs the reason too: the client may show the errno only.
 fn refused(device: &dyn ManagedDevice, errno: &str, why: &str) -> Refusal {
     tracing::warn!(device = device.name(), errno, why, "migration_version");
     Refusal::because(format!("{errno}: {why}"))

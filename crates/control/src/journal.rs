@@ -1,17 +1,19 @@
-//! What towline has changed in a QEMU and not put back yet, in a file that outlives a towline that is killed.
+//! Journal of the changes that towline has made in a QEMU and not undone, in a file that outlives a killed
+//! towline.
 //!
 //! ```text
-//!   connect ─► lock the QEMU's journal ─► each change: record it, make it, ─► put it back: record done ─► no records left: remove
+//!   connect ─► lock the QEMU's journal ─► each change: record, change, ─► undo: record done ─► no records left: remove
 //!                 │ locked: another towline works on this QEMU
-//!                 └ records of a towline that is gone: put back first (when it is connected to)
+//!                 └ records of a killed towline: undone first
 //! ```
-//! A journal is a file of lines of JSON below the runtime directory ([`RuntimeDirectory`]), named by the process of its QEMU: its id and start
-//! time. A record is written and synced before the change that it undoes (but for temporary directories, right behind it), by one `write`;
-//! a line that was cut off at the end was of a change that was never made. The owner holds a lock (`flock`) on the file for as long as it lives.
+//! A journal is a file of JSON lines in the runtime directory ([`RuntimeDirectory`]), named by the id and start
+//! time of QEMU's process. A record is written by one `write` and synced before its change is made (for
+//! temporary directories right after), so that a truncated last line belongs to a change that was never made.
+//! The owner holds a lock (`flock`) on the file as long as it lives.
 //!
-//! Where the process of a QEMU is not known, the journal is named by the device and inode of the monitor's socket, and holds its path
-//! and, where the file system knows it, the time at which it was made. Then a journal that was written through one monitor is not found
-//! through another one.
+//! If QEMU's process is not known, the journal is named by the device and inode of the monitor's socket, and
+//! holds the socket's path and, if the file system has it, its creation time. Such a journal is not found
+//! through another monitor.
 
 mod record;
 mod runtime_directory;
@@ -36,35 +38,35 @@ pub use runtime_directory::{RuntimeDirectory, RuntimeDirectoryError};
 
 /// Maximum size of a journal that is read.
 const BYTES_MAX: u64 = 1 << 20;
-/// How often a journal that its owner removed in the same moment is opened again.
+/// Maximum number of attempts to open a journal that its owner is removing.
 const ATTEMPTS_MAX: u32 = 16;
 
-/// Why a journal cannot be used.
+/// Error of a journal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Its owner lives.
+    /// Another towline owns it.
     #[error(
         "another towline{} works on QEMU at {socket}: wait until it has ended, or end it first", owner_text(*.pid)
     )]
     InUse {
         /// The monitor's socket.
         socket: String,
-        /// The owner's process, if it is known.
+        /// The owner's process, if known.
         pid: Option<i32>,
     },
-    /// There is no place for it.
+    /// No directory for journals.
     #[error(transparent)]
     Directory(#[from] RuntimeDirectoryError),
-    /// It cannot be read or written.
+    /// The journal cannot be read or written.
     #[error("journal {path}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// It holds something else than records of this version.
+    /// A line is not a record of this version.
     #[error(
         "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it is of another version of \
          towline, which can repair the QEMU; or remove it"
@@ -74,7 +76,7 @@ pub enum Error {
         path: PathBuf,
         /// Counted from 1.
         line: usize,
-        /// What does not fit.
+        /// The difference.
         reason: String,
     },
 }
@@ -83,13 +85,13 @@ fn owner_text(pid: Option<i32>) -> String {
     pid.map(|pid| format!(" (process {pid})")).unwrap_or_default()
 }
 
-/// The locked journal of one QEMU. Clones are of the same one.
+/// The locked journal of one QEMU. Clones share it.
 ///
-/// The file is removed when the last of them is dropped, if it has no records or its QEMU has exited.
+/// The file is removed when the last clone is dropped, if it has no records or its QEMU has exited.
 #[derive(Clone, Debug)]
 pub struct Journal(Arc<Mutex<State>>);
 
-/// A record that is written.
+/// A record in a journal.
 #[derive(Clone, Debug)]
 pub struct JournalEntry {
     journal: Journal,
@@ -109,8 +111,8 @@ struct State {
 }
 
 impl Journal {
-    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also the id of the process that left the records in it, if
-    /// there are any.
+    /// Opens and locks the journal of the QEMU whose monitor is at `socket`. Also returns the id of the process
+    /// that left records in it, if there are any.
     ///
     /// # Errors
     /// [`Error::InUse`] if another towline has it, [`Error::Io`], [`Error::Format`].
@@ -137,7 +139,7 @@ impl Journal {
             if !is_ours {
                 return Err(in_use(socket, &path, &text));
             }
-            // The owner before removed it while we opened it.
+            // Its owner removed it while it was opened.
             if !is_named(&file, directory, &name) {
                 continue;
             }
@@ -161,10 +163,10 @@ impl Journal {
             };
             return state.take_over(owner, text.ends_with('\n'));
         }
-        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and made over and over")))
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is removed and created repeatedly")))
     }
 
-    /// Records what undoes a change, durably, before the change is made.
+    /// Records how to undo a change, durably, before the change is made.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -177,21 +179,21 @@ impl Journal {
         Ok(JournalEntry { journal: self.clone(), id })
     }
 
-    /// What is not put back, the newest first.
+    /// Records that are not undone, the newest first.
     #[must_use]
     pub fn records(&self) -> Vec<(JournalEntry, UndoRecord)> {
         let entry = |id: &u64| JournalEntry { journal: self.clone(), id: *id };
         self.state().records.iter().rev().map(|(id, record)| (entry(id), record.clone())).collect()
     }
 
-    /// The migrations in it are over.
+    /// Removes the records of migrations, which are over.
     pub(crate) fn end_migrations(&self) {
         let records = self.records().into_iter();
         let migrations = records.filter(|(_, record)| matches!(record, UndoRecord::Migration { .. }));
         migrations.for_each(|(entry, _)| entry.done());
     }
 
-    /// Drops all records: nothing is left to be put back.
+    /// Removes all records: nothing is left to undo.
     pub fn clear(&self) {
         for (entry, _) in self.records() {
             entry.done();
@@ -204,7 +206,8 @@ impl Journal {
 }
 
 impl JournalEntry {
-    /// The change is undone, or nothing is left of it. A journal that cannot be written is logged: what it has is undone once more.
+    /// Removes the record: its change is undone, or obsolete. A journal that cannot be written is logged; the
+    /// change is then undone once more.
     pub fn done(&self) {
         let mut state = self.journal.state();
         if state.records.remove(&self.id).is_none() {
@@ -221,13 +224,14 @@ impl JournalEntry {
 }
 
 impl State {
-    /// Names us as the owner behind the one before, whose records stay if they are of the same QEMU.
+    /// Records this process as the new owner. Records of the previous owner are kept if they are of the same
+    /// QEMU.
     fn take_over(mut self, before: Option<Header>, is_whole: bool) -> Result<(Journal, Option<i32>), Error> {
         let left_by = before
             .filter(|found| !self.records.is_empty() && self.header.is_same_qemu(found, &self.process))
             .map(|found| found.pid);
         if left_by.is_some() {
-            // A line that was cut off ends here.
+            // Ends a truncated line.
             let begun = if is_whole { "" } else { "\n" };
             self.append_after(begun, &Line::Begun(self.header.clone()))?;
         } else {
@@ -237,7 +241,7 @@ impl State {
         Ok((Journal(Arc::new(Mutex::new(self))), left_by))
     }
 
-    /// Without records.
+    /// Removes all records from the file.
     fn restart(&mut self) -> Result<(), Error> {
         self.file.set_len(0).map_err(|source| Error::Io { path: self.path.clone(), source })?;
         self.append(&Line::Begun(self.header.clone()))
@@ -281,7 +285,7 @@ pub(crate) fn sweep(directory: &RuntimeDirectory) {
     }
 }
 
-/// Whether a towline that is gone has left changes of the QEMU of this process, which started then.
+/// Returns true if a killed towline has left changes in the QEMU of this process and start time.
 pub(crate) fn journal_left(directory: &RuntimeDirectory, pid: i32, start_time: u64) -> bool {
     let name = record::name_of(pid, start_time);
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -298,7 +302,7 @@ fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     flock(&file, FlockOperation::NonBlockingLockExclusive)?;
     let text = read(&mut file)?;
     let Ok(Contents { owner: Some(header), records }) = record::parse(&text) else { return Ok(()) };
-    // In another pid namespace, that QEMU may live under this id.
+    // That QEMU may live under this id in another pid namespace.
     if !header.is_of_our_namespace() || header.owner_lives() {
         return Ok(());
     }
@@ -309,7 +313,7 @@ fn remove_stale(directory: &RuntimeDirectory, name: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The text of a file that is ours, up to [`BYTES_MAX`].
+/// Text of a file of ours, up to [`BYTES_MAX`].
 pub(crate) fn read(file: &mut File) -> io::Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
@@ -320,11 +324,11 @@ pub(crate) fn read(file: &mut File) -> io::Result<String> {
             format!("expected at most {BYTES_MAX} bytes"),
         ));
     }
-    // A line may be cut off within a character.
+    // A line may be truncated within a character.
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Whether the file is what its name leads to.
+/// Returns true if the name still leads to this file.
 pub(crate) fn is_named(file: &File, directory: &RuntimeDirectory, name: &str) -> bool {
     let (Ok(open), Ok(named)) = (file.metadata(), statat(directory.fd(), name, AtFlags::SYMLINK_NOFOLLOW))
     else {

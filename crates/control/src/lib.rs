@@ -1,4 +1,4 @@
-//! How towline talks to the QEMU that owns a guest, and what a copy of a guest consists of.
+//! Drives the QEMUs of a migration over QMP, and connects the two ends of a copy.
 //!
 //! ```text
 //! monitor   one copy as QMP shows it
@@ -10,8 +10,8 @@
 //! journal   what is changed in a QEMU, in a file that outlives a towline that is killed
 //! ```
 //!
-//! This crate drives stock QEMU over its control socket, with `towline_qmp`. The stream and the memory are `towline_migration`'s, which the
-//! plans set to work between two ends.
+//! This crate drives stock QEMU over its monitor with `towline_qmp`. `towline_migration` transfers the stream
+//! and the memory between the two ends that a plan connects.
 
 #![deny(unsafe_code)]
 

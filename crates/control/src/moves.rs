@@ -1,15 +1,18 @@
-//! Moves that reached the point of decision: recorded durably at each end, listed, and finished by a later towline.
+//! Records of moves that reached a point of decision: written durably at each end, listed, and finished by a
+//! later towline.
 //!
 //! ```text
-//!   switchover: MoveRecord(decision) ─► RecordFile ─► move-ID-ROLE.json ─► moves: list ─► resume: look at the QEMUs ─► finish, or ask
-//!                                      └ removed when the outcome is known and done
+//!   switchover: Record(decision) ─► RecordFile ─► move-ID-ROLE.json ─► moves: list ─► resume: query the QEMUs ─► finish, or ask for a choice
+//!                                      └ removed when the outcome is known and carried out
 //! ```
-//! A record is a file of its own beside the journals of QEMUs ([`crate::journal::RuntimeDirectory`]), 0600, locked for as long as its towline works on
-//! the move. A move that two towlines make has one on each host, under the same id. What a record and a look at the ends allow is decided by
-//! `switchover::resume`, which is explored with the switchover itself.
+//! A record is a file beside the journals of QEMUs ([`crate::journal::RuntimeDirectory`]), 0600, locked while
+//! its towline works on the move. A move between two towlines has one on each host, under the same id.
+//! `switchover::resume`, which is model-checked with the switchover itself, decides what records and the state
+//! of the ends allow.
 //!
-//! One kind is left behind by a copy that went well: of a source that stays paused while its guest runs elsewhere, or that was paused
-//! before. A later `copy --resume` does not run it on. It goes with its QEMU.
+//! One kind of record is left by a copy that completed: of a source that stays paused while its guest runs
+//! elsewhere, or that was paused before. A later `copy --resume` does not resume such a guest. The record is
+//! removed with its QEMU.
 
 mod record;
 mod record_file;
@@ -27,22 +30,22 @@ pub use record::{GuestPlan, Id, MoveEnd, MoveRecord, Role, Stage};
 pub(crate) use record_file::RecordFile;
 pub use resume::{ResumeChoice, Resumed, resume};
 
-/// Why a record cannot be used, or a move not be finished.
+/// Error of a record, or of a move that cannot be finished.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no place for records.
+    /// No directory for records.
     #[error(transparent)]
     Directory(#[from] RuntimeDirectoryError),
-    /// It cannot be read or written.
+    /// The record cannot be read or written.
     #[error("record {path}: {source}")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is not a record of ours.
+    /// The file is not a record of this version.
     #[error(
         "record {path}: expected a record of version {} of this user, found another ({reason}): use the towline that wrote it; or look at both \
          QEMUs, run the guest at one of them only (`cont`), and remove the file",
@@ -51,7 +54,7 @@ pub enum Error {
     Format {
         /// The file.
         path: PathBuf,
-        /// What does not fit.
+        /// The difference.
         reason: String,
     },
     /// A towline works on the move.
@@ -59,27 +62,27 @@ pub enum Error {
     InUse {
         /// The move.
         id: Id,
-        /// That towline.
+        /// The process of that towline.
         pid: i32,
     },
     /// No record has this id.
     #[error("no move {id} is recorded on this host for this user; `towline moves` lists those that are")]
     Unknown {
-        /// As it was given.
+        /// The id as given.
         id: String,
     },
-    /// Several do.
+    /// Several records have this id.
     #[error("{id} is the beginning of several moves: {}; give more of its digits", shown(.found))]
     Ambiguous {
-        /// As it was given.
+        /// The id as given.
         id: String,
-        /// Those that it may mean.
+        /// Ids that it may mean.
         found: Vec<Id>,
     },
-    /// A QEMU does not do what it is told.
+    /// A QEMU failed.
     #[error(transparent)]
     Qemu(#[from] qemu::Error),
-    /// The guest was told to run, and does not.
+    /// The guest was to be started, and does not run.
     #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
     NotRunning {
         /// The monitor's socket.
@@ -87,16 +90,16 @@ pub enum Error {
         /// Its run state.
         status: String,
     },
-    /// What was chosen contradicts what is seen.
+    /// The choice contradicts the state of the QEMUs.
     #[error("refused: {text}")]
     Refused {
-        /// What is seen, and what can be done.
+        /// That state, and what can be done.
         text: String,
     },
-    /// The guest of a source went elsewhere, or was paused, when it was copied.
+    /// The guest of this source was sent elsewhere, or was paused, when it was copied.
     #[error("{text}")]
     Left {
-        /// What was recorded, and what can be done.
+        /// The record, and what can be done.
         text: String,
     },
 }
@@ -105,22 +108,22 @@ fn shown(ids: &[Id]) -> String {
     ids.iter().map(Id::as_str).collect::<Vec<_>>().join(", ")
 }
 
-/// A record as it is found.
+/// A record, with the state of its QEMUs.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct ListedMove {
-    /// What it says.
+    /// The record.
     pub record: MoveRecord,
-    /// A towline works on the move: its process.
+    /// Process of the towline that works on the move.
     pub owner: Option<i32>,
-    /// QEMUs of this host that are known to have exited, and those that a killed towline has left changed.
+    /// Monitors of QEMUs of this host that are known to have exited.
     pub exited: Vec<String>,
-    /// Their monitors' sockets.
+    /// Monitors of QEMUs that a killed towline has left changed.
     pub changed: Vec<String>,
 }
 
 impl ListedMove {
-    /// What is undecided: a sentence.
+    /// A sentence that describes what is undecided.
     #[must_use]
     pub fn undecided(&self) -> String {
         text::undecided(&self.record)
@@ -133,10 +136,10 @@ impl ListedMove {
     }
 }
 
-/// The records of this user on this host, the oldest first, and why others cannot be read.
+/// Records of this user on this host, the oldest first, and errors of those that cannot be read.
 ///
 /// # Errors
-/// There is no directory for them that can be used.
+/// There is no usable directory for them.
 pub fn list() -> Result<(Vec<ListedMove>, Vec<Error>), Error> {
     let directory = RuntimeDirectory::open()?;
     let (records, bad) = record_file::list(&directory);
@@ -162,7 +165,7 @@ fn is_changed(directory: &RuntimeDirectory, end: &MoveEnd) -> bool {
     }
 }
 
-/// The ids of moves that this QEMU has a part in, of which something is undecided.
+/// Ids of undecided moves of this QEMU.
 pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
     let Ok(directory) = RuntimeDirectory::open() else { return Vec::new() };
     let end = MoveEnd::qemu(qemu.socket(), qemu.process());
@@ -174,12 +177,12 @@ pub fn undecided_of(qemu: &Qemu) -> Vec<Id> {
     of_qemu.map(|record| record.id).collect()
 }
 
-/// Refuses a source whose guest has a part in another move that is undecided: to send it elsewhere would leave the first destination with an
-/// older state that a later `resume` might run. One that is paused since it was copied is refused too if that was recorded to be wrong: it
-/// may run elsewhere, or was paused before.
+/// Refuses a source whose guest is part of another, undecided move: sending it elsewhere would leave the first
+/// destination with an older state that a later `resume` might run. A source that is paused since it was copied
+/// is also refused if its record forbids to resume it: the guest may run elsewhere, or was paused before.
 ///
 /// # Errors
-/// [`Error::Left`], and those of records that cannot be read, which may be of this QEMU.
+/// [`Error::Left`], and those of records that cannot be read, since they may be of this QEMU.
 pub(crate) fn check_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Error> {
     let Ok(directory) = RuntimeDirectory::open() else { return Ok(()) };
     let end = MoveEnd::qemu(qemu.socket(), qemu.process());
@@ -196,10 +199,10 @@ pub(crate) fn check_source(qemu: &Qemu, is_paused_since: bool) -> Result<(), Err
     }
 }
 
-/// Records that the source of a copy that went well holds a guest which a later copy must not run on.
+/// Records that the source of a completed copy holds a guest which a later copy must not resume.
 pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
     let record = file.record().at_stage(Stage::Left);
-    // Another one of the same QEMU says less.
+    // It replaces other records of this kind of the same QEMU.
     let directory = RuntimeDirectory::open()?;
     let (records, _) = record_file::list(&directory);
     for older in records.iter().filter(|older| {
@@ -212,8 +215,8 @@ pub(crate) fn record_left_source(file: &mut RecordFile) -> Result<(), Error> {
     file.write(record)
 }
 
-/// Removes what was left of sources whose QEMUs have exited, and of this one, whose guest has been run on since; and moves of which both
-/// QEMUs were on this host and have exited, so that nothing is left to be decided anywhere.
+/// Removes records that are over: of left sources whose QEMUs have exited, or whose guest has been resumed,
+/// which is that of `source`; and of moves whose QEMUs were both on this host and have exited.
 pub(crate) fn sweep(directory: &RuntimeDirectory, source: &MoveEnd) {
     let (records, _) = record_file::list(directory);
     let is_over = |record: &&MoveRecord| {

@@ -1,4 +1,4 @@
-//! The plans: what a copy of a guest consists of, from the first question to a guest that is safe.
+//! Plans: the phases of a copy, from the first query to a guest that is safe.
 //!
 //! ```text
 //!   prepare source ─► prepare destination ─► fits? ─► start ─► watch (engine in threads) ─► cut over ─► release
@@ -6,11 +6,11 @@
 //!        └───────────────────┴──────────────────────────┴────────────┘      from here on the destination may run
 //! ```
 //!
-//! Whatever fails before the cut-over leaves the guest where it was: the source runs on if it ran. A `qmp:` destination is
-//! told `stop` while it waits, so that it loads and stays paused, and gets `cont` only when its source says `completed`
-//! (an image has no say: it gets it when everything is loaded). So there are never two guests that run.
+//! A failure before the cut-over leaves the guest where it was: the source runs it again if it ran. A `qmp:`
+//! destination gets `stop` while it waits, so that it loads and stays paused, and `cont` only when its source
+//! is `completed` (with an image as source, when everything is loaded). So two guests never run at once.
 //!
-//! What it is not: it reads no command line and prints nothing; [`Observer`] hears how it goes.
+//! Out of scope: the command line and output. [`Observer`] receives the progress.
 
 mod clones;
 mod compression;

@@ -1,57 +1,58 @@
-//! What is counted, as `query-stats` and metrics show it: subjects with labels, and numbers of each.
+//! Statistics as `query-stats` and metrics show them: objects with labels, and the metrics of each.
 //!
 //! ```text
 //!   net-queue {tap=vm0, way=rx, queue=0}   packets 17, bytes 4242, …      QMP: qom-path /net-queue/vm0/rx/0
 //! ```
-//! What it is not: kept anywhere. Whoever counts makes these when somebody asks.
+//! Out of scope: storage. Sources build these objects for each query.
 
 use serde_json::{Map, Value, json};
 use towline_qmp::Refusal;
 
-/// All kinds of subjects that there are anywhere.
+/// All kinds of objects.
 const KINDS: [&str; 6] = ["migration", "migration-lane", "net", "net-queue", "vsock", "vsock-connection"];
-/// What QEMU calls who counted; its own are `kvm` and `cryptodev`.
+/// Name of the provider; QEMU's own are `kvm` and `cryptodev`.
 const PROVIDER: &str = "towline";
 
-/// One subject, and its numbers.
+/// An object, and its metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatsObject {
-    /// Its kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`, `vsock-connection`.
+    /// Kind, in lower case with hyphens: one of `migration`, `migration-lane`, `net`, `net-queue`, `vsock`,
+    /// `vsock-connection`.
     pub kind: &'static str,
-    /// Which of its kind.
+    /// Labels that identify it among its kind.
     pub labels: Vec<(&'static str, String)>,
-    /// What was counted; the same names for each of a kind.
+    /// Metrics; each object of a kind has the same names.
     pub metrics: Vec<Metric>,
 }
 
-/// One number.
+/// A metric.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metric {
-    /// In lower case with hyphens; bytes are called so at the end.
+    /// Name, in lower case with hyphens; it ends in `bytes` if it counts bytes.
     pub name: &'static str,
-    /// What it means, in one sentence without a full stop.
+    /// Description in one sentence without a full stop.
     pub help: &'static str,
-    /// How it behaves.
+    /// Type.
     pub stats_type: StatsType,
-    /// What it is counted in.
+    /// Unit.
     pub unit: StatsUnit,
-    /// How much.
+    /// Value.
     pub value: u64,
 }
 
-/// How a number behaves.
+/// Type of a metric, as in QAPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StatsType {
-    /// It only grows.
+    /// It only increases.
     Cumulative,
-    /// It is as it is at this moment.
+    /// It is the value of this moment.
     Instant,
 }
 
-/// What a number is counted in.
+/// Unit of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StatsUnit {
-    /// Things.
+    /// No unit.
     Count,
     /// Bytes.
     Bytes,
@@ -60,28 +61,28 @@ pub enum StatsUnit {
 }
 
 impl Metric {
-    /// Things that happened so far.
+    /// A counter of events.
     pub fn counter(name: &'static str, help: &'static str, value: u64) -> Self {
         Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Count, value }
     }
 
-    /// Bytes so far.
+    /// A counter of bytes.
     pub fn byte_counter(name: &'static str, help: &'static str, value: u64) -> Self {
         Self { name, help, stats_type: StatsType::Cumulative, unit: StatsUnit::Bytes, value }
     }
 
-    /// How many there are now.
+    /// A current value.
     pub fn gauge(name: &'static str, help: &'static str, value: u64) -> Self {
         Self { name, help, stats_type: StatsType::Instant, unit: StatsUnit::Count, value }
     }
 
-    /// The same in bytes.
+    /// The same metric in bytes.
     #[must_use]
     pub fn in_bytes(self) -> Self {
         Self { unit: StatsUnit::Bytes, ..self }
     }
 
-    /// The same in milliseconds.
+    /// The same metric in milliseconds.
     #[must_use]
     pub fn in_milliseconds(self) -> Self {
         Self { unit: StatsUnit::Milliseconds, ..self }
@@ -112,13 +113,13 @@ impl StatsObject {
     }
 }
 
-/// Who counts.
+/// A source of statistics.
 pub trait StatsSource: Send + Sync {
-    /// All that is counted, at this moment.
+    /// All objects with their current values.
     fn statistics(&self) -> Vec<StatsObject>;
 }
 
-/// `query-stats`: `target` is the kind (all, if it is left out), `providers` as in QEMU.
+/// Executes `query-stats`: `target` is the kind (all if it is absent), `providers` as in QEMU.
 pub(crate) fn query(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     known(arguments, &["target", "providers"])?;
     let target = text(arguments, "target")?;
@@ -140,7 +141,7 @@ pub(crate) fn query(subjects: &[StatsObject], arguments: &Map<String, Value>) ->
         .collect())
 }
 
-/// `query-stats-schemas`.
+/// Executes `query-stats-schemas`.
 pub(crate) fn schemas(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
     known(arguments, &["provider"])?;
     if text(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
@@ -167,7 +168,7 @@ pub(crate) fn known(arguments: &Map<String, Value>, names: &[&str]) -> Result<()
     }
 }
 
-/// An argument that is text, if it is there.
+/// A text argument, if it is present.
 pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<Option<&'a str>, Refusal> {
     match arguments.get(name) {
         None => Ok(None),
@@ -176,8 +177,8 @@ pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<
     }
 }
 
-/// Of `providers`: `None` if ours is not wanted, and the names that are, if not all.
-#[allow(clippy::type_complexity, reason = "two questions with one answer each, used once")]
+/// Names in `providers`: `None` if our provider is not among them, `Some(None)` for all metrics.
+#[allow(clippy::type_complexity, reason = "the provider and its names are both optional")]
 fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
     let Some(providers) = arguments.get("providers") else { return Ok(Some(None)) };
     let wrong = || Refusal::because("Invalid parameter type for 'providers', expected: array");

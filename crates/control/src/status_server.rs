@@ -1,15 +1,15 @@
-//! One copy as QMP shows it: what `query-migrate` says, the events, and how it is cancelled.
+//! QMP server of one copy: `query-migrate`, events, statistics, and cancellation.
 //!
 //! ```text
 //! plan ── Observer ─► StatusServer ◄─ Commands ── qmp::Server ── clients
 //!                        └─ events ─────────────┘
 //! ```
 //!
-//! Everything is answered from what the plan last told, under a lock that is held for no longer than it takes to copy that, so an
-//! answer does not wait for data that moves.
+//! Every reply is built from the last progress of the plan, under a lock that is held only to copy that, so
+//! that a reply does not wait for the transfer.
 //!
-//! What it is not: a way to begin a copy; that is the command line. Capabilities are those of the command line too: what lanes are
-//! made of cannot change under way. Rate and downtime can ([`Tuning`]).
+//! Out of scope: starting a copy, which is the command line's. Capabilities are fixed by the command line too,
+//! because lanes cannot change during a copy. Rate and downtime can ([`Tuning`]).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -36,17 +36,17 @@ const NAMES: [&str; 11] = [
     "query-name",
     "quit",
 ];
-/// Bytes of the pages that are counted.
+/// Size of the pages that are counted.
 const PAGE_BYTES: u64 = 4096;
 
-/// See the module.
+/// See the module's text.
 #[derive(Debug)]
 pub struct StatusServer {
     cancel: Cancel,
     name: String,
     capabilities: Vec<Capability>,
     parameters: Parameters,
-    /// The status from the moment on that the guest stands still at its source.
+    /// Status from the moment on when the guest is stopped at its source.
     switched: &'static str,
     tuning: Tuning,
     state: Mutex<State>,
@@ -58,11 +58,11 @@ pub struct StatusServer {
 struct Capability {
     name: &'static str,
     state: bool,
-    /// How a copy comes to have the other one.
+    /// Advice for another value.
     option: &'static str,
 }
 
-/// Those that it began with.
+/// Initial values of parameters.
 #[derive(Debug)]
 struct Parameters {
     multifd_channels: Option<usize>,
@@ -74,11 +74,11 @@ struct Parameters {
 struct State {
     begun: Instant,
     status: &'static str,
-    /// Whether the guest runs at its source, as far as this side can tell.
+    /// The guest runs at its source, as far as this side knows.
     running: bool,
     progress: Progress,
     lanes: Vec<LaneSends>,
-    /// When memory began to move.
+    /// Start of the memory transfer.
     transfer: Option<Instant>,
     ended: Option<Duration>,
     downtime_ms: Option<u64>,
@@ -86,7 +86,7 @@ struct State {
 }
 
 impl StatusServer {
-    /// For a copy called `name` with these options, which `cancel` ends.
+    /// A server for a copy named `name` with these options, which `cancel` ends.
     pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
         let state = State {
             begun: Instant::now(),
@@ -115,18 +115,18 @@ impl StatusServer {
         }
     }
 
-    /// Listens at `path` for who asks, until the server is dropped.
+    /// Listens at `path` until the server is dropped.
     ///
     /// # Errors
     /// Those of [`Server::start`].
     pub fn serve(self: &Arc<Self>, path: &Path) -> towline_channel::Result<Server> {
         let server = Server::start(path, Arc::clone(self) as Arc<dyn Commands>)?;
-        // One server is enough; another one would have no events.
+        // Only the first server gets events.
         let _ = self.emitter.set(server.emitter());
         Ok(server)
     }
 
-    /// The copy is over; who asks now hears how it ended.
+    /// Sets the result of the copy.
     pub fn ended(&self, outcome: Result<&Report, &Failure>) {
         let status = match outcome {
             Ok(_) => "completed",
@@ -213,13 +213,13 @@ impl StatusServer {
         Ok(json!({}))
     }
 
-    /// Those that it has a say in; QEMU's others are `query-migrate-parameters` of its own monitor.
+    /// Parameters that apply to this copy; QEMU's others are in `query-migrate-parameters` of its own monitor.
     fn query_parameters(&self) -> Value {
         let max_bandwidth = self.tuning.max_bandwidth().unwrap_or(self.parameters.max_bandwidth);
         let downtime = self.tuning.downtime_limit().unwrap_or(self.parameters.downtime_limit);
         let mut parameters = json!({
             "downtime-limit": milliseconds(downtime),
-            // As in QEMU, 0 is no limit.
+            // As in QEMU, 0 is unlimited.
             "max-bandwidth": max_bandwidth.unwrap_or(0),
         });
         if let Some(lanes) = self.parameters.multifd_channels.filter(|&lanes| lanes > 0) {
@@ -228,7 +228,7 @@ impl StatusServer {
         parameters
     }
 
-    /// All or none of them.
+    /// Sets all or none of them.
     fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let known = self.query_parameters();
         for (name, value) in arguments {
@@ -243,7 +243,7 @@ impl StatusServer {
                     Some(same) if same == value => {}
                     Some(found) => {
                         let text = format!(
-                            "{name} is {found} for this copy and cannot change under way: begin it anew with --{name} {value}"
+                            "{name} is {found} for this copy and cannot change under way: start it again with --{name} {value}"
                         );
                         return Err(Refusal::Because(text));
                     }
@@ -346,31 +346,31 @@ impl Commands for StatusServer {
 fn capabilities(options: &Request) -> Vec<Capability> {
     let postcopy = options.postcopy();
     let known = [
-        ("auto-converge", options.transfer_options().throttle, "begin it anew with or without --throttle"),
-        ("background-snapshot", options.is_snapshot(), "begin it anew with or without --live"),
+        ("auto-converge", options.transfer_options().throttle, "start it again with or without --throttle"),
+        ("background-snapshot", options.is_snapshot(), "start it again with or without --live"),
         ("events", true, "its events always come"),
         (
             "multifd",
             options.transfer_options().multifd_channels != Some(0),
-            "begin it anew with another --multifd-channels",
+            "start it again with another --multifd-channels",
         ),
         (
             "postcopy-preempt",
             postcopy.is_some_and(|postcopy| postcopy.preempt),
-            "begin it anew with or without --postcopy-preempt",
+            "start it again with or without --postcopy-preempt",
         ),
-        ("postcopy-ram", postcopy.is_some(), "begin it anew with or without --postcopy"),
-        ("return-path", options.return_path, "begin it anew with another --return-path"),
+        ("postcopy-ram", postcopy.is_some(), "start it again with or without --postcopy"),
+        ("return-path", options.return_path, "start it again with another --return-path"),
         (
             "zero-copy-send",
             options.zero_copy_send == ZeroCopySend::On,
-            "begin it anew with another --zero-copy-send",
+            "start it again with another --zero-copy-send",
         ),
     ];
     known.map(|(name, state, option)| Capability { name, state, option }).into()
 }
 
-/// What is counted of the whole.
+/// Metrics of the whole copy.
 fn of_copy(state: &State) -> Vec<Metric> {
     let (progress, moved) = (&state.progress, &state.progress.moved);
     let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
@@ -423,7 +423,7 @@ fn of_copy(state: &State) -> Vec<Metric> {
     ]
 }
 
-/// What is counted of a lane to the destination.
+/// Metrics of a lane to the destination.
 fn of_lane(lane: &LaneSends) -> Vec<Metric> {
     vec![
         Metric::counter("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
@@ -436,7 +436,7 @@ fn of_lane(lane: &LaneSends) -> Vec<Metric> {
     ]
 }
 
-/// The counters, and the rates that QEMU makes of them.
+/// Counters, and the rates that QEMU derives from them.
 fn ram(progress: &Progress, took: Duration) -> Value {
     let moved = &progress.moved;
     let entries = moved.entries().into_iter().map(|(name, value)| (name, value.into()));

@@ -1,27 +1,30 @@
-//! The switchover: which end may run the guest, from the last byte of its stream to the end of the command.
+//! The switchover: decides which end may run the guest, from the last byte of its stream to the end of the
+//! command.
 //!
 //! ```text
-//!   Transfer ─► Committed ─► Acknowledged ─► Starting ─► Settling ─► Releasing ─► Ended
-//!      │       (a destination   (the source    (it is done:   (the guest  (the source is
-//!      │        that runs by     may finish)    `cont`, or     is there)   resumed, ended,
-//!      │        itself)                         the outcome)               put in order)
+//!   Transfer ─► Committed ─► Acknowledged ─► Starting ─► Finalizing ─► Releasing ─► Ended
+//!      │       (a destination   (the source    (it is done:   (the guest    (the source is
+//!      │        that runs by     may finish)    `cont`, or     is there)     resumed, ended
+//!      │        itself)                         the outcome)                 or restored)
 //!      └────────────┴───────────────┴─► Undoing ─► Ended       the source has its guest back
 //! ```
-//! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock: inputs are what a
-//! monitor answered, what the stream says, what became of QEMU's process, a message of a towline at the other end, the user's wish
-//! to cancel, a deadline that has passed. The answer to each is one [`Directive`]. The driver carries it out and reports
-//! what came of it; [`Outcome`] is the end, and names the exit code and the place of the guest.
+//! One state machine for every command that can end with a guest elsewhere. It does no I/O and has no clock.
+//! Its inputs are replies of a monitor, events of the stream, the exit of a QEMU's process, messages of the
+//! towline at the other end, a cancellation and expired deadlines. It returns one [`Directive`] for each. The
+//! driver carries that out and reports the result; [`Outcome`] is the end, and determines the exit code.
 //!
-//! Rules that it keeps, each tried against every order of events by `model`:
-//! - A destination is run only when its source cannot run the guest any more: it says `completed`, or its process has exited.
-//! - A monitor that does not answer, or is closed, says nothing about the guest. Only a process that is seen to exit does.
-//! - Whether the guest runs at its destination is decided by the run state that its stream carries.
-//! - What the user or an operator did to the guest is not undone: only a state that this migration caused is.
-//! - Where it cannot be known which end has the guest, neither is run, and the outcome says so.
-//! - A decision that another end acts on, or that a later towline has to know, is durable before it is acted on (`decision`). One that
-//!   cannot be recorded is not acted on.
+//! Invariants, each checked against every order of events by `model`:
+//! - A destination is started only when its source cannot run the guest any more: its migration is `completed`,
+//!   or its process has exited.
+//! - A monitor that does not reply or is disconnected is no evidence about the guest. Only a process that is
+//!   seen to exit is.
+//! - The run state in the guest's stream decides whether the guest runs at its destination.
+//! - Only states that this migration caused are undone, not those that the user or an operator caused.
+//! - If it cannot be known which end has the guest, neither is started, and the outcome reports that.
+//! - A decision that another end or a later towline depends on is made durable first (`decision`). If it cannot
+//!   be recorded, it is not acted on.
 //!
-//! What was recorded, and a look at both ends, are what a move that was interrupted is finished by (`resume`).
+//! A move that was interrupted is finished by its record and the state of both QEMUs (`resume`).
 
 mod decision;
 mod events;
@@ -41,60 +44,61 @@ use fault::Fault;
 pub(crate) use outcome::{Outcome, Placement, Unresolved};
 pub(crate) use resume::{Choice, InterruptedMove, ResumeAction, ResumeBlocker, Side};
 
-/// See the module's picture.
+/// States; see the picture in the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
-    /// Memory moves; the destination cannot run the guest.
+    /// Memory is transferred; the destination cannot run the guest.
     Transfer,
-    /// This is being made durable, and is acted on then.
+    /// This decision is being made durable and is then acted on.
     Recording(Decision),
-    /// A destination that runs by itself was given the last bytes.
+    /// A destination that runs the guest by itself was sent the last bytes.
     Committed,
-    /// The source was acknowledged, and may say that it is done.
+    /// The source was acknowledged and may complete.
     Acknowledged,
-    /// The same, but the destination has not said that it holds the guest: it may run it or not.
+    /// The source was acknowledged, but the destination has not confirmed that it holds the guest: it may run
+    /// it or not.
     AcknowledgedUnconfirmed,
-    /// The stream failed when the destination may hold everything: the source is looked at first.
+    /// The stream failed when the destination may hold everything: the source is queried first.
     Undoing {
         cancelled: bool,
     },
-    /// The source's QEMU has exited; the destination, which was sent everything, is waited for.
+    /// The source's QEMU has exited; the destination, which was sent everything, is awaited.
     TakingOver,
-    /// The other towline was told the outcome.
+    /// The other towline was sent the outcome.
     Reporting,
-    /// The guest is being run at the destination.
+    /// The guest is being started at the destination.
     Starting,
-    /// The guest is where it is to be; what is left is order.
+    /// The guest is in its final state; the destination's settings are being restored.
     Finalizing(Placement),
-    /// The source is put in order or ended.
+    /// The source is being restored, resumed or ended.
     Releasing(Placement),
-    /// The source has its guest back; its settings are put back.
+    /// The source has its guest back; its settings are being restored.
     Restoring,
-    /// The other towline is told that the source has its guest back.
+    /// The other towline is sent that the source has its guest back.
     Withdrawing,
-    /// The other towline is told that the guest does not run here.
+    /// The other towline is sent that the guest does not run here.
     ReportingNotRun(Unresolved),
     Ended(Outcome),
 }
 
-/// The state machine. Copyable and comparable, so that it can be explored.
+/// The state machine. It is copyable and comparable, so that the model can explore it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Switchover {
     request: SwitchoverRequest,
     stage: Stage,
-    /// The destination was given all bytes but perhaps the last: it may hold the whole guest.
+    /// The destination was sent everything except perhaps the last bytes: it may hold the whole guest.
     sent: bool,
-    /// As the stream says.
+    /// Run state of the guest, from its stream.
     guest: GuestRunState,
-    /// The user's cancellation is being carried out.
+    /// A cancellation is being carried out.
     aborting: bool,
-    /// The source's QEMU exited while the guest moved.
+    /// The source's QEMU exited during the migration.
     source_exited: bool,
     fault: fault::FaultSwitch,
 }
 
 impl Switchover {
-    /// The machine of one command, at its beginning.
+    /// The machine of one command in its initial state.
     pub(crate) fn new(request: SwitchoverRequest) -> Self {
         Self {
             request,
@@ -107,62 +111,62 @@ impl Switchover {
         }
     }
 
-    /// What holds the guest afterwards.
+    /// Kind of the destination, as far as it is known.
     pub(crate) fn destination(&self) -> DestinationKind {
         self.request.destination
     }
 
-    /// The destination of a stream is a towline, of this kind.
+    /// Records that the destination of a stream is a towline, and of which kind.
     pub(crate) fn found_destination(&mut self, kind: DestinationKind) {
         if self.request.destination == DestinationKind::Stream {
             self.request.destination = kind;
         }
     }
 
-    /// Whether the source is a QEMU whose monitor is at hand.
+    /// Returns true if the source is a QEMU whose monitor is connected.
     pub(crate) fn drives_source(&self) -> bool {
         self.request.source == SourceKind::Qemu
     }
 
-    /// What was asked for, and which ends were found.
+    /// The request, with the kinds of ends that were found.
     pub(crate) fn request(&self) -> SwitchoverRequest {
         self.request
     }
 
-    /// Whether the guest was live when it was stopped, as its stream says.
+    /// The guest's run state when it was stopped, from its stream.
     pub(crate) fn guest(&self) -> GuestRunState {
         self.guest
     }
 
-    /// Whether the source's QEMU is known to have exited.
+    /// Returns true if the source's QEMU is known to have exited.
     pub(crate) fn has_source_exited(&self) -> bool {
         self.source_exited
     }
 
-    /// Whether it is the outcome of the source's towline that is waited for, and not what the destination's did.
+    /// Returns true if the outcome of the source's towline is awaited, not the report of the destination's.
     pub(crate) fn awaits_outcome(&self) -> bool {
         matches!(self.stage, Stage::Acknowledged | Stage::AcknowledgedUnconfirmed)
     }
 
-    /// Whether a source that has not given up by itself is cancelled next.
+    /// Returns true if the source's migration is cancelled next unless it fails by itself.
     pub(crate) fn cancels_next(&self) -> bool {
         matches!(self.stage, Stage::Undoing { cancelled: false })
     }
 
-    /// The source of a stream has said that it is a towline that reports the outcome.
+    /// Records that the source of a stream is a towline, which reports the outcome.
     pub(crate) fn found_source_towline(&mut self) {
         if self.request.source == SourceKind::Stream {
             self.request.source = SourceKind::Towline;
         }
     }
 
-    /// Takes in what has happened; returns what to do.
+    /// Processes an input; returns the next directive.
     pub(crate) fn handle(&mut self, input: Input) -> Directive {
         if input == Input::Cancel {
             return self.cancel();
         }
         let directive = match self.stage {
-            // That of a decision which something else has overtaken.
+            // The reply to a recording that another input has overtaken.
             _ if matches!(input, Input::Recorded | Input::NotRecorded) && !self.is_recording() => {
                 Directive::Refuse
             }
@@ -190,7 +194,7 @@ impl Switchover {
         matches!(self.stage, Stage::Recording(_))
     }
 
-    /// Whether the model has put this fault back; never outside of tests.
+    /// Returns true if the model has injected this fault; never outside of tests.
     fn has_fault(&self, fault: Fault) -> bool {
         self.fault.has(fault)
     }
@@ -230,7 +234,8 @@ impl Switchover {
         }
     }
 
-    /// The destination holds everything: may the source be acknowledged? Not one that is gone: it has given up and runs on.
+    /// The destination holds everything and the source is to be acknowledged. A source whose connection is
+    /// closed has given up and runs its guest, so it is refused.
     fn acknowledge(&mut self, guest: GuestRunState, source: SourceLink) -> Directive {
         let runs = self.request.destination != DestinationKind::Stored;
         let is_seen = runs && matches!(self.request.source, SourceKind::Stream | SourceKind::Towline);
@@ -240,7 +245,7 @@ impl Switchover {
         }
         self.guest = guest;
         if self.request.destination.runs_by_itself() {
-            // Decided when it was given the last bytes.
+            // This was decided when it was sent the last bytes.
             (self.sent, self.stage) = (true, Stage::Acknowledged);
             return Directive::Proceed;
         }
@@ -253,8 +258,8 @@ impl Switchover {
         self.await_source()
     }
 
-    /// A destination that runs by itself was given the last bytes and has not answered. The source is stopped for good, so that the
-    /// guest does not run twice.
+    /// A destination that runs the guest by itself was sent the last bytes and has not acknowledged them. The
+    /// source is acknowledged so that it stops for good and the guest does not run twice.
     fn acknowledge_unconfirmed(&mut self) -> Directive {
         if self.has_fault(Fault::UndoesCommitted) {
             return self.undo();
@@ -268,11 +273,11 @@ impl Switchover {
         }
     }
 
-    /// What shows that the source is done with the guest.
+    /// Directs what shows that the source is done with the guest.
     fn await_source(&mut self) -> Directive {
         match self.request.source {
             SourceKind::Qemu => Directive::QuerySource,
-            // What is stored is stored, whatever becomes of a source that is not ours to put in order.
+            // A stored guest is complete, whatever becomes of a source that another party drives.
             _ if self.request.destination == DestinationKind::Stored => self.complete(),
             SourceKind::Stream => Directive::ProbeSourceLink,
             SourceKind::Towline => Directive::AwaitPeer,
@@ -285,7 +290,8 @@ impl Switchover {
         match input {
             Input::Delivered | Input::Done => self.await_source(),
             Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
-            // The acknowledgement could not be sent, or its connection broke: nobody knows whether it arrived.
+            // The acknowledgement could not be sent or its connection broke: it is not known whether it
+            // arrived.
             Input::Failed | Input::NotDone => self.undecided(),
             Input::Source(SourceStatus::Completed) if held => {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
@@ -328,7 +334,7 @@ impl Switchover {
         }
     }
 
-    /// The source was acknowledged, and has not completed: it was cancelled there, or failed.
+    /// The source was acknowledged and did not complete: it was cancelled there, or failed.
     fn source_has_guest(&mut self) -> Directive {
         if self.has_fault(Fault::CompletesCancelledSource) {
             return self.complete();
@@ -343,7 +349,7 @@ impl Switchover {
         }
     }
 
-    /// Neither end is run: it is not known whether the source is done with the guest.
+    /// Neither end is started: it is not known whether the source is done with the guest.
     fn undecided(&self) -> Directive {
         let held = match (self.request.source, self.request.destination) {
             _ if self.stage == Stage::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
@@ -403,7 +409,7 @@ impl Switchover {
         self.end_unresolved(held)
     }
 
-    /// Whether nothing at the source holds the guest.
+    /// Returns true if no QEMU at the source holds the guest.
     fn is_source_gone(&self) -> bool {
         self.source_exited
     }
@@ -462,7 +468,7 @@ impl Switchover {
         Directive::End(Outcome::Unresolved(held))
     }
 
-    /// The stream failed before the source was acknowledged: it has its guest, or gets it back.
+    /// The stream failed before the source was acknowledged: the source has its guest or gets it back.
     fn undo(&mut self) -> Directive {
         if self.request.source != SourceKind::Qemu {
             return Directive::End(Outcome::Safe);
@@ -474,7 +480,7 @@ impl Switchover {
     fn undoing(&mut self, input: Input, cancelled: bool) -> Directive {
         match input {
             Input::Source(SourceStatus::HasGuest) => self.restore(false),
-            // It completed all the same: its last answer came from the destination itself.
+            // It completed all the same: the destination acknowledged it directly.
             Input::Source(SourceStatus::Completed) => self.restore(true),
             Input::Source(SourceStatus::CompletedThenResumed) => self.restore(false),
             Input::Source(SourceStatus::Exited) => self.take_over(),
@@ -489,7 +495,7 @@ impl Switchover {
         }
     }
 
-    /// The source's process has exited. A destination that was sent everything is the only one that can run the guest.
+    /// The source's process has exited. Only a destination that was sent everything can run the guest.
     fn take_over(&mut self) -> Directive {
         self.source_exited = true;
         match self.request.destination {
@@ -520,7 +526,7 @@ impl Switchover {
         }
     }
 
-    /// The source keeps its guest. `stopped`: by this migration, in which its guest was live or not.
+    /// The source keeps its guest. `stopped`: this migration stopped it.
     fn restore(&mut self, stopped: bool) -> Directive {
         if self.request.source != SourceKind::Qemu {
             return Directive::End(Outcome::Safe);
@@ -542,7 +548,7 @@ impl Switchover {
         }
     }
 
-    /// Whether it reads or not: it does not run the guest without another message.
+    /// Whether the peer receives it or not: it does not start the guest without another message.
     fn withdrawing(&mut self) -> Directive {
         self.restore(false)
     }

@@ -1,4 +1,4 @@
-//! What is left changed in a stock QEMU is put back by its journal.
+//! Changes of a killed towline in a stock QEMU are undone by its journal.
 
 #![allow(clippy::unwrap_used, reason = "the exemption for tests does not reach their helpers")]
 
@@ -14,7 +14,7 @@ use towline_control::qemu::{AppliedSettings, Error, MigrationSettings, Qemu, Rep
 use towline_qmp::Options;
 use towline_qmp::commands::{Capability, Migrate, MigrationParameters, MigrationStatus};
 
-/// The QEMUs, if this user has a place for journals.
+/// The QEMUs, if this user has a directory for journals.
 fn with_journals(test: &str) -> Vec<Binary> {
     match RuntimeDirectory::open() {
         Ok(_) => binaries(test),
@@ -26,7 +26,7 @@ fn with_journals(test: &str) -> Vec<Binary> {
 }
 
 fn connect(process: &TestQemu) -> Qemu {
-    // Its monitor is there once a client had it.
+    // Its monitor accepts connections once a client was connected.
     drop(process.client());
     Qemu::connect(process.path("qmp"), &Options::default()).unwrap()
 }
@@ -42,7 +42,7 @@ fn wanted() -> MigrationSettings {
     }
 }
 
-/// As by a kill: what a dropped `AppliedSettings` has changed stays, and stays in the journal.
+/// As after a kill: what a dropped `AppliedSettings` has changed stays, and stays in the journal.
 fn leave_changed(mut qemu: Qemu) -> MigrationParameters {
     let before = qemu.facts().parameters.clone();
     let mut settings = AppliedSettings::apply(&mut qemu, &wanted()).unwrap();
@@ -136,7 +136,7 @@ fn unplugged_devices_are_plugged_again() {
     }
 }
 
-/// The migration that a killed towline began goes to where nobody reads any more.
+/// The migration that a killed towline started goes to a socket that is not read any more.
 #[test]
 fn its_own_migration_is_cancelled_and_another_is_not() {
     for binary in with_journals("its_own_migration_is_cancelled_and_another_is_not") {
@@ -190,7 +190,7 @@ enum Begun {
 fn wanted_without_lanes() -> MigrationSettings {
     MigrationSettings {
         capabilities: [(Capability::EVENTS, true)].into(),
-        // Slow enough that its memory, which is all zeroes, does not go through meanwhile.
+        // Slow enough that its memory of zeroes is not sent meanwhile.
         parameters: MigrationParameters { max_bandwidth: Some(4096), ..MigrationParameters::default() },
     }
 }
@@ -199,7 +199,7 @@ fn connect_without_repair(process: &TestQemu) -> Qemu {
     Qemu::inspect(process.path("qmp"), &Options::default()).unwrap()
 }
 
-/// After `quit`, nothing is left of it.
+/// After `quit` no journal is left.
 #[test]
 fn journal_goes_with_its_qemu() {
     for binary in with_journals("journal_goes_with_its_qemu") {

@@ -170,7 +170,7 @@ fn unknown_settings_are_named_and_nothing_stays_changed() {
         );
         assert_eq!(error.to_string(), expected);
 
-        // The parameter is refused after `xbzrle` was put off, so that is undone.
+        // The parameter is refused after `xbzrle` was disabled, so that is undone.
         let xbzrle = wanted(&[(Capability::XBZRLE, true)], MigrationParameters::default());
         let settings = AppliedSettings::apply(&mut qemu, &xbzrle).unwrap();
         let parameters = MigrationParameters::from_map(Map::from_iter([("teleport".to_owned(), json!(1))]));
@@ -230,7 +230,7 @@ fn settings_that_cannot_be_put_back_are_named() {
             MigrationParameters { multifd_channels: Some(5), ..MigrationParameters::default() },
         );
         let settings = AppliedSettings::apply(&mut qemu, &on).unwrap();
-        // Somebody else turned on what needs it.
+        // Another party enabled a capability that needs it.
         let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
         AppliedSettings::apply(&mut qemu, &zero_copy).unwrap().keep();
         let error = settings.restore(&mut qemu).unwrap_err();
@@ -243,7 +243,7 @@ fn settings_that_cannot_be_put_back_are_named() {
     }
 }
 
-/// What virtio devices offer, of a QEMU that can be asked: one after 10.0 may abort.
+/// Offered features of virtio devices, if the QEMU can be queried: one after 10.0 may abort.
 fn check_virtio(facts: &towline_compat::facts::Qemu) {
     let inner = facts.device_at("pci/06.0/00.0/virtio").unwrap();
     let version = facts.version.as_str();
@@ -258,7 +258,7 @@ fn check_virtio(facts: &towline_compat::facts::Qemu) {
     assert!(facts.device_at("pci/07.0/virtio").unwrap().virtio.is_some());
 }
 
-/// What the compatibility rules look at is what the command line says.
+/// The facts for the compatibility rules match the command line.
 #[test]
 fn compatibility_of_a_guest() {
     for binary in binaries("compatibility_of_a_guest") {

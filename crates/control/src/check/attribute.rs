@@ -1,4 +1,4 @@
-//! `migration_version` attributes: files that are read and written in one call each, as sysfs has them.
+//! `migration_version` attributes: files that are read and written in one call each, as in sysfs.
 //!
 //! ```text
 //! …/mdev_supported_types/i915-GVTg_V5_4/migration_version      the directory's name is the device's type
@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 use towline_compat::facts::{Attribute, Subject};
 use towline_compat::{Facts, limits};
 
-/// The type, which is the name of the directory that the attribute is really in, and the string or the errno.
+/// Reads the type, which is the name of the attribute's real directory, and the version or the errno.
 pub(super) fn read(path: &Path) -> io::Result<Facts> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = fs::canonicalize(directory)?;
@@ -26,7 +26,7 @@ pub(super) fn read(path: &Path) -> io::Result<Facts> {
     Ok(Subject::Attribute(attribute).into())
 }
 
-/// In one call, as far as a page goes; one byte more, so that too many are seen to be.
+/// Reads in one call, up to a page plus one byte, so that an excess is noticed.
 fn version(path: &Path) -> io::Result<String> {
     let mut bytes = vec![0; limits::MIGRATION_VERSION_BYTES_MAX + 1];
     let length = options().read(true).open(path)?.read(&mut bytes)?;
@@ -34,7 +34,7 @@ fn version(path: &Path) -> io::Result<String> {
     String::from_utf8(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EILSEQ))
 }
 
-/// Writes the source's string as it was read. The errno is the device's answer.
+/// Writes the source's version unchanged. The errno is the device's reply.
 pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
     let written = options().write(true).open(path).and_then(|mut file| file.write(version.as_bytes()));
     match written {
@@ -44,7 +44,7 @@ pub(super) fn write(path: &Path, version: &str) -> Result<(), i32> {
     }
 }
 
-/// Nothing is made or emptied, and a FIFO without another end is not waited for.
+/// Creates and truncates nothing, and does not wait for the other end of a FIFO.
 fn options() -> fs::OpenOptions {
     let mut options = File::options();
     options.custom_flags(OFlags::NONBLOCK.bits().cast_signed());
@@ -66,7 +66,7 @@ mod tests {
     use super::super::{CheckEnd, check};
     use super::*;
 
-    /// An attribute of a device of this type, for `with` to make.
+    /// An attribute of a device of this type, which `with` creates.
     fn attribute(directory: &Path, host: &str, kind: &str, with: impl FnOnce(&Path)) -> CheckEnd {
         let path: PathBuf = directory.join(host).join(kind).join("migration_version");
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -105,7 +105,7 @@ mod tests {
         let (found, text) = verdict(&source, &fifo);
         assert_eq!(found, Verdict::No);
         assert!(text.contains("No such device or address (os error 6)"), "{text}");
-        // The device opens its end first; a write into a FIFO that is open does not wait.
+        // The device opens its end first; a write to a FIFO that is open does not wait.
         let mut device = options().read(true).open(path).unwrap();
         assert_eq!(verdict(&source, &fifo).0, Verdict::Yes);
         let mut got = [0; 8];
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(verdict(&source, &other).0, Verdict::No);
         let CheckEnd::Attribute(path) = &other else { panic!("made so") };
         assert_eq!(fs::read_to_string(path).unwrap(), "v1", "nothing was written");
-        // As sysfs has it: a device's mdev_type is a link to the type's directory.
+        // As in sysfs, where a device's mdev_type is a link to the type's directory.
         let link = directory.path().join("mdev_type");
         symlink(directory.path().join("a/net-1"), &link).unwrap();
         let there = attribute(directory.path(), "c", "net-1", holding("v2"));

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use super::*;
 use crate::statistics::Metric;
 
-/// Takes versions that begin as its own.
+/// A device that accepts versions of its own prefix.
 struct Fake {
     name: &'static str,
     unmigratable: bool,
@@ -75,7 +75,7 @@ fn a_version_is_read_and_the_sources_is_checked() {
     assert!(check("net", "fake 2").unwrap_err().starts_with("EINVAL: \"fake 2\" is none"));
     let long = "x".repeat(limits::MIGRATION_VERSION_BYTES_MAX + 1);
     assert!(check("net", &long).unwrap_err().starts_with("EINVAL: a version of 4097 bytes"));
-    // The type comes first: what the device would say to the version is not asked for.
+    // The type comes first: the device does not see the version.
     assert_eq!(
         check("vsock", "fake 2").unwrap_err(),
         "EINVAL: the source's device is of type \"vsock\", this one of type \"net\""

@@ -107,7 +107,7 @@ fn owner_that_lives_is_named() {
     assert_eq!(error.to_string(), expected);
 }
 
-/// A lock can be missing, as between two hosts; the process of the owner says the same.
+/// A lock can be missing, as between two hosts; the owner's process is evidence as well.
 #[test]
 fn owner_without_lock_is_refused_while_its_process_runs() {
     let place = TestDirectory::new();
@@ -170,7 +170,7 @@ fn another_version_is_refused_and_kept() {
     assert_eq!(fs::read_to_string(&path).unwrap(), text);
 }
 
-/// Another QEMU's socket may get the inode of one that is gone.
+/// A socket of another QEMU may get the inode of a removed one.
 #[test]
 fn journal_of_another_socket_with_this_inode_is_not_used() {
     let place = TestDirectory::new();
@@ -206,7 +206,7 @@ fn journals_of_exited_qemus_are_swept_with_their_directories() {
     assert!(!left.exists());
 }
 
-/// What has come to the place of a recorded directory is not ours to remove.
+/// A file that replaced a recorded directory must not be removed.
 #[test]
 fn only_the_recorded_directory_is_removed() {
     let place = TestDirectory::new();
@@ -254,7 +254,7 @@ fn symbolic_links_are_refused() {
     symlink(elsewhere.path(), base.path().join("towline/journal")).unwrap();
     assert_eq!(reason(base.path()), "it is a symbolic link or no directory");
     assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
-    // The runtime directory itself is none either.
+    // The runtime directory itself must not be a symbolic link either.
     let link = elsewhere.path().join("run");
     symlink(base.path(), &link).unwrap();
     assert_eq!(reason(&link), "it is a symbolic link or no directory");

@@ -1,7 +1,7 @@
-//! Finishes a move that was interrupted: looks at the QEMUs that are at hand, and does what `switchover::resume` makes of it.
+//! Finishes an interrupted move: queries the QEMUs at hand, and carries out what `switchover::resume` decides.
 //!
-//! Nothing is decided here. Every record of the move is locked first, so that no other towline works on it, and what is to be done with a
-//! guest is recorded before it is done.
+//! Every record of the move is locked first, so that no other towline works on it, and each action on a guest
+//! is recorded before it is done.
 
 mod recorded_qemu;
 
@@ -16,38 +16,38 @@ use crate::switchover::{
 };
 use recorded_qemu::RecordedQemu;
 
-/// How long an end that is still under way, or does not answer, is looked at.
+/// Time for which an end that is busy or does not reply is queried.
 const EXAMINE_TIMEOUT: Duration = Duration::from_secs(10);
 const EXAMINE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What an operator has chosen for a move that cannot be finished without.
+/// An operator's choice for a move that cannot be finished without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ResumeChoice {
-    /// Run the guest at the end that is on this host, or at the one that is named.
+    /// Start the guest at the end on this host, or at the named one.
     RunHere(Option<super::Role>),
-    /// MoveEnd the QEMU of that end: the guest is at the other one.
+    /// End the QEMU of that end: the guest is at the other one.
     Discard(Option<super::Role>),
-    /// Remove the record and touch nothing.
+    /// Remove the record; touch no QEMU.
     Forget,
 }
 
-/// What came of it.
+/// Result of resuming a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Resumed {
     /// The move.
     pub id: Id,
-    /// What was done, or is: one sentence each.
+    /// Actions that were taken, and states that were found: one sentence each.
     pub done: Vec<String>,
-    /// Why it is still undecided, and what to look at; `None`: it is finished.
+    /// The reason for which it is still undecided, and what to look at; `None` if it is finished.
     pub undecided: Option<String>,
 }
 
-/// Finishes the move whose id begins with these digits, as far as what is seen allows, or as was chosen.
+/// Finishes the move whose id begins with these digits, as far as the evidence or the choice allows.
 ///
 /// # Errors
-/// Nothing was done, or what was begun could not be seen through; the record is still there then.
+/// Nothing was done, or an action failed; the record still exists then.
 pub fn resume(digits: &str, chosen: Option<ResumeChoice>) -> Result<Resumed, Error> {
     let directory = RuntimeDirectory::open()?;
     let id = find(&directory, digits)?;
@@ -83,7 +83,7 @@ fn find(directory: &RuntimeDirectory, digits: &str) -> Result<Id, Error> {
     found.dedup();
     match <[Id; 1]>::try_from(found) {
         Ok([id]) => Ok(id),
-        // One that cannot be read may be what is meant.
+        // A record that cannot be read may be the one that is meant.
         Err(found) if found.is_empty() => {
             let named = bad.into_iter().find(|error| match error {
                 Error::Format { path, .. } | Error::Io { path, .. } => {
@@ -97,7 +97,7 @@ fn find(directory: &RuntimeDirectory, digits: &str) -> Result<Id, Error> {
     }
 }
 
-/// What the records of a move say together: both of its ends may be on this host.
+/// Merges the records of a move, both of whose ends may be on this host.
 fn merge(files: &[RecordFile]) -> Option<MoveRecord> {
     let furthest = files.iter().map(RecordFile::record).max_by_key(|record| record.stage)?;
     let mut joined = furthest.clone();
@@ -117,7 +117,7 @@ fn forget(files: &mut [RecordFile]) -> Result<(), Error> {
     files.iter_mut().try_for_each(RecordFile::remove)
 }
 
-/// The end that is meant: that of this host, if it is not named.
+/// The side that is meant: that of this host unless it is named.
 fn choice(chosen: ResumeChoice, record: &MoveRecord) -> Result<Choice, Error> {
     let side = |role: Option<super::Role>, option: &str| match role {
         Some(super::Role::Source) => Ok(Side::Source),
@@ -178,7 +178,7 @@ impl Resume {
                 ResumeAction::AtSource => return self.at_source(),
                 ResumeAction::Gone => return self.gone(),
             }
-            // It is carried out; what is left is seen.
+            // The choice is carried out; the next state follows from the evidence.
             choice = None;
         }
     }
@@ -195,7 +195,7 @@ impl Resume {
         if self.record.stage != Stage::Left {
             return case.next_action();
         }
-        // Over, but for its source: that must not run until somebody wants it to.
+        // The move is over except for its source, which must not run without a request.
         match case.source {
             Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed) => ResumeAction::AtSource,
             _ => {
@@ -206,7 +206,7 @@ impl Resume {
         }
     }
 
-    /// Makes it durable at every record that is at hand.
+    /// Makes the stage durable in every record at hand.
     fn write(&mut self, stage: Stage) -> Result<(), Error> {
         for file in &mut self.files {
             let record = file.record().at_stage(stage);
@@ -220,7 +220,7 @@ impl Resume {
         let before = self.record.stage.min(Stage::Acknowledge);
         self.write(Stage::Run)?;
         if let Err(error) = self.destination.run() {
-            // Whoever reads the error may run it elsewhere: the record is no evidence any more.
+            // The operator who gets this error may start it elsewhere: the record is no longer evidence.
             self.write(before)?;
             return Err(error);
         }
@@ -250,7 +250,7 @@ impl Resume {
         Ok(())
     }
 
-    /// The move is complete but for its source, which is ended if that was asked for.
+    /// Completes the move: its source is ended if that was requested.
     fn at_destination(mut self, placed: Placement, case: InterruptedMove) -> Result<Resumed, Error> {
         let state = if placed == Placement::Running {
             "runs the guest"

@@ -218,7 +218,7 @@ fn without_room(place: &TestDirectory) {
     file.remove().unwrap();
 }
 
-/// A later decision goes by what a towline on this host would find.
+/// Later decisions must go by the record that a towline on this host would find.
 #[test]
 fn record_that_is_renamed_and_not_synced_is_the_current_one() {
     let place = TestDirectory::new();
@@ -341,7 +341,7 @@ fn process_ids_of_another_pid_namespace_say_nothing() {
     }
 }
 
-/// The id of an incoming move is its peer's word.
+/// The id of an incoming move comes from its peer.
 #[test]
 fn a_second_move_of_the_same_id_is_refused_and_leaves_the_first() {
     let place = TestDirectory::new();

@@ -1,9 +1,9 @@
-//! What is said of a record: what is undecided, and what to do.
+//! Texts about records: what is undecided, and what to do.
 
 use super::{ListedMove, MoveEnd, MoveRecord, Role, Stage};
 use crate::switchover::{Choice, ResumeBlocker, Side};
 
-/// What is undecided of a move, by its record: a sentence.
+/// Describes what is undecided of a move, by its record.
 pub(super) fn undecided(record: &MoveRecord) -> String {
     let (source, destination) = (&record.source, &record.destination);
     match (record.stage, record.role) {
@@ -33,7 +33,7 @@ pub(super) fn undecided(record: &MoveRecord) -> String {
     }
 }
 
-/// Why the guest of a source that was copied is not to be run on.
+/// Reason for which the guest of a copied source must not be resumed.
 pub(super) fn left(record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
     match record.stage {
@@ -74,7 +74,7 @@ pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
     advice
 }
 
-/// Why a move is not finished by itself, and what to look at.
+/// Reason for which a move is not finished automatically, and what to look at.
 pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
     let since = record.begun();
@@ -133,7 +133,7 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
     }
 }
 
-/// Why a choice is refused.
+/// Reason for which a choice is refused.
 pub(super) fn refusal(choice: Choice, why: ResumeBlocker, record: &MoveRecord) -> String {
     let end = |side: Side| match side {
         Side::Source => &record.source,
@@ -146,7 +146,7 @@ pub(super) fn refusal(choice: Choice, why: ResumeBlocker, record: &MoveRecord) -
     }
 }
 
-/// The end of this record that is on this host; `None`: both are.
+/// The end that is on this host; `None` if both are.
 pub(super) fn only_side(record: &MoveRecord) -> Option<Side> {
     match (&record.source, &record.destination) {
         (MoveEnd::Qemu { .. }, MoveEnd::Qemu { .. }) => None,

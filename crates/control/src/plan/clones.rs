@@ -5,11 +5,11 @@
 //!                                            └─ those that share a disk are refused     each succeeds or fails by itself
 //! ```
 //!
-//! Every copy is the one that [`copy`](super::copy) makes, out of one mapping, so the page cache holds the image once and a
-//! chunk is verified once. What goes wrong at a destination is that destination's: the others do not hear of it.
+//! Every copy is the one that [`copy`](super::copy) makes, from one mapping, so that the page cache holds the
+//! image once and a chunk is verified once. A failure at one destination does not affect the others.
 //!
-//! What it is not: it gives clones no identity of their own. They wake up as the same guest; `docs/clones.md` says what that
-//! means. Limits: [`CLONES_AT_ONCE`]; the others wait for their turn.
+//! Out of scope: clones get no identity of their own and wake up as the same guest; see `docs/clones.md`.
+//! Limit: [`CLONES_AT_ONCE`]; further copies wait for a free slot.
 
 mod conflicts;
 
@@ -31,28 +31,29 @@ use super::report::Report;
 use super::request::Request;
 use super::validate::validate;
 
-/// Copies under way at the same time. Each has some ten threads and a descriptor for each lane.
+/// Maximum number of copies in progress. Each has about ten threads and a descriptor for each lane.
 pub const CLONES_AT_ONCE: usize = 32;
-/// Destinations of one call.
+/// Maximum number of destinations of one call.
 pub const CLONES_MAX: usize = 1024;
 
-/// One of several destinations, and who hears how the copy to it goes.
+/// A destination, with the observer of the copy to it.
 #[derive(Clone, Copy)]
 pub struct CloneTarget<'a> {
-    /// Where the guest goes.
+    /// The destination.
     pub destination: &'a Destination,
-    /// Hears of this copy alone.
+    /// Observer of this copy.
     pub observer: &'a dyn Observer,
 }
 
-/// What came of one copy.
+/// Result of one copy.
 pub type CopyResult = Result<Report, Failure>;
 
-/// Copies one image to all `targets` at once. `observer` hears what concerns all of them, `ended` of each copy as soon as it
-/// ends (from several threads). Returns what came of each, in their order.
+/// Copies one image to all `targets` at once. `observer` receives notices that concern all of them; `ended` is
+/// called for each copy as soon as it ends, from several threads. Returns the results in the order of
+/// `targets`.
 ///
 /// # Errors
-/// Nothing was touched: the source is no image or cannot be opened, or one of the copies is no possible one.
+/// Nothing was touched: the source is not an image or cannot be opened, or one of the copies is not possible.
 pub fn copy_to_all(
     source: &Source,
     targets: &[CloneTarget<'_>],
@@ -105,13 +106,13 @@ fn copy_one(
     target: &CloneTarget<'_>,
     context: &Context<'_>,
 ) -> CopyResult {
-    // One that had to wait for its turn.
+    // It may have waited for a free slot.
     context.check_cancelled().map_err(Failure::untouched)?;
     target.observer.phase(Phase::Prepare);
     copy_stored(image, target.destination, context)
 }
 
-/// Refuses what can be refused before anything is touched: all of it, as it is one command.
+/// Refuses impossible copies before anything is touched: all of them, since they are one command.
 fn validate_all(
     source: &Source,
     targets: &[CloneTarget<'_>],

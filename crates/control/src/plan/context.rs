@@ -1,4 +1,4 @@
-//! What every part of one copy has at hand.
+//! State that all parts of one copy share.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -15,7 +15,7 @@ use super::request::Request;
 use super::{error_origin, tls, zero_copy};
 use crate::qemu::Qemu;
 
-/// What every part of a copy needs to know.
+/// Context of one copy.
 pub(super) struct Context<'a> {
     pub(super) options: &'a Request,
     pub(super) lanes: usize,
@@ -41,7 +41,7 @@ impl<'a> Context<'a> {
         Self { options, lanes, cancel, observer, started, memory, uploaded, sending, increment }
     }
 
-    /// Begins the image that will be `path`.
+    /// Starts to write the image `path`.
     pub(super) fn image_writer(&self, path: &Path, origin: Origin) -> Result<ImageWriter, Error> {
         let existing = if self.options.overwrite { Existing::Replace } else { Existing::Refuse };
         let writer = ImageWriter::create(path, existing, origin)?;
@@ -51,7 +51,8 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Notes how much an incremental image holds itself, for the report, and says what became otherwise than was asked for.
+    /// Records the share of an incremental image that it holds itself, for the report, and passes its notices
+    /// on.
     pub(super) fn set_increment(&self, writer: &ImageWriter) {
         writer.notices().iter().for_each(|notice| self.observer.notice(notice));
         if let Some(increment) = writer.increment() {
@@ -59,23 +60,23 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Notes who counts how each lane to the destination sends its pages.
+    /// Sets the statistics of the lanes to the destination.
     pub(super) fn set_sending(&self, sending: &Arc<Statistics>) {
         self.sending.get_or_init(|| Arc::clone(sending));
     }
 
-    /// Notes what arrived in memory of this process, for the report.
+    /// Records the guest that was received into memory of this process, for the report.
     pub(super) fn set_memory(&self, outcome: synthetic::Outcome) {
         self.memory.get_or_init(|| outcome);
     }
 
-    /// Notes what was sent to an object store, for the report.
+    /// Records the upload to an object store, for the report.
     #[cfg(feature = "store")]
     pub(super) fn set_uploaded(&self, uploaded: Uploaded) {
         self.uploaded.get_or_init(|| uploaded);
     }
 
-    /// Connects to a stream's destination.
+    /// Connects to the destination of a stream.
     pub(super) fn connect(&self, address: &Address, uuid: [u8; 16]) -> Result<outgoing::Connections, Error> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let options = tls::connecting(self.options)?;
@@ -85,7 +86,7 @@ impl<'a> Context<'a> {
         })
     }
 
-    /// Passes on what comes in to these connections. `session` is that of the incoming migration.
+    /// Returns a relay to these connections. `session` is that of the incoming migration.
     pub(super) fn relay(
         &self,
         session: &Arc<Session>,
@@ -97,19 +98,19 @@ impl<'a> Context<'a> {
         Ok(Box::new(relay))
     }
 
-    /// Since the first question.
+    /// Time since the context was created.
     pub(super) fn elapsed(&self) -> std::time::Duration {
         self.started.elapsed()
     }
 
-    /// Says what of an earlier towline was put back in this QEMU when it was connected to.
+    /// Sends a notice if connecting to this QEMU repaired changes of an earlier towline.
     pub(super) fn report_repair(&self, qemu: &Qemu) {
         if let Some(repaired) = qemu.repaired() {
             self.observer.notice(&repaired.to_string());
         }
     }
 
-    /// Ends here if the user said so.
+    /// Returns an error if the command was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
         match self.cancel.is_cancelled() {
             true => Err(Error::Cancelled),
@@ -117,7 +118,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Tells how far the memory is.
+    /// Reports the progress of the memory to the observer.
     pub(super) fn report_progress(&self, statistics: &Statistics, progress: Progress) {
         self.observer.progress(&Progress { moved: statistics.snapshot(), ..progress });
         if let Some(sending) = self.sending.get() {
@@ -125,7 +126,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// A report of a copy that went well.
+    /// Builds the report of a copy that completed.
     pub(super) fn build_report(
         &self,
         moved: Snapshot,

@@ -1,4 +1,4 @@
-//! A copy, from what is asked for to its column.
+//! Entry points: a copy, and the inspection of a stream.
 
 use towline_channel::Cancel;
 use towline_image::StoredGuest;
@@ -23,7 +23,7 @@ use crate::switchover::{DestinationKind, SourceKind};
 /// Copies a guest; returns when it is safe at its destination.
 ///
 /// # Errors
-/// Why not, and where the guest is; see [`Failure`].
+/// The reason and the location of the guest; see [`Failure`].
 pub fn copy(
     source: &Source,
     destination: &Destination,
@@ -41,7 +41,7 @@ pub fn copy(
     }
 }
 
-/// Has the guest run at its destination before its memory is there.
+/// Runs the guest at its destination before its memory is there.
 fn copy_by_postcopy(
     source: &Source,
     destination: &Destination,
@@ -55,7 +55,7 @@ fn copy_by_postcopy(
     postcopy::restore(image.map_err(Failure::untouched)?.as_ref(), destination, how, context)
 }
 
-/// Copies an image that is open, and that other copies may read at the same time.
+/// Copies an open image, which other copies may read at the same time.
 pub(super) fn copy_stored(
     image: &(dyn StoredGuest + 'static),
     destination: &Destination,
@@ -67,10 +67,10 @@ pub(super) fn copy_stored(
     }
 }
 
-/// Receives the stream that `source` names into `survey` and keeps nothing: the guest stays where it is.
+/// Receives the stream that `source` names and keeps nothing: the guest stays at its source.
 ///
 /// # Errors
-/// The stream did not come to its end.
+/// The stream failed before its end.
 pub fn inspect_stream(
     source: &Source,
     sink: &DiscardSink,
@@ -79,7 +79,7 @@ pub fn inspect_stream(
     observer: &dyn Observer,
 ) -> Result<Snapshot, Failure> {
     let Some(address) = source.stream() else {
-        return Err(Failure::untouched(Error::Usage("only a stream can be surveyed".into())));
+        return Err(Failure::untouched(Error::Usage("only a stream can be inspected".into())));
     };
     let lanes = validate_stream(source, options).map_err(Failure::untouched)?;
     let context = Context::new(options, lanes, cancel, observer);

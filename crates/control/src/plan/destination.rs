@@ -1,4 +1,4 @@
-//! A QEMU that waits as the destination: checked, told where to listen, and to run when it may.
+//! A QEMU that waits for a guest, driven by its monitor: checked, configured, told to listen, and started.
 
 mod postcopy;
 
@@ -26,12 +26,12 @@ use super::{compression, error_origin};
 use crate::qemu::{self, AppliedSettings, Facts, Incoming, MigrationSettings, Qemu};
 use crate::switchover::{DestinationStatus, StartResult};
 
-/// How long a QEMU that has everything may take to leave `inmigrate`.
+/// Timeout for a QEMU that has everything to leave `inmigrate`.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long an answer of a QEMU that loads a file is waited for, until it is looked whether we were cancelled.
+/// Timeout of one query to a QEMU that loads a file; a cancellation is checked after each.
 const LOAD_QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// How long a QEMU whose monitor is closed may take to exit.
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
 const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
@@ -44,23 +44,23 @@ const UNSUPPORTED_CAPABILITIES: [Capability; 7] = [
     Capability::SWITCHOVER_ACK,
 ];
 
-/// A guest that was to run, and does not, as far as is known.
+/// A guest that was to be started and does not run, as far as is known.
 #[derive(Debug)]
 pub(super) struct StartFailure {
     pub(super) started: StartResult,
     pub(super) error: Box<Error>,
 }
 
-/// A QEMU whose connection was lost.
+/// State of a QEMU whose postcopy connection was lost.
 #[derive(Debug)]
 pub(super) enum RecoveryState {
-    /// It listens there again.
+    /// It listens again at this address.
     Listening(Address),
-    /// It is not ready to.
+    /// It is not ready to listen.
     NotReady,
     /// It has everything.
     Completed,
-    /// It gave the guest up.
+    /// It failed.
     Failed(String),
 }
 
@@ -71,14 +71,14 @@ pub(super) struct QmpDestination {
     settings: Option<AppliedSettings>,
     dir: PrivateDir,
     fdset: Option<i64>,
-    /// It was told to load a guest, which QEMU does once.
+    /// It got `migrate-incoming`, which QEMU accepts once.
     is_incoming_started: bool,
-    /// How often it was told to listen again for a guest whose memory stopped coming.
+    /// Number of times that `migrate-recover` succeeded.
     recoveries: u32,
 }
 
 impl QmpDestination {
-    /// Connects and checks that it waits, and to be told where.
+    /// Connects and checks that it waits for `migrate-incoming`.
     pub(super) fn prepare(path: &Path) -> Result<Self, Error> {
         Self::of(Qemu::connect(path, &qmp::Options::default())?)
     }
@@ -105,7 +105,7 @@ impl QmpDestination {
         &self.qemu
     }
 
-    /// What was found.
+    /// The facts.
     pub(super) fn facts(&self) -> &Facts {
         self.qemu.facts()
     }
@@ -115,17 +115,17 @@ impl QmpDestination {
         guest.check(&mut self.qemu, context)
     }
 
-    /// Refuses if these could not be put in here.
+    /// Refuses devices that could not be attached here.
     pub(super) fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.check(&mut self.qemu)
     }
 
-    /// Puts them in.
+    /// Attaches the devices.
     pub(super) fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         vsocks.attach(&mut self.qemu)
     }
 
-    /// Sets QEMU, has it load and stay paused, and connects to it.
+    /// Configures QEMU, has it load the guest and stay paused, and connects to it.
     pub(super) fn start(
         &mut self,
         lanes: usize,
@@ -145,13 +145,13 @@ impl QmpDestination {
         self.dir.join("destination.sock")
     }
 
-    /// True where this QEMU can load an image's file itself.
+    /// Returns true if this QEMU can load the file of an image itself.
     pub(super) fn loads_images(&self) -> bool {
         self.facts().capabilities.contains_key(&Capability::MAPPED_RAM)
     }
 
-    /// Has QEMU load the image in `file` itself, and stay paused. The file goes as a descriptor, so QEMU needs no right to
-    /// its path.
+    /// Has QEMU load the image in `file` itself and stay paused. The file is passed as a descriptor, so that
+    /// QEMU needs no permission for its path.
     pub(super) fn load(&mut self, file: &File, lanes: usize) -> Result<(), Error> {
         self.apply_settings(lanes, true, Compression::None)?;
         let add = AddFd { fdset_id: None, opaque: Some("towline image".into()) };
@@ -183,8 +183,8 @@ impl QmpDestination {
     }
 
     fn listen(&mut self, uri: String) -> Result<(), Error> {
-        // Told while it waits, so that it loads and stays paused: until the source says that it is done, the guest may
-        // only run there.
+        // Sent while it waits, so that it loads and stays paused: until the source is done, the guest may run
+        // only there.
         self.qemu.stop()?;
         let version = &self.facts().version.qemu;
         let stays = (version.major, version.minor) >= (9, 1);
@@ -195,7 +195,10 @@ impl QmpDestination {
         Ok(())
     }
 
-    /// Whether QEMU has loaded everything; an error if it failed to.
+    /// Returns true if QEMU has loaded everything.
+    ///
+    /// # Errors
+    /// It failed to.
     pub(super) fn is_loaded(&mut self) -> Result<bool, Error> {
         let migration = self.qemu.migration()?;
         match migration.status {
@@ -207,7 +210,7 @@ impl QmpDestination {
         }
     }
 
-    /// An error if it failed to load the guest; one that does not answer just now has not.
+    /// Returns an error if it failed to load the guest; a missing reply is not a failure.
     pub(super) fn check_not_failed(&mut self) -> Result<(), Error> {
         match self.is_loaded() {
             Err(error) if !error_origin::is_timeout(&error) => Err(error),
@@ -215,8 +218,9 @@ impl QmpDestination {
         }
     }
 
-    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Its monitor answers nobody while it does, for
-    /// as long as the guest is large and the disk is slow, so silence means "not yet"; one that dies closes its socket.
+    /// As [`is_loaded`](Self::is_loaded), of a QEMU that loads a file itself. Meanwhile its monitor does not
+    /// reply, for as long as the guest is large and the disk is slow, so a timeout means "not yet"; a QEMU that
+    /// exits closes its socket.
     pub(super) fn has_loaded_file(&mut self) -> Result<bool, Error> {
         let deadline = self.qemu.client().deadline();
         self.qemu.client().set_deadline(LOAD_QUERY_TIMEOUT);
@@ -228,7 +232,7 @@ impl QmpDestination {
         }
     }
 
-    /// What it does with the guest. An answer that does not come says nothing; a process that has exited does.
+    /// Queries the state of the guest. A missing reply is no evidence; an exited process is.
     pub(super) fn query_status(&mut self) -> DestinationStatus {
         match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(None) => DestinationStatus::Unknown,
@@ -240,7 +244,7 @@ impl QmpDestination {
             Ok(Some(_)) => DestinationStatus::Loaded,
             Err(_) if self.qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
             Err(error) => {
-                tracing::debug!(%error, "the destination does not answer");
+                tracing::debug!(%error, "the destination does not reply");
                 DestinationStatus::Unknown
             }
         }
@@ -263,7 +267,7 @@ impl QmpDestination {
         }
     }
 
-    /// Runs the guest, and sees that it does.
+    /// Starts the guest and checks that it runs.
     pub(super) fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         let was_running = self.wait_loaded().and_then(|()| Ok(self.qemu.cont()?));
         let error = match was_running {
@@ -275,7 +279,7 @@ impl QmpDestination {
         loop {
             match self.qemu.try_query(|qemu| qemu.status()) {
                 Ok(Some(status)) if is_live(&status) => return Ok(StartResult::Live),
-                // What was not answered may be carried out yet.
+                // A command without a reply may still be carried out.
                 Ok(Some(status)) if error.is_none() => return Err(self.stopped_again(&status)),
                 Ok(_) if Instant::now() < deadline => std::thread::sleep(POLL_INTERVAL),
                 Ok(Some(status)) => return Err(self.stopped_again(&status)),
@@ -311,8 +315,10 @@ impl QmpDestination {
         StartFailure { started, error: Box::new(error) }
     }
 
-    /// Puts QEMU's settings back. Returns what to note. The last look at a QEMU that has the guest: if it ended meanwhile, that is
-    /// the error.
+    /// Restores QEMU's settings. Returns notices. This is the last query of a QEMU that has the guest.
+    ///
+    /// # Errors
+    /// QEMU has exited meanwhile.
     pub(super) fn restore_settings(&mut self) -> Result<Vec<String>, Error> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         let mut notes: Vec<_> =
@@ -329,7 +335,7 @@ impl QmpDestination {
         Ok(notes)
     }
 
-    /// After a failure: nothing runs here. Says what is left.
+    /// Rolls back after a failure, when nothing runs here. Returns notices about changes that are left.
     pub(super) fn roll_back(&mut self, holds: bool) -> Vec<String> {
         let status = self.qemu.status();
         match self.settings.take() {
@@ -341,7 +347,7 @@ impl QmpDestination {
             None => {}
         }
         match status {
-            // A guest that is whole here may be nowhere else.
+            // A complete guest may be the only copy.
             Ok(status) if holds && status.status != RunState::INMIGRATE => Vec::new(),
             Ok(status) if self.is_incoming_started && !status.running => {
                 vec![format!(
@@ -353,12 +359,12 @@ impl QmpDestination {
         }
     }
 
-    /// Whether it was this QEMU that failed.
+    /// Returns true if the error comes from this QEMU.
     pub(super) fn is_error_origin(&self, error: &Error) -> bool {
         error_origin::is_from(error, self.qemu.socket(), &self.stream_path())
     }
 
-    /// Replaces an error of the stream to QEMU by its own reason, where it has one.
+    /// Replaces an error of the stream to QEMU by QEMU's own reason, if it has one.
     pub(super) fn explain(&mut self, error: Error) -> Error {
         if !self.is_error_origin(&error) {
             return error;
@@ -378,12 +384,12 @@ impl QmpDestination {
     }
 }
 
-/// Whether the guest runs, or sleeps and wakes up by itself.
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
 pub(super) fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }
 
-/// Those of the capabilities that it knows which must be off.
+/// Unsupported capabilities that this QEMU knows, disabled.
 fn disabled_capabilities(known: &BTreeMap<Capability, bool>) -> impl Iterator<Item = (Capability, bool)> {
     UNSUPPORTED_CAPABILITIES.into_iter().filter(|name| known.contains_key(name)).map(|name| (name, false))
 }

@@ -1,4 +1,4 @@
-//! A sink that keeps nothing: for `null:`, and to inspect a guest that is on its way.
+//! A sink that discards the memory: for `null:`, and to inspect a guest in its stream.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,35 +7,35 @@ use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-/// What was seen of a guest. Its source is told that it failed, so the guest runs on there.
+/// Summary of a stream. Its source gets an error, so that the guest runs on there.
 #[derive(Debug, Default)]
 pub struct DiscardSink {
     seen: Mutex<StreamSummary>,
 }
 
-/// What a stream said of its guest.
+/// Contents of a stream without its memory.
 #[derive(Debug, Default, Clone)]
 pub struct StreamSummary {
     /// Machine type and capabilities.
     pub configuration: Option<Configuration>,
-    /// The RAM blocks.
+    /// RAM blocks.
     pub blocks: Vec<RamBlock>,
-    /// The device state, at the end.
+    /// Device state, at the end of the stream.
     pub device_state: Option<DeviceState>,
 }
 
-/// Tells the engine not to acknowledge.
+/// Keeps the engine from acknowledging.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing keeps this guest (null:), so its source is not told that it arrived")]
+#[error("null: discards the guest, so its source is not acknowledged")]
 struct NothingKept;
 
 impl DiscardSink {
-    /// What was seen so far.
+    /// The summary so far.
     pub fn summary(&self) -> StreamSummary {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// True when the whole stream came.
+    /// Returns true if the whole stream has arrived.
     pub fn is_complete(&self) -> bool {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).device_state.is_some()
     }

@@ -1,4 +1,4 @@
-//! The ends of a copy as values: each is built here from what was asked for, and nowhere else is it asked which one it is.
+//! The ends of a copy as values. The kind of an end is evaluated only here, where its value is built.
 
 mod image;
 mod memory;
@@ -23,7 +23,7 @@ pub(super) use qemu::{QemuDestination, query_failed};
 pub(super) use stream::listen;
 pub(super) use traits::{DestinationEndpoint, GuestDescription, Rollback, SourceControl, SourceEndpoint};
 
-/// The source, which has been asked, but not changed.
+/// Opens the source: it is queried, and not changed.
 pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn SourceEndpoint>, Failure> {
     Ok(match source {
         Source::Qmp(path) => Box::new(qemu::QemuSource::new(path, context)?),
@@ -36,7 +36,7 @@ pub(super) fn source(source: &Source, context: &Context<'_>) -> Result<Box<dyn S
     })
 }
 
-/// The destination of what departs. It has been asked whether it would take it, but not changed.
+/// Opens the destination of this guest: it is queried whether it would take it, and not changed.
 pub(super) fn destination(
     destination: &Destination,
     description: GuestDescription<'_>,
@@ -57,7 +57,7 @@ pub(super) fn destination(
     })
 }
 
-/// A stored guest, to be read by any number of copies.
+/// Opens a stored guest, which any number of copies may read.
 pub(super) fn open(
     source: &Source,
     options: &Request,
@@ -69,7 +69,7 @@ pub(super) fn open(
         #[cfg(feature = "store")]
         Source::Store(location) => Ok(Box::new(store::open(location, options, cancel, observer)?)),
         Source::Qmp(_) | Source::Stream(_) | Source::Memory(_) => {
-            // Without object stores nothing is read that could be cancelled.
+            // Without object stores there is no read to cancel.
             let _ = cancel;
             Err(Error::Usage("only an image can be read several times".into()))
         }

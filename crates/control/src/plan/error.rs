@@ -1,4 +1,4 @@
-//! Why a copy failed, and where the guest is then.
+//! Errors of a copy, and the state of the guest after them.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use towline_qmp as qmp;
 use super::outcomes::{GuestLocation, GuestState};
 use crate::qemu;
 
-/// Why.
+/// Reason for the failure of a copy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "each variant's text says what it is")]
@@ -123,11 +123,11 @@ impl From<qmp::Error> for Error {
 /// A copy that failed.
 #[derive(Debug)]
 pub struct Failure {
-    /// Why.
+    /// The reason.
     pub error: Box<Error>,
-    /// Where the guest is.
+    /// The state of the guest.
     pub guest: GuestState,
-    /// What could not be put back, or what else to know.
+    /// Changes that could not be undone, and other notices.
     pub notes: Vec<String>,
 }
 
@@ -138,7 +138,7 @@ impl Failure {
     }
 }
 
-/// A failure after which somebody must look.
+/// A failure after which an operator must look at the guest.
 pub(crate) fn needs_attention(error: Error, location: GuestLocation) -> Failure {
     Failure { error: Box::new(error), guest: GuestState::needs_attention(location), notes: Vec::new() }
 }

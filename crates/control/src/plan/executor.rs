@@ -1,11 +1,11 @@
-//! Carries out what the switchover directs, from the end of the stream to the end of the command.
+//! Carries out the switchover's directives, from the end of the stream to the end of the command.
 //!
 //! ```text
 //!   the stream went through, or failed ─► Switchover ─► directive ─► QMP, the connection, the other towline ─┐
 //!                                             ▲                                                              │
 //!                                             └───────────── what came of it ◄───────────────────────────────┘
 //! ```
-//! Nothing is decided here: which end may run the guest is [`crate::switchover`]'s.
+//! Nothing is decided here: [`crate::switchover`] decides which end may run the guest.
 
 use std::sync::Arc;
 use std::thread;
@@ -30,38 +30,38 @@ use crate::switchover::{
     SourceStatus, StartResult, Unresolved,
 };
 
-/// How long a source whose stream was closed may take to see that, before its migration is cancelled.
+/// Timeout for a source to notice its closed stream, before its migration is cancelled.
 const STREAM_FAILURE_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long a source may take to say what became of its migration.
+/// Timeout for a source to complete or fail its migration.
 const SOURCE_COMPLETION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a source that somebody else drives may take to close its connection once it is acknowledged.
+/// Timeout for a source that another party drives to close its connection after its acknowledgement.
 const SOURCE_CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a destination that has everything may take to load it.
+/// Timeout for a destination that has everything to load it.
 const LOADED_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long another towline may take to report: longer than any of its own deadlines.
+/// Timeout for the report of another towline: longer than any of its own.
 const PEER_REPORT_TIMEOUT: Duration = Duration::from_secs(150);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Both ends and what is known by now.
+/// Both ends, and the error so far.
 pub(super) struct Ends<'a> {
     pub(super) switchover: &'a SharedSwitchover,
     pub(super) source: SourceControl<'a>,
     pub(super) destination: &'a mut dyn DestinationEndpoint,
     pub(super) context: &'a Context<'a>,
-    /// What failed, if something did.
+    /// The first error, if one occurred.
     pub(super) error: Option<Error>,
 }
 
-/// A guest that is at its destination.
+/// Result for a guest that is at its destination.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SwitchoverReport {
     pub(super) source: SourceState,
     pub(super) destination: DestinationState,
-    /// How long the guest stood still, as the source's QEMU has it, in milliseconds.
+    /// Downtime in milliseconds, as the source's QEMU reports it.
     pub(super) downtime_ms: Option<u64>,
 }
 
-/// What is waited for, and since when.
+/// The current directive, and since when it has been repeated.
 struct Wait {
     directive: Directive,
     since: Instant,
@@ -72,7 +72,7 @@ struct Executor<'a> {
     wait: Wait,
     notes: Vec<String>,
     downtime_ms: Option<u64>,
-    /// Why what was taken out of the guest is not in it again.
+    /// Error because of which the vsocks could not be attached.
     not_attached: Option<Error>,
     destination_peer: Option<PeerSession>,
     source_peer: Option<PeerSession>,
@@ -80,14 +80,14 @@ struct Executor<'a> {
     is_cut_over: bool,
 }
 
-/// Concludes; `first` is the machine's answer to the end of the stream.
+/// Carries out directives from `first` until the end of the command.
 pub(super) fn conclude(ends: Ends<'_>, first: Directive) -> Result<SwitchoverReport, Failure> {
     let source_peer = match &ends.source {
         SourceControl::Stream(channel) => Some(PeerSession::new(Arc::clone(channel))),
         _ => None,
     };
     let destination_peer = ends.destination.channel().map(PeerSession::new);
-    // A command that is being undone needs no word about a cancellation.
+    // A command that has failed does not report that it is too late to cancel.
     let cancel_handled = ends.error.is_some();
     let wait = Wait { directive: first, since: Instant::now() };
     let (notes, downtime_ms) = (Vec::new(), None);
@@ -152,7 +152,8 @@ impl Executor<'_> {
             Directive::ResumeSource => self.restore(true),
             Directive::QuitSource => self.quit(),
             Directive::Record(decision) => self.record(decision),
-            // What the engine is directed; it has acknowledged a source that is to be held.
+            // Directives of the engine. A source that is to be acknowledged unconfirmed has been acknowledged
+            // by it.
             Directive::AcknowledgeUnconfirmed
             | Directive::Proceed
             | Directive::Refuse
@@ -212,7 +213,7 @@ impl Executor<'_> {
         Input::Destination(view)
     }
 
-    /// Waits for the other towline: the machine is not asked before something has happened.
+    /// Waits for the other towline; returns only after an event.
     fn await_peer(&mut self) -> Input {
         loop {
             let found = match (&mut self.source_peer, &mut self.destination_peer) {
@@ -248,7 +249,7 @@ impl Executor<'_> {
             }
             (PeerMessage::NotRun, Some(peer), _) => {
                 let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
-                // The source's operator may run it there as soon as this arrives.
+                // The source's operator may start it there as soon as this arrives.
                 self.ends
                     .switchover
                     .retract()
@@ -280,7 +281,7 @@ impl Executor<'_> {
         Input::Started(started)
     }
 
-    /// The source is done with the guest, which is the destination's.
+    /// Reports that the source is done with the guest.
     fn cut_over(&mut self) {
         if !std::mem::replace(&mut self.is_cut_over, true) {
             self.ends.context.observer.phase(Phase::CutOver);
@@ -426,8 +427,8 @@ impl Executor<'_> {
     }
 }
 
-/// The guest runs elsewhere: the source is put in order, or ended. Returns what is left there, and how long the guest stood still,
-/// in milliseconds.
+/// Restores or ends the source of a guest that runs elsewhere. Returns its state and the downtime in
+/// milliseconds.
 pub(super) fn release_source(
     source: &mut QmpSource,
     context: &Context<'_>,
@@ -460,7 +461,7 @@ fn from_wire_outcome(frame: FromSource) -> PeerMessage {
         FromSource::Completed(WireRun::AsItWas) => PeerMessage::Completed(RunRequest::AsItWas),
         FromSource::Completed(WireRun::Run) => PeerMessage::Completed(RunRequest::Run),
         FromSource::Completed(WireRun::Pause) => PeerMessage::Completed(RunRequest::Pause),
-        // A second greeting says nothing of the outcome, and no towline sends it.
+        // A second greeting carries no outcome, and no towline sends it.
         FromSource::Aborted | FromSource::Hello(_) => PeerMessage::Aborted,
     }
 }

@@ -1,5 +1,5 @@
-//! A copy within this process: one half of the engine sends, the other receives, over memory or, with lanes, over TCP on the
-//! loopback, so that lanes are what they are between two hosts.
+//! A copy within this process: one half of the engine sends and the other receives, over memory or, with lanes,
+//! over TCP on the loopback interface, so that lanes are the same as between two hosts.
 
 use std::sync::Arc;
 use std::thread;
@@ -13,9 +13,9 @@ use super::error::Error;
 use super::shared_switchover::SharedSwitchover;
 use super::{error_origin, send, zero_copy};
 
-/// Bytes on the way between the two halves of a copy without lanes.
+/// Size of the buffer between the two halves of a copy without lanes.
 const PAIR_BYTES: usize = 4 << 20;
-/// How long a connection to ourselves may take.
+/// Timeout of a connection to ourselves.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Copies `guest` into `sink` over `lanes` lanes.
@@ -38,7 +38,7 @@ pub(super) fn copy(
             receiver.run(&into, sink)
         });
         let sent = send::send(guest, &out, switchover, context, &mut || Ok(()));
-        // Whether it failed or not, nothing more is to be sent.
+        // Nothing more is sent, whether it failed or not.
         drop(out);
         if sent.is_err() {
             session.fail(towline_migration::Error::Cancelled);
@@ -47,11 +47,11 @@ pub(super) fn copy(
     });
     match received {
         Ok(Ok(())) => sent,
-        // Whichever thread saw it first.
+        // Either thread may see the cancellation first.
         Ok(Err(error)) if context.cancel.is_cancelled() && error_origin::is_cancelled(&error) => {
             Err(Error::Cancelled)
         }
-        // The half that failed by itself says why; the other one only saw it go.
+        // The half that failed by itself has the reason; the other one only lost its connection.
         Ok(Err(error)) => Err(match sent {
             Err(why)
                 if error_origin::is_local(&why) || matches!(error, towline_migration::Error::Cancelled) =>
@@ -65,7 +65,7 @@ pub(super) fn copy(
 }
 
 type Shared = Arc<dyn Channel>;
-/// To be sent over, and the main channel and the lanes to be received from.
+/// Connections to send over, and the main channel and lanes to receive from.
 type Ends = (outgoing::Connections, (Shared, Vec<Shared>));
 
 fn connections(lanes: usize, context: &Context<'_>) -> Result<Ends, Error> {

@@ -1,4 +1,5 @@
-//! A guest comes in as a stream, from a QEMU that we drive or from whoever connects, and goes on into a sink.
+//! An incoming stream, from a QEMU that is driven here or from a peer that connects, which is received into a
+//! sink.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use super::progress::{Phase, Progress};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 
-/// A stream that comes in: its connections from [`IncomingStream::connected`] to [`IncomingStream::disconnect`], and what was counted.
+/// An incoming stream: its connections, and its statistics.
 #[derive(Debug, Default)]
 pub(super) struct IncomingStream {
     stream: Option<Stream>,
@@ -27,16 +28,16 @@ struct Stream {
 }
 
 impl IncomingStream {
-    /// The source is at the other end of these connections. `session` is that of the incoming migration.
+    /// Sets the connections to the source. `session` is that of the incoming migration.
     pub(super) fn connected(&mut self, session: Arc<Session>, connections: Connections) {
         self.stream = Some(Stream { session, connections });
     }
 
-    /// Receives it into a sink, and calls `look` again and again meanwhile. A towline at the source is told that `receiver` is what
-    /// becomes of its guest here.
+    /// Receives the guest into a sink, and calls `poll` at intervals. `receiver` is reported to a towline at
+    /// the source as the use of its guest.
     ///
     /// # Panics
-    /// It is not connected.
+    /// The stream is not connected.
     pub(super) fn receive(
         &self,
         sink: &dyn Sink,
@@ -45,7 +46,7 @@ impl IncomingStream {
         context: &Context<'_>,
         poll: &mut dyn FnMut() -> Result<Progress, Error>,
     ) -> Result<(), Error> {
-        let Stream { session, connections } = self.stream.as_ref().expect("connected before it is received");
+        let Stream { session, connections } = self.stream.as_ref().expect("connected before");
         let statistics = &self.statistics;
         if let Err(cancelled) = context.check_cancelled() {
             connections.refuse();
@@ -53,7 +54,7 @@ impl IncomingStream {
         }
         context.observer.phase(Phase::Transfer);
         let options = incoming::Options {
-            // A source that runs on in any case loses nothing by what it does not hear.
+            // A source that runs on in any case does not depend on an acknowledgement.
             require_return_path: context.options.return_path && !context.options.is_snapshot(),
             compression: context.options.compression,
             is_snapshot: context.options.is_snapshot(),
@@ -82,7 +83,7 @@ impl IncomingStream {
         result
     }
 
-    /// What has moved.
+    /// What was transferred so far.
     pub(super) fn moved(&self) -> Snapshot {
         self.statistics.snapshot()
     }
@@ -92,7 +93,7 @@ impl IncomingStream {
         self.stream.as_ref().map(|stream| stream.connections.main_channel())
     }
 
-    /// Lets go of the connections, which are closed when they are dropped.
+    /// Takes the connections out, which are closed when they are dropped.
     pub(super) fn disconnect(&mut self) -> Option<Connections> {
         self.stream.take().map(|stream| stream.connections)
     }

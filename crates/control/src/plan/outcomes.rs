@@ -1,58 +1,59 @@
-//! What became of a guest, in one table: for a person, for a script (`--json`) and for a shell.
+//! Outcomes of failed copies and moves in one table: sentence, identifier for `--json`, exit code.
 //!
-//! A sentence of a [`OutcomeRow`] follows "the guest: ". Exit codes: 1, the guest is where it was; 3, somebody has to look.
+//! The sentence of an [`OutcomeRow`] follows "the guest: ". Exit code 1: the guest is where it was. Exit code
+//! 3: an operator must look at it.
 
 use std::borrow::Cow;
 
 use super::report::{DestinationState, SourceState};
 use crate::switchover::Unresolved;
 
-/// What is said of a guest whose copy or move failed.
+/// Outcome of a failed copy or move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutcomeRow {
-    /// In `--json`, as `guest-state`. It stays the same where a sentence is put in other words.
+    /// Identifier in `--json` (`guest-state`). It stays the same if the sentence is reworded.
     pub id: &'static str,
     /// The exit code.
     pub exit_code: u8,
-    /// Where the guest is, and what to do.
+    /// Location of the guest, and what to do.
     pub text: &'static str,
 }
 
-/// Where the guest is after a failure.
+/// Location of a guest after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum GuestLocation {
     /// At its source, as it was.
     AtSource,
     /// In its image.
     InImage,
-    /// It was a synthetic one.
+    /// It was a synthetic guest.
     WithProcess,
-    /// Where it was, as far as this copy goes.
+    /// Unchanged by this copy; its QEMU could not be reached.
     Unreached,
-    /// At its destination, and what was taken out of it is not in it again.
+    /// At its destination, but its vsock could not be attached there.
     WithoutVsock,
-    /// It runs, and an image that was cut short may have given it zeros.
+    /// It runs, and a truncated image may have given it zeros.
     ImageCutShort,
-    /// It runs without the rest of its memory, which is not sent any more.
+    /// It runs without the rest of its memory, which is no longer sent.
     PostcopyPaused,
-    /// The same, and its image cannot be read to its end.
+    /// As `PostcopyPaused`, and its image cannot be read to its end.
     PostcopyUnreadable,
     /// It ran at its destination, whose QEMU has exited.
     PostcopyEnded,
-    /// It has its memory; what it does is not known.
+    /// It has all of its memory; its run state is not known.
     PostcopyArrived,
-    /// Its source's QEMU gave up after the switch.
+    /// Its source's QEMU failed after the switch to postcopy.
     PostcopyRefused,
-    /// Each of two QEMUs holds a part of it, and they have lost each other.
+    /// Each of two QEMUs holds a part of it, and their connection is lost.
     PostcopySplit,
-    /// As the switchover has it.
+    /// As the switchover reports.
     Unresolved(Unresolved),
-    /// The same, of a guest whose source is an image, which stays as it was.
+    /// As the switchover reports, of a guest whose source is an image, which stays as it was.
     UnresolvedOfImage(Unresolved),
 }
 
 impl GuestLocation {
-    /// Its row of the table.
+    /// The row of the table.
     pub(crate) fn row(self) -> OutcomeRow {
         let (id, exit_code, text) = match self {
             Self::AtSource => ("at-source", 1, "safe at its source"),
@@ -104,7 +105,7 @@ impl GuestLocation {
     }
 }
 
-/// Of a guest that was stopped at its source.
+/// Row of a guest that was stopped at its source.
 fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
     let text = match unresolved {
         Unresolved::DestinationHolds => {
@@ -192,7 +193,7 @@ fn id_of(unresolved: Unresolved) -> &'static str {
     }
 }
 
-/// Of a guest whose image stays as it was.
+/// Row of a guest whose image stays as it was.
 fn image_row(unresolved: Unresolved) -> OutcomeRow {
     let text = match unresolved {
         Unresolved::DestinationMayRun => {
@@ -215,26 +216,26 @@ fn image_row(unresolved: Unresolved) -> OutcomeRow {
     OutcomeRow { text, ..unresolved_row(unresolved) }
 }
 
-/// Where a guest is after a failure.
+/// State of a guest after a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestState {
     /// At its source, as it was.
     Safe,
-    /// Where it was, as far as this copy goes: its QEMU could not be reached, so nothing is known of it.
+    /// Unchanged by this copy: its QEMU could not be reached, so nothing is known of it.
     Unreached,
-    /// Somebody must look.
+    /// An operator must look at it.
     NeedsAttention(LocatedGuest),
 }
 
-/// Where a guest is at which somebody must look.
+/// Location of a guest that an operator must look at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocatedGuest {
     location: GuestLocation,
-    /// The monitor of its source, if that is driven.
+    /// Monitor of its source, if that is driven.
     source: Option<String>,
 }
 
-/// What kept a guest before it was copied.
+/// Category of the source that holds a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SourceCategory {
     /// A QEMU.
@@ -246,12 +247,12 @@ pub enum SourceCategory {
 }
 
 impl GuestState {
-    /// Somebody must look; its source is no QEMU that is driven, or is not named.
+    /// An operator must look at it; its source is not driven, or not named.
     pub(crate) fn needs_attention(location: GuestLocation) -> Self {
         Self::NeedsAttention(LocatedGuest { location, source: None })
     }
 
-    /// The same, of a guest whose source's monitor is `socket`.
+    /// An operator must look at it; the monitor of its source is `socket`.
     pub(crate) fn unresolved_at(unresolved: Unresolved, socket: &str) -> Self {
         Self::NeedsAttention(LocatedGuest {
             location: GuestLocation::Unresolved(unresolved),
@@ -259,7 +260,7 @@ impl GuestState {
         })
     }
 
-    /// Its row of the table, by what kept the guest before.
+    /// The row of the table, by the category of the source.
     pub fn row(&self, keeper: SourceCategory) -> OutcomeRow {
         let location = match (self, keeper) {
             (Self::Safe, SourceCategory::Qemu) => GuestLocation::AtSource,
@@ -271,7 +272,7 @@ impl GuestState {
         location.row()
     }
 
-    /// The row's sentence; it names the source's QEMU where that is known.
+    /// The row's sentence, which names the source's QEMU if that is known.
     pub fn text(&self, keeper: SourceCategory) -> Cow<'static, str> {
         let text = self.row(keeper).text;
         match self {
@@ -284,7 +285,7 @@ impl GuestState {
 }
 
 impl SourceState {
-    /// The guest at its source after a copy or move that went well (exit code 0), for people and in `--json`.
+    /// State at the source after a copy or move that completed (exit code 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs on",
@@ -296,7 +297,7 @@ impl SourceState {
 }
 
 impl DestinationState {
-    /// The guest at its destination after a copy or move that went well (exit code 0), for people and in `--json`.
+    /// State at the destination after a copy or move that completed (exit code 0), for people and in `--json`.
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs",

@@ -1,4 +1,4 @@
-//! The session with a towline at the other end, behind the end of the stream: frames over its main channel.
+//! Session with a towline at the other end, after the end of the stream: frames over its main channel.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,32 +12,32 @@ use towline_protocol::session::{FromDestination, FromSource};
 
 use super::error::Error;
 
-/// How long one look for a frame may take.
+/// Longest wait for a frame in one call.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long a frame may take to be sent.
+/// Timeout for sending a frame.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// More bytes than any frame has.
 const INPUT_BYTES: usize = 1024;
 
-/// The other towline.
+/// A session with another towline.
 #[derive(Debug)]
 pub(super) struct PeerSession {
     channel: Arc<dyn Channel>,
     input: Vec<u8>,
 }
 
-/// What a look for a frame found.
+/// Result of receiving a frame.
 #[derive(Debug)]
 pub(super) enum Received<T> {
     Frame(T),
-    /// Nothing yet.
+    /// No frame has arrived yet.
     Nothing,
-    /// The connection is lost, or what came is no frame.
+    /// The connection is lost, or the received bytes are not a frame.
     Lost(Error),
 }
 
 impl PeerSession {
-    /// The towline at the other end of this channel, the main one of a migration that has ended.
+    /// A session over this channel, the main one of a migration that has ended.
     pub(super) fn new(channel: Arc<dyn Channel>) -> Self {
         Self { channel, input: Vec::new() }
     }
@@ -61,12 +61,12 @@ impl PeerSession {
         Ok(self.channel.send_all(&[IoBuf::from(bytes)], SendFlags::empty())?)
     }
 
-    /// Looks for a frame of the source's towline.
+    /// Receives a frame from the source's towline.
     pub(super) fn receive_outcome(&mut self) -> Received<FromSource> {
         self.receive(FromSource::decode)
     }
 
-    /// Looks for a frame of the destination's towline. What a relay passes on besides is skipped.
+    /// Receives a frame from the destination's towline. Other messages, which a relay forwards, are skipped.
     pub(super) fn receive_report(&mut self) -> Received<FromDestination> {
         self.receive(|reader| {
             loop {

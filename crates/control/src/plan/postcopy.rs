@@ -1,13 +1,13 @@
-//! An image's guest runs at its destination at once, and its memory follows.
+//! Instant restore: the guest of an image runs at its destination at once, and its memory follows.
 //!
 //! ```text
 //!   prepare ─► offer ─► run ─► serve ─► completed ─► release
 //!      │undo     │undo    │       └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
 //!      └─────────┴────────┘ from `run` on the guest may run there: a failure says where it is and how it is gone on with
 //! ```
-//! The image stays as it is. Before `run` nothing runs anywhere, and whatever fails leaves the guest in its image; after it
-//! the guest lives at the destination, which waits for its pages, and this process or another one (`--recover`) brings them.
-//! A running guest's two QEMUs do it themselves, see [`live`].
+//! The image stays as it is. Before `run` nothing runs anywhere, and a failure leaves the guest in its image;
+//! after it the guest is at the destination, which waits for its pages, and this process or another one
+//! (`--recover`) sends them. The QEMUs of a running guest do it themselves, see [`live`].
 
 mod address;
 mod destination;
@@ -45,14 +45,14 @@ pub(super) use live::migrate;
 use qemu::DrivenDestination;
 use stored::{BREAK_AFTER, RECOVER_TIMEOUT, RestoreSource};
 
-/// How often a guest that is to run is looked at, and how often one that runs.
+/// Interval of queries to a guest that is starting, and to one that runs.
 const START_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How long it is looked at so closely.
+/// Time for which a starting guest is queried at the short interval.
 const START_POLL_TIME: Duration = Duration::from_secs(2);
-/// How often that is tried.
+/// Interval of attempts to recover.
 const RECOVER_INTERVAL: Duration = Duration::from_millis(20);
-/// Connections in a row that bring nothing forward.
+/// Maximum number of consecutive connections without progress.
 const IDLE_RECOVERIES_MAX: u32 = 5;
 
 /// Runs the guest of an image at `destination`.
@@ -70,7 +70,7 @@ pub(super) fn restore(
         .map_err(|failure| endpoint::explain_truncation(image, failure))
 }
 
-/// A guest that runs before its memory has come got zeros where the image was cut short meanwhile.
+/// Returns an error if the image was truncated meanwhile: the running guest then got zeros.
 fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
     match image.check_intact() {
         Ok(()) => Ok(report),
@@ -78,7 +78,7 @@ fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
     }
 }
 
-/// The destination, checked as far as it can be; nothing is changed.
+/// Opens the destination and checks it; nothing is changed.
 fn end(
     destination: &Destination,
     stored: &RestoreSource<'_>,
@@ -143,7 +143,7 @@ struct Restore<'a> {
     context: &'a Context<'a>,
     end: Box<dyn PostcopyDestination>,
     report: PostcopyReport,
-    /// The user was told that it is too late to cancel.
+    /// The user was notified that it is too late to cancel.
     late_cancel_reported: bool,
 }
 
@@ -160,7 +160,7 @@ impl<'a> Restore<'a> {
         let (mut idle, mut left) = (0, u64::MAX);
         while let Some(connection) = running {
             let Err(lost) = self.serve(connection, runs) else { break };
-            // What is wrong with the image, or with every connection alike, no further one makes right.
+            // A further connection does not help against a damaged image, or a failure of every connection.
             idle = if self.engine.remaining() < left { 0 } else { idle + 1 };
             left = self.engine.remaining();
             if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
@@ -175,7 +175,7 @@ impl<'a> Restore<'a> {
         self.finish(runs)
     }
 
-    /// Up to the point of no return, and over it.
+    /// Offers the guest, and passes the point of no return.
     fn start(&mut self, runs: bool) -> Result<Running<'a>, Failure> {
         let (context, engine) = (self.context, self.engine);
         let session = Arc::new(Session::default());
@@ -255,7 +255,7 @@ impl<'a> Restore<'a> {
         self.context.report_progress(self.statistics, progress);
     }
 
-    /// Makes a lost connection again; `None` if it is not needed any more.
+    /// Connects again after a lost connection; `None` if the destination has everything.
     fn recover(&mut self, lost: Option<ConnectionLost>) -> Result<Option<Running<'a>>, Failure> {
         let begun = Instant::now();
         let mut had_loaded = true;
@@ -304,7 +304,7 @@ impl<'a> Restore<'a> {
         Ok(self.engine.recover(&session, &link)?)
     }
 
-    /// The main channel, and how the preempt channel is connected.
+    /// The main channel, and a function that connects the preempt channel.
     #[allow(clippy::type_complexity, reason = "a closure behind a name would be boxed")]
     fn connect(
         &self,
@@ -317,7 +317,7 @@ impl<'a> Restore<'a> {
         let options = tls::connecting(context.options)?;
         let connect = move || -> towline_migration::Result<Arc<dyn Channel>> {
             let deadline = Instant::now() + context.options.connect_timeout;
-            // Not the user's cancellation: a guest that runs is to get its memory.
+            // Not the user's cancellation: a running guest needs its memory.
             let never = towline_channel::Cancel::new()?;
             Ok(connect_with(&address, deadline, &never, &options)?.into())
         };

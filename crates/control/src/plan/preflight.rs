@@ -1,7 +1,7 @@
-//! Whether a guest fits a QEMU that waits, and the devices that serve it there: what QEMU itself would find out only while it
-//! loads, and say badly, or never.
+//! Preflight check of a guest and of its devices against the destination. QEMU itself would notice most
+//! differences only while it loads, with an unclear message, or never.
 //!
-//! The rules are [`towline_compat`]'s.
+//! The rules are in [`towline_compat`].
 
 use std::path::PathBuf;
 
@@ -17,12 +17,12 @@ use super::vsock;
 use crate::check::{self, CheckEnd, Intent};
 use crate::qemu::Qemu;
 
-/// What is known of a guest that is to be sent.
+/// Facts about a guest that is to be sent.
 #[derive(Debug, Clone)]
 pub(super) struct GuestFacts {
-    /// `None`: its destination cannot be asked, so it was not asked either.
+    /// `None` if the destination cannot be compared, so that the source was not queried either.
     facts: Option<Facts>,
-    /// As QMP prints it; lanes carry it, and a QEMU compares it with its own.
+    /// The UUID as QMP prints it; lanes carry it, and QEMU compares it with its own.
     pub(super) uuid: Option<String>,
 }
 
@@ -31,12 +31,12 @@ impl GuestFacts {
         Self { facts: Some(check::image(image)), uuid: None }
     }
 
-    /// One of whose devices nothing is known.
+    /// A guest whose devices are not known.
     pub(super) fn of_blocks(machine_type: &str, blocks: &[RamBlock]) -> Self {
         Self { facts: Some(check::stored(machine_type, blocks)), uuid: None }
     }
 
-    /// Without those of its devices that are taken out before it goes there.
+    /// The same guest without the vsocks, which are detached before the transfer.
     pub(super) fn without_vsocks(mut self) -> Self {
         if let Some(Subject::Qemu(qemu)) = self.facts.as_mut().map(|facts| &mut facts.subject) {
             vsock::remove_from_facts(qemu);
@@ -54,10 +54,11 @@ impl GuestFacts {
         Ok(Self { facts, uuid })
     }
 
-    /// Refuses if it would not run in the QEMU that waits, and tells what else there is to know.
+    /// Refuses a guest that would not run in the waiting QEMU, and passes other findings on as notices.
     pub(super) fn check(&self, waiting: &mut Qemu, context: &Context<'_>) -> Result<(), Error> {
         let Some(source) = &self.facts else { return Ok(()) };
-        // One that has a part of the guest already, and may wait for the rest, is asked no more than it was.
+        // A QEMU that already has a part of the guest gets no further queries: its main loop may wait for the
+        // rest.
         let is_live = waiting.facts().waits_for_migrate_incoming();
         let known = if is_live { waiting.compat_facts()? } else { waiting.basic_facts() };
         let destination = Subject::Qemu(Box::new(known)).into();
@@ -73,8 +74,8 @@ impl GuestFacts {
     }
 }
 
-/// Refuses if a device at the destination would not go on where the one at the source stops. QEMU asks neither: what differs between two
-/// backends shows only when the guest uses it.
+/// Refuses the move if a device at the destination could not continue with the state of its peer at the source.
+/// QEMU compares neither: a difference between two backends shows only when the guest uses it.
 pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observer) -> Result<(), Error> {
     for (here, there) in pairs {
         let report = check::check(
@@ -87,7 +88,7 @@ pub(super) fn check_devices(pairs: &[(PathBuf, PathBuf)], observer: &dyn Observe
     Ok(())
 }
 
-/// Refuses what the report is against, and tells of the rest.
+/// Refuses what a report forbids, and passes other findings on as notices.
 fn report_findings(
     report: &Report,
     destination: impl Fn() -> String,
@@ -104,7 +105,7 @@ fn report_findings(
     Ok(())
 }
 
-/// The bytes of a uuid as QMP prints it.
+/// Bytes of a UUID as QMP prints it.
 pub(super) fn uuid_bytes(text: &str) -> [u8; 16] {
     let digits: Vec<u8> =
         text.bytes().filter_map(|digit| (digit as char).to_digit(16)).map(|digit| digit as u8).collect();

@@ -1,4 +1,4 @@
-//! A directory for the sockets between a QEMU and us, which only the two can enter.
+//! A directory for the sockets between a QEMU and this process, which only those two can enter.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -10,7 +10,7 @@ use crate::journal::{JournalEntry, UndoRecord};
 use crate::private_dirs::{self, LockedDir};
 use crate::qemu::Qemu;
 
-/// Removed with all that is in it on drop.
+/// A private directory; removed with its contents on drop.
 #[derive(Debug)]
 pub(super) struct PrivateDir {
     made: LockedDir,
@@ -18,7 +18,7 @@ pub(super) struct PrivateDir {
 }
 
 impl PrivateDir {
-    /// Makes one for `qemu`, which can enter it also as another user, and records it in its journal.
+    /// Creates a directory for `qemu`, which can enter it also as another user, and records it in its journal.
     pub(super) fn for_qemu(qemu: &Qemu) -> Result<Self, Error> {
         let place = private_dirs::temp_dir();
         let place = place.map_err(|source| Error::PrivateDir { path: std::env::temp_dir(), source })?;
@@ -39,7 +39,7 @@ impl PrivateDir {
         Ok(dir)
     }
 
-    /// A path in it.
+    /// A path in the directory.
     pub(super) fn join(&self, name: &str) -> PathBuf {
         self.made.path.join(name)
     }

@@ -1,4 +1,4 @@
-//! The record of the move of one command: written when the switchover directs it, and removed when its outcome is known and done.
+//! The record of one command's move: written when the switchover directs it, removed when the outcome is known.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -18,14 +18,15 @@ pub(super) struct Recorder(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Where it is kept; `None`: nowhere.
+    /// Directory of the records; `None`: nothing is recorded.
     directory: Option<RuntimeDirectory>,
     ends: Option<(MoveEnd, MoveEnd)>,
     file: Option<RecordFile>,
 }
 
 impl Recorder {
-    /// The ends of the move are these. Without a directory nothing is recorded, and the user is told so if it would have been.
+    /// Sets the ends of the move. Without a directory nothing is recorded, and the user gets a notice if it
+    /// would have been.
     pub(super) fn begin(
         &self,
         source: MoveEnd,
@@ -61,12 +62,12 @@ impl Recorder {
         let Some(mut file) = state.file(id, stage, machine) else { return Ok(()) };
         let record = file.record().clone();
         let written = file.write(record);
-        // One that is there, but is not known to be, is removed with the others.
+        // A record that may exist is removed like any other.
         state.file = Some(file);
         Ok(written?)
     }
 
-    /// The command has ended. Returns what the user should know.
+    /// Updates the record at the end of the command. Returns a notice for the user.
     pub(super) fn end(
         &self,
         id: MoveId,
@@ -89,8 +90,8 @@ impl Recorder {
         ended.err().map(|error| format!("the record of this move, which is over, is not up to date: {error}"))
     }
 
-    /// The guest does not run at its destination, and somebody is to hear that, who may run it at its source: that it was to run is
-    /// no evidence any more.
+    /// Withdraws the decision to run the guest at its destination: it does not run there, and the peer that is
+    /// sent that may run it at its source.
     pub(super) fn retract(&self) -> Result<(), Error> {
         Ok(self.state().retract()?)
     }
@@ -117,7 +118,7 @@ impl State {
         Some(RecordFile::new(directory, record))
     }
 
-    /// It is undecided: what was said of it is recorded too.
+    /// Keeps the record of an undecided move, with the command's message.
     fn keep(&mut self, message: &str) -> Option<String> {
         let file = self.file.as_mut()?;
         let record = file.record().with_message(message);
@@ -128,7 +129,7 @@ impl State {
         Some(format!("move {id} is undecided: `towline moves` shows it, `towline resume {id}` finishes it"))
     }
 
-    /// The source keeps a guest that a later copy must not run on.
+    /// Records that the source keeps a guest which a later copy must not resume.
     fn leave(&mut self, id: MoveId, machine: &Switchover) -> Result<(), moves::Error> {
         if self.file.is_none() {
             self.file = self.file(id, Stage::Left, machine);
@@ -137,13 +138,13 @@ impl State {
     }
 }
 
-/// What is to become of the guest, as far as that is known by now.
+/// The request for the guest, and its run state as far as it is known.
 fn guest_plan(machine: &Switchover) -> GuestPlan {
     let request = machine.request();
     GuestPlan::of(machine.guest(), request.run, request.after)
 }
 
-/// Whether the source stays paused with a guest that was paused before, or that runs elsewhere now.
+/// Returns true if the source stays paused with a guest that was paused before, or that runs elsewhere now.
 fn leaves_paused_guest(placed: Placement, machine: &Switchover) -> bool {
     let request = machine.request();
     let is_live = machine.guest() != GuestRunState::Stopped;

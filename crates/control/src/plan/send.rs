@@ -1,4 +1,4 @@
-//! The engine's sending half, under supervision.
+//! Sends a guest of this process with the engine, under supervision.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::progress::{Phase, Progress};
 use super::shared_switchover::SharedSwitchover;
 use super::supervise::run_supervised;
 
-/// Sends a guest that is here, and calls `look` again and again meanwhile.
+/// Sends a guest of this process, and calls `poll` at intervals.
 pub(super) fn send(
     guest: &dyn Guest,
     connections: &outgoing::Connections,

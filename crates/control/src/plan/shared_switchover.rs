@@ -1,5 +1,5 @@
-//! The switchover of one command: its machine, asked by the engine's threads at the points of no return and by the plan's thread for
-//! all else.
+//! The switchover of one command, shared by the engine's threads, which call it at the points of no return, and
+//! the plan's thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -25,16 +25,16 @@ pub(super) struct SharedSwitchover {
     machine: Mutex<Switchover>,
     id: OnceLock<MoveId>,
     recorder: Recorder,
-    /// The connection to the source.
+    /// Connection to the source.
     link: OnceLock<Arc<dyn Channel>>,
-    /// Why a point of no return was not passed.
+    /// Error because of which a point of no return was not passed.
     not_recorded: Mutex<Option<Error>>,
-    /// What was directed when the engine reported its failure.
+    /// Directive that followed the failure which the engine reported.
     failed: OnceLock<Directive>,
 }
 
 impl SharedSwitchover {
-    /// The switchover of a command between these two kinds of ends.
+    /// The switchover of a command between these kinds of ends.
     pub(super) fn new(
         source: SourceKind,
         destination: DestinationKind,
@@ -56,12 +56,12 @@ impl SharedSwitchover {
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
     }
 
-    /// What is decided of a move between these ends is recorded.
+    /// Starts to record the decisions of a move between these ends.
     pub(super) fn keep_record(&self, source: MoveEnd, destination: MoveEnd, context: &Context<'_>) {
         self.recorder.begin(source, destination, &self.state(), context);
     }
 
-    /// The source is at the other end of this connection.
+    /// Sets the connection to the source.
     pub(super) fn connected(&self, channel: Arc<dyn Channel>) {
         self.link.get_or_init(|| channel);
     }
@@ -71,17 +71,17 @@ impl SharedSwitchover {
         self.recorder.record(self.id(), decision, &self.state())
     }
 
-    /// That the destination runs the guest is recorded no more: it does not.
+    /// Withdraws the recorded decision to run the guest at the destination: it does not run there.
     pub(super) fn retract(&self) -> Result<(), Error> {
         self.recorder.retract()
     }
 
-    /// The command ends; `said` is what it says of the guest. Returns what else the user should know.
+    /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
     pub(super) fn ended(&self, outcome: Outcome, said: &str) -> Option<String> {
         self.recorder.end(self.id(), outcome, &self.state(), said)
     }
 
-    /// At a point of no return: what is to be recorded first is.
+    /// Passes a point of no return, after its decision has been recorded.
     fn pass(&self, input: Input) -> Directive {
         let directive = self.handle(input);
         let Directive::Record(decision) = directive else { return directive };
@@ -89,12 +89,12 @@ impl SharedSwitchover {
             *self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
             return self.handle(Input::NotRecorded);
         }
-        // A source that is gone by now runs its guest again.
+        // A source that has disconnected by now resumes its guest.
         let is_there = decision != Decision::Commit || self.is_source_there();
         self.handle(if is_there { Input::Recorded } else { Input::NotRecorded })
     }
 
-    /// Why the guest was not handed over, if that could not be recorded: the engine only knows that it was not to be.
+    /// Error because of which a decision could not be recorded. The engine only sees the refusal.
     pub(super) fn not_recorded(&self) -> Option<Error> {
         self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -103,7 +103,7 @@ impl SharedSwitchover {
         self.link.get().is_none_or(|channel| probe_link(channel.as_ref()) == LinkState::Open)
     }
 
-    /// A session whose engine asks this at its points of no return.
+    /// A session whose engine calls this at its points of no return.
     pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
         let session = Arc::new(Session::default());
         let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
@@ -111,45 +111,45 @@ impl SharedSwitchover {
         session
     }
 
-    /// Takes in what has happened; returns what to do.
+    /// Processes an input; returns the next directive.
     pub(super) fn handle(&self, input: Input) -> Directive {
         let directive = self.machine().handle(input);
         tracing::debug!(?input, ?directive, "switchover");
         directive
     }
 
-    /// A guest that no engine of ours carried is loaded at its destination: what to do.
+    /// Reports that a guest which no engine of ours transferred is loaded; returns the next directive.
     pub(super) fn loaded(&self, guest: GuestRunState) -> Directive {
-        // The stream's own, where there was one, says the same.
+        // A stream has the same run state, if there was one.
         if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {
             return self.failed(&Error::Cancelled);
         }
         self.handle(Input::Delivered)
     }
 
-    /// The user's wish to cancel: whether the stream is to fail.
+    /// Cancels the command; returns true if the stream is to fail.
     pub(super) fn cancel(&self) -> bool {
         self.handle(Input::Cancel) == Directive::Abort
     }
 
-    /// The stream, or what was done meanwhile, failed: what to do. The engine may have reported it before.
+    /// Reports a failure; returns the next directive. The engine may have reported it before.
     pub(super) fn failed(&self, error: &Error) -> Directive {
         let refused = matches!(error, Error::Migration(error) if is_refusal(error));
         *self.failed.get_or_init(|| self.handle(failure(refused)))
     }
 
-    /// What is known of the guest, its destination and the stage.
+    /// A copy of the machine's state.
     pub(super) fn state(&self) -> Switchover {
         *self.machine()
     }
 
-    /// The name of this move, which both towlines have.
+    /// Id of this move, which both towlines have.
     pub(super) fn id(&self) -> MoveId {
         *self.id.get_or_init(|| std::array::from_fn(|_| fastrand::u8(..)))
     }
 
     fn machine(&self) -> MutexGuard<'_, Switchover> {
-        // Every input leaves it whole.
+        // Every input leaves the machine consistent.
         self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -158,7 +158,7 @@ fn failure(refused: bool) -> Input {
     if refused { Input::DestinationRefused } else { Input::Failed }
 }
 
-/// Whether the destination said that it could not load the guest.
+/// Returns true if the destination reported that it could not load the guest.
 fn is_refusal(error: &EngineError) -> bool {
     matches!(
         error,
@@ -212,7 +212,7 @@ impl SwitchoverGate for SharedSwitchover {
     }
 }
 
-/// The same in the machine's words.
+/// Translates the state of a connection.
 pub(super) fn source_link(state: LinkState) -> SourceLink {
     match state {
         LinkState::Open => SourceLink::Open,

@@ -1,4 +1,4 @@
-//! A running QEMU as the source: prepared, told to migrate to us, watched, put in order.
+//! A running QEMU as source, driven by its monitor: checked, migrated to this process, watched, restored.
 
 mod postcopy;
 
@@ -29,23 +29,23 @@ use crate::moves::{self, MoveEnd};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 use crate::switchover::{GuestRunState, SourceStatus};
 
-/// A rate that no host reaches: QEMU's way to say "as fast as it goes".
+/// A rate that no host reaches, as QEMU has no value for unlimited.
 const BANDWIDTH_UNLIMITED: u64 = 1 << 40;
-/// How long lanes may come after the main channel.
+/// Timeout for lanes to connect after the main channel.
 pub(super) const LANES_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often QEMU is asked how far it is.
+/// Interval of queries while memory is transferred.
 const QUERY_INTERVAL: Duration = Duration::from_millis(250);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// How long a source whose copy is cancelled may take to connect.
+/// Timeout for a source whose copy is cancelled to connect.
 const CANCELLED_CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often it is asked whether it gave up while its connections are waited for.
+/// Interval of queries while its connections are awaited.
 const CONNECT_QUERY_INTERVAL: Duration = Duration::from_millis(100);
-/// How long a source may take to be done with a migration: the one before this, and this.
+/// Timeout for QEMU to clean up a migration: the previous one, and this one.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a QEMU whose monitor is closed may take to end.
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Capabilities that change the stream into one that cannot be taken here, or that would stop it half-way.
+/// Capabilities that change the stream into one that cannot be received here, or that would stop it midway.
 const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::XBZRLE,
     Capability::POSTCOPY_RAM,
@@ -59,7 +59,7 @@ const UNSUPPORTED_CAPABILITIES: [Capability; 10] = [
     Capability::RELEASE_RAM,
 ];
 
-/// More that does not go with a background snapshot; those of a migration stay as they are.
+/// Further capabilities that exclude a background snapshot; a migration leaves them as they are.
 const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
     Capability::AUTO_CONVERGE,
     Capability::DIRTY_BITMAPS,
@@ -73,33 +73,33 @@ const UNSUPPORTED_WITH_SNAPSHOT: [Capability; 5] = [
 pub(super) struct QmpSource {
     qemu: Qemu,
     settings: Option<AppliedSettings>,
-    /// The guest ran when it was found, or is run on for this copy.
+    /// The guest ran when it was connected to, or is resumed for this copy.
     pub(super) was_running: bool,
-    /// It is paused since an earlier copy, and is to be run on for this one, when everything has been checked.
+    /// It is paused since an earlier copy, and is resumed for this one after all checks.
     resumes: bool,
-    /// It was.
+    /// It was resumed for this copy.
     resumed: bool,
-    /// The migration is that of this command.
+    /// The current migration is that of this command.
     started: bool,
-    /// The migration as it was seen last.
+    /// Last reply to `query-migrate`.
     last_migration: Option<MigrationInfo>,
     dir: PrivateDir,
     queried_at: Instant,
     pub(super) progress: Progress,
     convergence: Convergence,
     tuning: Tuning,
-    /// How many of its changes QEMU was told.
+    /// Number of tuning changes that QEMU has.
     applied_changes: u64,
-    /// What is to be taken out of the guest for as long as it is moved, and was.
+    /// Devices that are detached for the move.
     pub(super) vsocks: DetachedVsocks,
 }
 
-/// A source that is in order again, or ended.
+/// A source whose settings are restored, or that has been ended.
 #[derive(Debug, Default)]
 pub(super) struct RestoredSource {
-    /// How long the guest stood still, in milliseconds, by QEMU's last word.
+    /// Downtime in milliseconds, as QEMU reported it last.
     pub(super) downtime_ms: Option<u64>,
-    /// What the user should know.
+    /// Notices for the user.
     pub(super) notes: Vec<String>,
 }
 
@@ -157,12 +157,12 @@ impl QmpSource {
         })
     }
 
-    /// What is known of its guest; all of it if that is compared with another QEMU.
+    /// Facts about its guest; all of them if it is compared with another QEMU.
     pub(super) fn guest(&mut self, is_compared: bool) -> Result<GuestFacts, Error> {
         GuestFacts::of_qemu(&mut self.qemu, is_compared)
     }
 
-    /// Takes out of the guest what QEMU does not migrate.
+    /// Detaches devices that QEMU does not migrate.
     pub(super) fn detach(&mut self, cancel: &Cancel) -> Result<(), Error> {
         self.vsocks.detach(&mut self.qemu, cancel)
     }
@@ -172,7 +172,7 @@ impl QmpSource {
         &self.qemu
     }
 
-    /// What it is to a record.
+    /// The source in a record of the move.
     pub(super) fn move_end(&self) -> MoveEnd {
         MoveEnd::qemu(self.qemu.socket(), self.qemu.process())
     }
@@ -187,7 +187,7 @@ impl QmpSource {
         self.qemu.version_text()
     }
 
-    /// Sets QEMU and has it migrate to us.
+    /// Configures QEMU and has it migrate to this process.
     pub(super) fn start(
         &mut self,
         lanes: usize,
@@ -208,7 +208,7 @@ impl QmpSource {
         self.accept_connections(listener, lanes, deadline, cancel).map_err(|error| self.explain(error))
     }
 
-    /// Runs a guest on that an earlier copy has paused, and has QEMU migrate it.
+    /// Resumes a guest that an earlier copy has paused, and has QEMU migrate it.
     fn start_migration(&mut self, migrate: &Migrate) -> Result<(), Error> {
         if self.resumes {
             self.qemu.cont()?;
@@ -223,10 +223,10 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits for QEMU's connections, and looks meanwhile whether it gave up or ended.
+    /// Waits for QEMU's connections, and queries meanwhile if it failed or exited.
     ///
-    /// Who cancels waits for them too: a QEMU (10.0) whose connections break while it makes them may never be done with that
-    /// migration, and takes no other one.
+    /// A cancellation waits for them too: a QEMU (10.0) whose connections break while it makes them may never
+    /// complete that migration, and accepts no other.
     fn accept_connections(
         &mut self,
         listener: Listener,
@@ -276,10 +276,11 @@ impl QmpSource {
         Ok(())
     }
 
-    /// Waits until QEMU has cleaned up a migration, of which it says earlier that it is complete or failed. A `migrate` that
-    /// comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration that is none.
+    /// Waits until QEMU has cleaned up a migration, some time after it reported `completed` or `failed`. A
+    /// `migrate` that comes too early is refused ("duplicate yank instance") and leaves QEMU in a migration
+    /// that does not exist.
     ///
-    /// False if it had not by then.
+    /// Returns false if it has not within the timeout.
     fn wait_migration_cleanup(&mut self) -> Result<bool, Error> {
         let deadline = Instant::now() + CLEANUP_TIMEOUT;
         while self.is_cleanup_pending()? {
@@ -291,7 +292,7 @@ impl QmpSource {
         Ok(true)
     }
 
-    /// Puts the settings back. Not while QEMU cleans up: it may look at them then, and abort over what it finds.
+    /// Restores the settings, unless QEMU is still cleaning up: it may evaluate them then, and abort.
     fn restore_settings_if_clean(&mut self, is_clean: bool) -> Vec<String> {
         if is_clean {
             return self.restore_settings();
@@ -346,7 +347,8 @@ impl QmpSource {
         MigrationSettings { capabilities, parameters }
     }
 
-    /// Tells QEMU of limits that were changed. They are put back with all others. One that it refuses ends no copy.
+    /// Applies changed limits. They are restored with all other settings. A refused limit does not end the
+    /// copy.
     fn apply_tuning(&mut self) {
         let changes = self.tuning.changes();
         if std::mem::replace(&mut self.applied_changes, changes) == changes {
@@ -361,19 +363,19 @@ impl QmpSource {
         };
         let Some(settings) = &mut self.settings else { return };
         if let Err(error) = settings.change(&mut self.qemu, parameters) {
-            tracing::warn!(%error, "the source does not take limits that were changed");
+            tracing::warn!(%error, "the source refused changed limits");
         }
         if let Some(limit) = self.tuning.downtime_limit() {
             self.convergence.set_downtime(limit);
         }
     }
 
-    /// Looks how far QEMU is, from time to time.
+    /// Queries the progress at intervals.
     pub(super) fn poll(&mut self) -> Result<Progress, Error> {
         self.apply_tuning();
         if self.queried_at.elapsed() >= QUERY_INTERVAL {
             self.queried_at = Instant::now();
-            // A QEMU that completes answers nothing for as long as that takes.
+            // A QEMU that is completing does not reply for as long as that takes.
             let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else {
                 return Ok(self.progress);
             };
@@ -387,8 +389,8 @@ impl QmpSource {
         Ok(self.progress)
     }
 
-    /// What becomes of its migration. An answer that does not come says nothing; a process that has exited does. `live`: a
-    /// background snapshot, whose guest runs on.
+    /// Queries the state of its migration. A missing reply is no evidence; an exited process is. `live`: a
+    /// background snapshot, whose guest keeps running.
     pub(super) fn query_status(&mut self, live: bool) -> SourceStatus {
         match self.qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
             Ok(Some((migration, status))) => {
@@ -398,7 +400,7 @@ impl QmpSource {
             }
             Ok(None) => SourceStatus::Unknown,
             Err(error) => {
-                tracing::debug!(%error, "the source does not answer");
+                tracing::debug!(%error, "the source does not reply");
                 if self.has_exited() { SourceStatus::Exited } else { self.reconnect() }
             }
         }
@@ -415,29 +417,30 @@ impl QmpSource {
                     SourceStatus::Completed
                 }
             }
-            // A source that fails late is stopped for a moment before it runs on by itself.
+            // A source that fails late is stopped for a moment before it resumes its guest by itself.
             Some(_) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
             _ => SourceStatus::HasGuest,
         }
     }
 
-    /// The monitor is closed, and QEMU is not known to have exited: a proxy may have ended, and another one may be there.
+    /// Connects again: the monitor is disconnected and QEMU is not known to have exited, so a proxy may have
+    /// ended.
     fn reconnect(&mut self) -> SourceStatus {
         if let Err(error) = self.qemu.reconnect() {
-            tracing::debug!(%error, "the monitor is not there again");
+            tracing::debug!(%error, "the monitor cannot be reconnected");
             thread::sleep(POLL_INTERVAL);
         }
         SourceStatus::Unknown
     }
 
-    /// Why it is not known what became of its migration.
+    /// Error of a migration whose result is not known.
     pub(super) fn not_completed(&self, waited: Duration) -> Error {
         let status = self.last_migration.as_ref().and_then(|migration| migration.status.as_ref());
         let status = status.map_or("nothing", MigrationStatus::as_str).to_owned();
         Error::NotCompleted { socket: self.qemu.socket().into(), status, waited }
     }
 
-    /// Cancels the migration, if it is that of this command.
+    /// Cancels the migration, if this command started it.
     pub(super) fn cancel_migration(&mut self) -> Result<(), Error> {
         if self.started {
             self.qemu.try_query(|qemu| Ok(qemu.client().execute(&MigrateCancel)?))?;
@@ -445,25 +448,25 @@ impl QmpSource {
         Ok(())
     }
 
-    /// How long the guest stood still, in milliseconds. QEMU says that it is complete a moment before it has worked that out: it has
-    /// when it is tidy.
+    /// Downtime in milliseconds. QEMU reports `completed` a moment before it has this number, which is there
+    /// after the cleanup.
     fn downtime(&mut self) -> Option<u64> {
         let downtime = self.qemu.migration().ok()?.downtime?;
         u64::try_from(downtime).ok()
     }
 
-    /// Waits until QEMU tells of a new migration status, at most this long.
+    /// Waits for an event with a new migration status.
     pub(super) fn await_event(&mut self, at_most: Duration) {
         let is_migration = |event: &Event| MigrationStatus::of_event(event).is_some();
         let never = AtomicBool::new(false);
         if let Err(error) = self.qemu.client().wait_event(is_migration, at_most, &never) {
-            // A monitor that is gone is found so by the next question.
+            // The next query finds a lost monitor.
             tracing::trace!(%error, "no event");
         }
     }
 
-    /// Puts the settings back, and runs the guest that this migration stopped if `resume`. `undoes`: the guest stays here, with
-    /// what was taken out of it.
+    /// Restores the settings and resumes the guest that this migration stopped if `resume`. `undoes`: the guest
+    /// stays here, and gets its detached devices back.
     pub(super) fn restore(&mut self, resume: bool, undoes: bool) -> Result<RestoredSource, Error> {
         let tidy = self.wait_migration_cleanup();
         let (downtime_ms, mut notes) = match tidy {
@@ -480,7 +483,7 @@ impl QmpSource {
             notes.extend(attached.err().map(|error| error.to_string()));
         }
         if undoes && self.resumed {
-            // It was paused when it was found, by an earlier copy.
+            // An earlier copy had paused it.
             self.qemu.stop()?;
         } else if resume {
             self.qemu.cont()?;
@@ -488,7 +491,7 @@ impl QmpSource {
         Ok(RestoredSource { downtime_ms, notes })
     }
 
-    /// After a move: ends QEMU. The guest is elsewhere. Returns how long it stood still, in milliseconds.
+    /// Ends QEMU after a move. Returns the downtime in milliseconds.
     pub(super) fn quit(&mut self) -> Result<Option<u64>, Error> {
         self.keep_settings();
         let downtime_ms = self.wait_migration_cleanup().ok().and_then(|_| self.downtime());
@@ -496,7 +499,7 @@ impl QmpSource {
         Ok(downtime_ms)
     }
 
-    /// What the guest does here when the copy is complete.
+    /// State of the guest at the source when the copy is complete.
     pub(super) fn state_after(&self, options: &Request, exited: bool, guest: GuestRunState) -> SourceState {
         if exited || options.ends_source() {
             return SourceState::Ended;
@@ -505,26 +508,27 @@ impl QmpSource {
         if live || options.resumes() && guest.is_live() { SourceState::Running } else { SourceState::Paused }
     }
 
-    /// Whether QEMU is known to have ended, and the guest with it.
+    /// Returns true if QEMU is known to have exited, and the guest with it.
     pub(super) fn has_exited(&self) -> bool {
         self.qemu.has_exited(ENDED_TIMEOUT)
     }
 
-    /// QEMU has ended: there is nothing to put back.
+    /// Leaves QEMU's settings as they are: it has exited, or cannot be configured.
     pub(super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.keep();
         }
     }
 
-    /// Only when QEMU has cleaned up: it does so by the settings that it finds then, some time after it says that it is done, and
-    /// aborts (`yank_unregister_instance`) if it has lanes that these do not speak of.
+    /// Only after QEMU's cleanup, which evaluates the current settings some time after the migration's end, and
+    /// aborts (`yank_unregister_instance`) if it has lanes that these do not have.
     fn restore_settings(&mut self) -> Vec<String> {
         let restored = self.settings.take().map(|settings| settings.restore(&mut self.qemu));
         restored.and_then(Result::err).map(|error| error.to_string()).into_iter().collect()
     }
 
-    /// Replaces an error of the stream by QEMU's own reason, where it has one. An error on our side is no news to QEMU.
+    /// Replaces an error of the stream by QEMU's own reason, if it has one. QEMU knows nothing of an error on
+    /// our side.
     pub(super) fn explain(&mut self, error: Error) -> Error {
         let socket = self.qemu.socket().to_owned();
         let is_protocol = matches!(error, Error::Migration(towline_migration::Error::Protocol { .. }));
@@ -539,7 +543,7 @@ impl QmpSource {
                 }
             }
             Err(gone) if error_origin::is_monitor_lost(&gone) && self.has_exited() => {
-                tracing::debug!(%error, "the source ended");
+                tracing::debug!(%error, "the source exited");
                 Error::SourceEnded { socket }
             }
             _ => error,

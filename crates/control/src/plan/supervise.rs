@@ -1,4 +1,4 @@
-//! Runs the engine in a thread of its own while the plan's thread watches the rest: QMP, the user, the clock.
+//! Runs the engine in a thread of its own while the plan's thread watches QMP, cancellation and timeouts.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -11,11 +11,11 @@ use super::context::Context;
 use super::error::Error;
 use super::shared_switchover::SharedSwitchover;
 
-/// How often the watcher looks.
+/// Interval at which the watcher polls.
 const WATCH_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Runs `work`; until it is done calls `look` again and again. A cancellation, or `look`'s error, fails the session, which
-/// makes `work` end.
+/// Runs `work` and calls `poll` at intervals until it is done. A cancellation or an error of `poll` fails the
+/// session, which ends `work`.
 pub(super) fn supervise<T: Send>(
     session: &Session,
     switchover: &SharedSwitchover,
@@ -41,7 +41,7 @@ pub(super) fn supervise<T: Send>(
             }
             if cancel.is_cancelled() && !asked {
                 asked = true;
-                // Not where the guest may run at its destination already.
+                // Not if the guest may already run at its destination.
                 if switchover.cancel() {
                     session.fail(towline_migration::Error::Cancelled);
                 }

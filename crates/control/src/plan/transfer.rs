@@ -1,4 +1,4 @@
-//! The column of a copy, whatever its ends are. What fails is concluded below it, in one place.
+//! The phases of a copy between any two ends, with failures handled in one place below them.
 
 use super::context::Context;
 use super::endpoint::{self, DestinationEndpoint, SourceEndpoint};
@@ -11,7 +11,7 @@ use super::report::{DestinationState, Report};
 use super::shared_switchover::SharedSwitchover;
 use crate::switchover::Directive;
 
-/// Has the guest of `source` go to `destination`.
+/// Transfers the guest of `source` to `destination`.
 pub(super) fn transfer(
     source: &mut dyn SourceEndpoint,
     destination: &Destination,
@@ -47,7 +47,7 @@ pub(super) fn transfer(
     }
 }
 
-/// From here on, what the switchover decides is recorded.
+/// Starts to record the decisions of the switchover.
 fn record(
     source: &dyn SourceEndpoint,
     to: &dyn DestinationEndpoint,
@@ -73,7 +73,7 @@ fn report(
     Report { downtime_ms, loaded_by_qemu, ..context.build_report(source.moved(), origin, destination) }
 }
 
-/// The destination has counted the guest, and kept nothing: the source sees that its stream fails, and its guest runs on.
+/// The destination has counted and discarded the guest: the source's stream fails, and its guest runs on.
 fn dropped(
     source: &mut dyn SourceEndpoint,
     to: &mut dyn DestinationEndpoint,

@@ -1,4 +1,4 @@
-//! What can be refused before anything is touched: options that do not go with each other, or with these two ends.
+//! Refuses, before anything is touched, options that exclude each other or do not fit the two ends.
 
 use towline_channel::{Address, check_zero_copy};
 use towline_migration::{Compression, ZeroCopySend};
@@ -9,14 +9,16 @@ use super::request::Request;
 use super::tls;
 use crate::qemu::Qemu;
 
-/// Lanes where both ends can be told: enough to fill a fast link, few enough for a small host.
+/// Default number of lanes if both ends can be configured: enough to fill a fast link, few enough for a small
+/// host.
 const LANES_DEFAULT: usize = 4;
 /// The first QEMU that has lanes in a migration that may become postcopy.
 const LANES_BESIDE_POSTCOPY_SINCE: (u32, u32) = (10, 1);
-/// More than QEMU's parameter takes.
+/// Maximum of QEMU's parameter.
 const LANES_MAX: usize = towline_protocol::limits::LANES_MAX;
 
-/// Refuses what can be refused before anything is touched. Returns the options as they are meant for these two, and the lanes.
+/// Validates a request before anything is touched. Returns the request as it applies to these ends, and the
+/// number of lanes.
 pub(super) fn validate(
     source: &Source,
     destination: &Destination,
@@ -36,7 +38,7 @@ pub(super) fn validate(
     Ok((one_guest(source, destination, options)?, lanes))
 }
 
-/// The same of a stream that is only looked at. Returns the lanes.
+/// Validates a request to inspect a stream. Returns the number of lanes.
 pub(super) fn validate_stream(source: &Source, options: &Request) -> Result<usize, Error> {
     let lanes = lanes(source, &Destination::Null, options)?;
     check_compression(source, &Destination::Null, options, lanes)?;
@@ -86,7 +88,7 @@ pub(super) fn check_multifd_with_postcopy(qemu: &Qemu) -> Result<(), Error> {
     )))
 }
 
-/// Refuses a source and a destination between which there is no way.
+/// Refuses a source and a destination between which no transfer is possible.
 fn check_pair(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let text = match (source, destination) {
         (Source::Qmp(_), Destination::Qmp(_)) => return Ok(()),
@@ -115,7 +117,7 @@ fn check_pair(source: &Source, destination: &Destination, options: &Request) -> 
     Err(Error::Usage(text.into()))
 }
 
-/// Sees to it that a copy does not end with two guests that run.
+/// Prevents a copy that would end with two running guests.
 fn one_guest(source: &Source, destination: &Destination, options: &Request) -> Result<Request, Error> {
     let options = options.clone();
     if !options.resumes() || source.monitor().is_none() {
@@ -148,7 +150,7 @@ fn check_throttle(source: &Source, options: &Request) -> Result<(), Error> {
     }
 }
 
-/// A source is ended only where its guest goes on, or is kept.
+/// A source is ended only if its guest continues elsewhere, or is stored.
 fn check_end(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let text = match (source, destination) {
         _ if !options.ends_source() => return Ok(()),
@@ -162,7 +164,7 @@ fn check_end(source: &Source, destination: &Destination, options: &Request) -> R
     Err(Error::Usage(text.into()))
 }
 
-/// A device that is taken out has to be put in somewhere.
+/// A detached device must be attached somewhere.
 fn check_vsock(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     match (source.monitor(), destination.monitor()) {
         (None, _) | (_, None) if options.detaches_vsock() => Err(Error::Usage(
@@ -213,7 +215,7 @@ fn only_streams() -> Error {
     )
 }
 
-/// Refuses compression where it would do nothing.
+/// Refuses compression that would have no effect.
 fn check_compression(
     source: &Source,
     destination: &Destination,
@@ -237,7 +239,7 @@ fn check_compression(
     }
 }
 
-/// Refuses `on` where pages would be copied all the same, with the reason.
+/// Refuses `on` if pages would be copied all the same, with the reason.
 fn check_zero_copy_send(
     source: &Source,
     destination: &Destination,
@@ -249,7 +251,7 @@ fn check_zero_copy_send(
     }
     let why = match destination {
         Destination::Stream(Address::Tcp { .. }) => return zero_copy_over_tcp(options, lanes),
-        // Within this process, lanes are TCP over the loopback.
+        // Within this process, lanes are TCP over the loopback interface.
         Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
             return zero_copy_over_tcp(options, lanes);
         }
@@ -287,7 +289,7 @@ fn zero_copy_refused(why: &str) -> Error {
     Error::Usage(format!("--zero-copy-send on: {why}; `auto` goes without where it must"))
 }
 
-/// Refuses TLS where it would do nothing, and credentials that are no good, before anything is touched.
+/// Refuses TLS that would have no effect, and invalid credentials, before anything is touched.
 fn check_tls(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     let (from, to) = (source.stream(), destination.stream());
     let streams = || [from, to].into_iter().flatten();
@@ -334,7 +336,7 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
     Ok(())
 }
 
-/// Refuses what does not go with it, before anything is touched.
+/// Refuses options that exclude postcopy, before anything is touched.
 fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
     let lanes = options.transfer_options().multifd_channels.unwrap_or(0);
     let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);

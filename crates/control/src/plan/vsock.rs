@@ -1,14 +1,14 @@
-//! `--detach-vsock`: a vhost-user-vsock, which QEMU (to 10.0 at least) refuses to migrate, is taken out of the guest before a move and
-//! put in again at the destination.
+//! `--detach-vsock`: detaches a vhost-user-vsock, which QEMU (to 10.0 at least) refuses to migrate, before a
+//! move, and attaches it again at the destination.
 //!
 //! ```text
 //!   both ends checked ─► device_del, the guest gives it up ─► the move ─► the guest runs there ─► device_add
 //!                             └─ whatever fails, and the guest stays at its source: device_add there again
 //! ```
-//! Connections end with the device; who listens in the guest goes on listening, and accepts again as soon as its kernel has the new one.
-//! The device is away for as long as memory moves, because QEMU looks at it when it is told `migrate`.
+//! Connections end with the device; listeners in the guest stay, and accept again as soon as its kernel has the
+//! new device. The device is detached while memory is transferred because QEMU checks for it at `migrate`.
 //!
-//! What it is not: a way for other devices. It has to be behind a port from which it can be unplugged (`pcie-root-port`).
+//! Out of scope: other devices. The device must be behind a port that can be unplugged (`pcie-root-port`).
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,43 +22,43 @@ use super::error::Error;
 use crate::journal::{JournalEntry, UndoRecord};
 use crate::qemu::Qemu;
 
-/// Its types, of which one knows the old virtio too.
+/// Prefix of its types, one of which supports legacy virtio.
 const KIND: &str = "vhost-user-vsock";
-/// Where devices are that the user named, and that nobody did.
+/// QOM containers of devices with and without a user-defined id.
 const PLACES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
-/// Properties that it is put in with again, where they can be read.
+/// Properties that are restored, if they can be read.
 const PROPERTIES: [&str; 5] = ["chardev", "seqpacket", "iommu_platform", "ats", "packed"];
-/// How long a guest may take to give a device up: with an attention button, five seconds and what it has to do.
+/// Timeout for the guest to release a device: an attention button takes five seconds.
 const UNPLUG_TIMEOUT: Duration = Duration::from_secs(30);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// One of a guest's.
+/// A vsock of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Vsock {
     driver: String,
-    /// `None` if nobody named it.
+    /// `None` if it has no id.
     id: Option<String>,
     path: String,
     bus: String,
     properties: Map<String, Value>,
 }
 
-/// Those of a source, and how far they are.
+/// The vsocks of a source, and how many were detached.
 #[derive(Debug, Default)]
 pub(super) struct DetachedVsocks {
     all: Vec<Vsock>,
-    /// How many of them the guest was asked to give up.
+    /// Number of vsocks for which the guest got an unplug request.
     asked: usize,
-    /// In the source's journal: those that were unplugged there.
+    /// Entries in the source's journal, of unplugged devices.
     entries: Vec<JournalEntry>,
 }
 
-/// Whether QEMU's reason not to migrate is such a device.
+/// Returns true if QEMU's reason not to migrate is such a device.
 pub(super) fn is_vsock_blocker(reason: &str) -> bool {
     reason.contains(KIND)
 }
 
-/// Takes them out of what is known of a guest, as they will be out of the guest.
+/// Removes the devices from the facts of a guest, as they will be detached.
 pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
     facts.blocked_reasons.retain(|reason| !is_vsock_blocker(reason));
     if let Some(devices) = &mut facts.devices {
@@ -67,7 +67,7 @@ pub(super) fn remove_from_facts(facts: &mut facts::Qemu) {
 }
 
 impl DetachedVsocks {
-    /// Those that there are.
+    /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
         for place in PLACES {
@@ -80,7 +80,7 @@ impl DetachedVsocks {
         Ok(Self { all, asked: 0, entries: Vec::new() })
     }
 
-    /// Refuses a destination that could not take them.
+    /// Refuses a destination at which they could not be attached.
     pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
         let mut reasons = Vec::new();
         let there = children(waiting, PLACES[0])?;
@@ -111,7 +111,7 @@ impl DetachedVsocks {
         }
     }
 
-    /// Has the guest give them up.
+    /// Unplugs them from the guest.
     pub(super) fn detach(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
         while let Some(vsock) = self.all.get(self.asked) {
             let refused = |text: String, qemu: &Qemu| Error::NotDetached {
@@ -151,7 +151,7 @@ impl DetachedVsocks {
         Ok(())
     }
 
-    /// Puts in again what was taken out, at either end.
+    /// Attaches the detached devices, at either end.
     pub(super) fn attach(&self, qemu: &mut Qemu) -> Result<(), Error> {
         for vsock in &self.all[..self.asked] {
             if vsock.is_there(qemu)? {
@@ -173,7 +173,7 @@ impl Vsock {
     fn read(qemu: &mut Qemu, place: &str, name: String, driver: String) -> Result<Self, Error> {
         let path = format!("{place}/{name}");
         let bus = get(qemu, &path, "parent_bus")?;
-        // By the path of the bus, whose last part is its name.
+        // The last part of the bus's path is its name.
         let bus = bus.as_str().and_then(|bus| bus.rsplit('/').next()).unwrap_or_default().to_owned();
         let mut properties = Map::new();
         for property in PROPERTIES {
@@ -195,12 +195,12 @@ impl Vsock {
         Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 
-    /// What undoes that it is unplugged.
+    /// The undo record of its removal.
     fn record(&self) -> UndoRecord {
         UndoRecord::Device { path: self.path.clone(), add: self.arguments() }
     }
 
-    /// Of `device_add`.
+    /// Arguments of `device_add`.
     fn arguments(&self) -> Map<String, Value> {
         let mut arguments = self.properties.clone();
         arguments.insert("driver".into(), self.driver.clone().into());
@@ -228,11 +228,11 @@ impl std::fmt::Display for Vsock {
     }
 }
 
-/// What lies below a path, and of which type it is.
+/// Children of a QOM path, with their types.
 fn children(qemu: &mut Qemu, path: &str) -> Result<Vec<(String, String)>, Error> {
     let listed = match qemu.client().execute_raw("qom-list", Some(one("path", path))) {
         Ok(listed) => listed,
-        // Where nobody has put anything there is no such place.
+        // An empty container does not exist.
         Err(qmp::Error::Refusal { .. }) => return Ok(Vec::new()),
         Err(error) => return Err(error.into()),
     };

@@ -1,7 +1,7 @@
-//! What a QEMU tells of itself for [`towline_compat`]: beyond its [`Facts`](super::facts::Facts), its processors, devices with what
-//! their drivers agreed upon, backends and drives.
+//! Facts about a QEMU for [`towline_compat`]: beyond its [`Facts`](super::facts::Facts), its processors,
+//! devices with their negotiated features, backends and drives.
 //!
-//! What a QEMU does not know how to tell is left out; the rules say then that they do not know.
+//! Facts that a QEMU cannot report are left out; the rules then report that they do not know.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use super::facts::Incoming;
 use super::ram_block::RamBlock;
 use super::{device_tree, drives, virtio};
 
-/// The machine's switches that a guest sees.
+/// Properties of the machine that a guest sees.
 const MACHINE_PROPERTIES: [&str; 13] = [
     "smp",
     "memory",
@@ -32,20 +32,20 @@ const MACHINE_PROPERTIES: [&str; 13] = [
     "nvdimm",
     "max-ram-below-4g",
 ];
-/// Processors whose APIC ids are asked for.
+/// Maximum number of processors whose APIC ids are queried.
 const APIC_IDS_MAX: usize = 1024;
-/// Buses between a device and its host bridge.
+/// Maximum number of buses between a device and its host bridge.
 const BUSES_MAX: usize = 16;
-/// What ends the QOM type of a processor, behind its model and architecture.
+/// Suffix of a processor's QOM type, after its model and architecture.
 const CPU_SUFFIX: &str = "-cpu";
-/// What a virtio device is called below its PCI function.
+/// Name of a virtio device below its PCI function.
 const VIRTIO_CHILD: &str = "/virtio-backend";
 
-/// The first QEMU that may abort when it is asked for the status of a virtio device.
+/// The first QEMU that may abort in a query for the status of a virtio device.
 const VIRTIO_STATUS_ABORTS_SINCE: (u32, u32) = (10, 1);
 
 impl Qemu {
-    /// What is known already, for rules about machine and memory; nothing is asked.
+    /// Facts that need no further query, for rules about machine and memory.
     #[must_use]
     pub fn basic_facts(&self) -> facts::Qemu {
         let facts = self.facts();
@@ -63,10 +63,11 @@ impl Qemu {
         }
     }
 
-    /// Asks for all that the compatibility rules look at.
+    /// Queries everything that the compatibility rules need.
     ///
     /// # Errors
-    /// [`Error::Qmp`]: the monitor is gone or hangs. Questions that this QEMU does not know are no errors.
+    /// [`Error::Qmp`]: the monitor is disconnected or does not reply. A query that this QEMU does not know is
+    /// not an error.
     pub fn compat_facts(&mut self) -> Result<facts::Qemu, Error> {
         self.refresh()?;
         let cpus = self.ask(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
@@ -91,12 +92,12 @@ impl Qemu {
         Ok(known)
     }
 
-    /// Whether the guest's processors are run by KVM; they may be emulated where QEMU does not tell.
+    /// Returns true if KVM runs the guest's processors; false if QEMU does not report it.
     pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
         Ok(self.raw("query-kvm", None)?.is_some_and(|answer| answer["enabled"] == true))
     }
 
-    /// `None` where QEMU refuses to answer.
+    /// Returns `None` if QEMU refuses the query.
     fn ask<T>(&mut self, question: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
         match question(self) {
             Ok(answer) => Ok(Some(answer)),
@@ -132,7 +133,7 @@ impl Qemu {
     fn cpus(&mut self, cpus: &[CpuFast]) -> Result<Vec<Cpu>, Error> {
         let mut known = Vec::with_capacity(cpus.len());
         for (index, cpu) in cpus.iter().enumerate() {
-            // One model for all.
+            // All processors have the same model.
             let model = match known.first().map(|first: &Cpu| first.model.clone()) {
                 Some(model) => model,
                 None => self.cpu_model(cpu)?,
@@ -156,8 +157,9 @@ impl Qemu {
         Ok(kind.strip_suffix(suffix.as_str()).unwrap_or(kind).to_owned())
     }
 
-    /// Adds what virtio devices and their drivers agreed upon, where QEMU can be asked: 11.1.3 aborts, and its guest with it, when it is
-    /// asked for the status of any virtio device that has no vhost; 10.0.13 answers. Those between are not asked either.
+    /// Adds the features that virtio devices and their drivers negotiated, if QEMU can be queried: 11.1.3
+    /// aborts, and its guest with it, in a query for any virtio device without vhost; 10.0.13 replies. Versions
+    /// between are not queried either.
     fn virtio(&mut self, devices: &mut [QemuDevice]) -> Result<(), Error> {
         let version = &self.facts.version.qemu;
         if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
@@ -177,7 +179,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// Where a virtio device is, as [`device_tree`] has it; `None` for one that is not on PCI.
+    /// Address of a virtio device in the format of [`device_tree`]; `None` if it is not on PCI.
     fn virtio_place(&mut self, path: &str) -> Result<Option<String>, Error> {
         let Some(mut device) = path.strip_suffix(VIRTIO_CHILD).map(str::to_owned) else { return Ok(None) };
         let mut addresses = Vec::new();
@@ -196,7 +198,7 @@ impl Qemu {
     }
 }
 
-/// A slot and a function, as a number or as text.
+/// A slot and a function, from a number or text.
 fn pci_address(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),

@@ -17,10 +17,10 @@ use super::repaired::RepairReport;
 use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 
-/// How long an answer is waited for that may not come for a while.
+/// Timeout of a query to which QEMU may not reply for a while.
 const SILENCE_MAX: Duration = Duration::from_millis(500);
 
-/// A QEMU that we hold a monitor of.
+/// A QEMU whose monitor is connected.
 #[derive(Debug)]
 pub struct Qemu {
     pub(super) client: Client,
@@ -31,8 +31,8 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Connects to the monitor at `path`, to change something: takes its journal, puts back what a towline that was killed left changed
-    /// ([`Qemu::repaired`]), and asks for the facts.
+    /// Connects to the monitor at `path` for changes: opens its journal, repairs what a killed towline left
+    /// changed ([`Qemu::repaired`]), and queries the facts.
     ///
     /// A journal that cannot be kept is logged, and the QEMU used without one.
     ///
@@ -55,7 +55,7 @@ impl Qemu {
         Ok(qemu)
     }
 
-    /// Connects to the monitor at `path` and asks for the facts. Changes nothing.
+    /// Connects to the monitor at `path` and queries the facts. Changes nothing.
     ///
     /// # Errors
     /// Those of [`Client::connect`] and of [`Qemu::refresh`].
@@ -63,24 +63,25 @@ impl Qemu {
         Self::new(Client::connect(path, options)?)
     }
 
-    /// Asks for the facts on a connection that is there. What is changed is recorded in no journal.
+    /// Queries the facts over an existing connection. Changes are not recorded in a journal.
     ///
     /// # Errors
     /// Those of [`Qemu::refresh`].
     pub fn new(mut client: Client) -> Result<Self, Error> {
-        // Before the facts: they prove that QEMU still ran after its process was identified.
+        // Before the facts: their replies prove that QEMU still ran after its process was identified.
         let process = Arc::new(Process::identify(&mut client)?);
         let facts = facts::facts(&mut client)?;
         Ok(Self { client, process, facts, journal: None, repaired: None })
     }
 
-    /// What of an earlier towline was put back by [`Qemu::connect`]; `None`: there was nothing.
+    /// Changes of an earlier towline that [`Qemu::connect`] repaired, if any.
     #[must_use]
     pub fn repaired(&self) -> Option<&RepairReport> {
         self.repaired.as_ref()
     }
 
-    /// Records in the journal what undoes a change, before it is made. `None` without a journal; one that cannot be written is logged.
+    /// Records how to undo a change, before it is made. Returns `None` without a journal; one that cannot be
+    /// written is logged.
     pub fn record(&self, record: &UndoRecord) -> Option<JournalEntry> {
         match self.journal.as_ref()?.write(record) {
             Ok(entry) => Some(entry),
@@ -100,16 +101,16 @@ impl Qemu {
         &self.facts
     }
 
-    /// Asks for the facts again.
+    /// Queries the facts again.
     ///
     /// # Errors
-    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] from a QEMU that says what none we know does.
+    /// [`Error::Qmp`]; [`Error::RamBlocks`] and [`Error::Machine`] for replies that no known QEMU gives.
     pub fn refresh(&mut self) -> Result<&Facts, Error> {
         self.facts = facts::facts(&mut self.client)?;
         Ok(&self.facts)
     }
 
-    /// The monitor, for all other commands and for events.
+    /// The monitor's client, for all other commands and for events.
     pub fn client(&mut self) -> &mut Client {
         &mut self.client
     }
@@ -126,7 +127,7 @@ impl Qemu {
         facts::version_text(&self.facts.version)
     }
 
-    /// What the guest does now.
+    /// Queries the guest's run state.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -134,11 +135,11 @@ impl Qemu {
         Ok(self.client.execute(&QueryStatus)?)
     }
 
-    /// Asks something that is not answered while QEMU completes or loads a migration, or its machine waits for a page; `None`: no
-    /// answer yet.
+    /// Queries something to which QEMU does not reply while it completes or loads a migration, or its main loop
+    /// waits for a page. Returns `None` if there was no reply.
     ///
     /// # Errors
-    /// Those of `ask` but a timeout.
+    /// Those of `query` except a timeout.
     pub fn try_query<T>(
         &mut self,
         ask: impl FnOnce(&mut Self) -> Result<T, Error>,
@@ -154,7 +155,7 @@ impl Qemu {
         }
     }
 
-    /// How the migration goes now.
+    /// Queries the migration.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -162,7 +163,7 @@ impl Qemu {
         Ok(self.client.execute(&QueryMigrate)?)
     }
 
-    /// Pauses the guest; a QEMU that waits for one will leave it paused.
+    /// Pauses the guest; a QEMU that waits for a guest leaves it paused.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -171,7 +172,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// Runs the guest.
+    /// Starts or resumes the guest.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -180,16 +181,17 @@ impl Qemu {
         Ok(())
     }
 
-    /// The process, as it was identified when the monitor was connected.
+    /// The process, as identified when the monitor was connected.
     #[must_use]
     pub fn process(&self) -> &Process {
         &self.process
     }
 
-    /// Connects to the monitor's socket again, where another listener may be in place of a proxy that has ended.
+    /// Connects to the monitor's socket again, where another listener may have replaced a proxy that has
+    /// exited.
     ///
     /// # Errors
-    /// Those of [`Client::connect`]; [`Error::OtherProcess`] where it is not proven to be the same QEMU.
+    /// Those of [`Client::connect`]; [`Error::OtherProcess`] unless it is proven to be the same QEMU.
     pub fn reconnect(&mut self) -> Result<(), Error> {
         let options = Options { deadline: self.client.deadline(), ..Options::default() };
         let mut client = Client::connect(self.client.socket(), &options)?;
@@ -201,13 +203,15 @@ impl Qemu {
         Ok(())
     }
 
-    /// Whether QEMU's process is known and has exited, or does `within` this time. False for a process that is not known.
+    /// Returns true if QEMU's process is known and exits within this time. False for a process that is not
+    /// known.
     #[must_use]
     pub fn has_exited(&self, within: Duration) -> bool {
         self.process.state_within(within) == ProcessState::Exited
     }
 
-    /// Ends QEMU and waits until it closed the monitor and, if its process is known, has exited. That it is gone already is no error.
+    /// Ends QEMU and waits until it has closed the monitor and, if its process is known, has exited. A QEMU
+    /// that has already exited is not an error.
     ///
     /// # Errors
     /// [`Error::Qmp`], with a timeout if that takes longer than the client's deadline.

@@ -1,4 +1,4 @@
-//! Why something about a QEMU could not be learned or set.
+//! Errors of queries to a QEMU and of its settings.
 
 use serde_json::Value;
 use towline_qmp as qmp;
@@ -7,21 +7,21 @@ use towline_qmp::commands::Capability;
 use super::ram_block::RamBlockError;
 use crate::journal;
 
-/// Why something about a QEMU could not be learned or set.
+/// Error of a query to a QEMU, or of its settings.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The monitor failed us.
+    /// The monitor failed.
     #[error(transparent)]
     Qmp(#[from] qmp::Error),
-    /// `info ramblock` printed what we cannot read.
+    /// The output of `info ramblock` cannot be parsed.
     #[error("QEMU {version} on {socket}: {source}")]
     RamBlocks {
         /// The socket.
         socket: String,
         /// QEMU's version.
         version: String,
-        /// What could not be read.
+        /// The parse error.
         source: RamBlockError,
     },
     /// The machine's type is not text that ends in `-machine`.
@@ -29,10 +29,10 @@ pub enum Error {
     Machine {
         /// The socket.
         socket: String,
-        /// What it said.
+        /// The reply.
         found: Value,
     },
-    /// Another process, or one that is not known, answers on the socket.
+    /// Another process, or one that is not known, listens on the socket.
     #[error("another process answers on {socket} than the QEMU that did before")]
     OtherProcess {
         /// The socket.

@@ -1,4 +1,4 @@
-//! What a QEMU is: its version, machine, memory and migration settings, as it was last asked.
+//! Facts about a QEMU: version, machine, memory and migration settings, as of the last query.
 
 use std::collections::BTreeMap;
 
@@ -12,10 +12,10 @@ use towline_qmp::{Client, PeerCredentials};
 use super::error::Error;
 use super::ram_block::{self, RamBlock};
 
-/// What QEMU appends to a machine type's name to name its QOM type.
+/// Suffix that QEMU appends to a machine type's name for its QOM type.
 const MACHINE_SUFFIX: &str = "-machine";
 
-/// What was known of a QEMU when it was last asked.
+/// Facts about a QEMU as of the last query.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Facts {
@@ -23,9 +23,9 @@ pub struct Facts {
     pub version: Version,
     /// Its machine type as the stream carries it, for example `pc-q35-10.0`.
     pub machine: String,
-    /// What its guest does.
+    /// Run state of its guest.
     pub status: Status,
-    /// The guest's memory, also blocks that are not migrated.
+    /// RAM blocks of the guest, including those that are not migrated.
     pub ram_blocks: Vec<RamBlock>,
     /// The guest's UUID; all zeroes if it has none.
     pub uuid: String,
@@ -33,22 +33,22 @@ pub struct Facts {
     pub capabilities: BTreeMap<Capability, bool>,
     /// The migration parameters.
     pub parameters: MigrationParameters,
-    /// The migration under way or the last one.
+    /// The current or last migration.
     pub migration: MigrationInfo,
-    /// Whether it waits for a guest.
+    /// State of an incoming migration.
     pub incoming: Incoming,
-    /// The process that listens on the monitor's socket, as the kernel says: QEMU or a proxy.
+    /// The process that listens on the monitor's socket, from the kernel: QEMU or a proxy.
     pub peer: Option<PeerCredentials>,
 }
 
 impl Facts {
-    /// Why QEMU refuses to migrate this guest; empty where it does not.
+    /// Reasons for which QEMU refuses to migrate this guest; empty if it does not.
     #[must_use]
     pub fn blocked_reasons(&self) -> &[String] {
         &self.migration.blocked_reasons
     }
 
-    /// Whether `migrate-incoming` is what this QEMU waits for.
+    /// Returns true if this QEMU waits for `migrate-incoming`.
     #[must_use]
     pub fn waits_for_migrate_incoming(&self) -> bool {
         self.incoming == Incoming::Deferred
@@ -60,17 +60,17 @@ impl Facts {
     }
 }
 
-/// Whether a QEMU waits for a guest.
+/// State of an incoming migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Incoming {
-    /// It has a guest of its own.
+    /// It has its own guest.
     No,
-    /// Started with `-incoming defer`, and not told yet where to listen. A 7.2 that was started with `-incoming exec:`
-    /// or `fd:` looks the same, and refuses `migrate-incoming`.
+    /// It was started with `-incoming defer` and got no `migrate-incoming` yet. A 7.2 with `-incoming exec:` or
+    /// `fd:` looks the same, and refuses `migrate-incoming`.
     Deferred,
-    /// It listens, and nobody came yet.
+    /// It listens for its first connection.
     Listening,
-    /// A guest is coming in, or it failed to and QEMU stayed.
+    /// A guest is being received, or failed to load and QEMU stayed.
     Loading(MigrationStatus),
 }
 
@@ -82,7 +82,7 @@ impl Incoming {
         match &migration.status {
             Some(status) if *status == MigrationStatus::SETUP => Self::Listening,
             Some(status) if *status != MigrationStatus::NONE => Self::Loading(status.clone()),
-            // 7.2 gives no status before the first connection, only the address.
+            // 7.2 reports no status before the first connection, only the address.
             _ if !migration.socket_address.is_empty() => Self::Listening,
             _ => Self::Deferred,
         }

@@ -1,7 +1,8 @@
-//! Puts back what a towline that was killed has left changed in a QEMU, by its journal.
+//! Repairs what a killed towline left changed in a QEMU, by its journal.
 //!
-//! AppliedSettings can be put back only when no migration is under way: one that was begun by that towline is cancelled, and any is waited for.
-//! One in postcopy is left alone: it can go on, and cancelling it would cost the guest. What somebody else has changed since stays.
+//! Settings can be restored only when no migration is in progress: one that the killed towline started is
+//! cancelled, and any other is waited for. Postcopy is left alone: it can be resumed, and cancelling it would
+//! destroy the guest. Settings that another party has changed since stay.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,22 +24,23 @@ use crate::journal::{
 };
 use crate::private_dirs;
 
-/// How long a migration that was cancelled may take to end, and any to be cleaned up.
+/// Timeout for a cancelled migration to end, and for any to be cleaned up.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long one that is not recorded may take to end by itself, as it does soon if it went to the towline that is gone.
+/// Timeout for a migration that is not recorded to end by itself, as it does soon if it went to the killed
+/// towline.
 const END_TIMEOUT: Duration = Duration::from_secs(3);
-/// In which a migration can be cancelled without a doubt about where the guest is.
+/// States in which a migration can be cancelled without a doubt about the location of the guest.
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
-/// How far the time at which a migration was begun may be from the time that its age says.
+/// Maximum difference between the recorded start of a migration and the one that its age implies.
 const BEGUN_WITHIN_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// What became of one change.
+/// Result of undoing one change.
 enum RecordOutcome {
-    /// It is undone, or nothing is left to be undone: in words.
+    /// It is undone or obsolete, as these texts describe.
     Done(Vec<String>),
-    /// It stays: why.
+    /// It stays, for this reason.
     Left(String),
 }
 
@@ -49,8 +51,8 @@ impl RecordOutcome {
 }
 
 impl Qemu {
-    /// Puts back what an earlier towline left changed in the QEMU whose monitor is at `path`. `None`: there was nothing. Private
-    /// directories that towlines left which are gone are removed besides.
+    /// Repairs the QEMU whose monitor is at `path`; returns `None` if nothing was left changed. Also removes
+    /// the private directories of killed towlines.
     ///
     /// # Errors
     /// As [`Qemu::connect`], and those of its journal.
@@ -62,7 +64,7 @@ impl Qemu {
         Ok(qemu.repaired.take())
     }
 
-    /// Begins a migration, which is recorded first. The record is done when the settings of this QEMU are put back.
+    /// Starts a migration, after recording it. The record is done when this QEMU's settings are restored.
     ///
     /// # Errors
     /// [`Error::Qmp`].
@@ -79,7 +81,7 @@ impl Qemu {
         Ok(())
     }
 
-    /// QEMU takes settings only when no migration is under way: those that were recorded are over.
+    /// Removes the records of migrations: QEMU accepts settings only when no migration is in progress.
     pub(super) fn end_migrations(&self) {
         if let Some(journal) = &self.journal {
             journal.end_migrations();
@@ -126,7 +128,8 @@ impl Qemu {
         Ok(repaired)
     }
 
-    /// Waits until no migration is under way, and cancels one that was begun at one of these times. If one still is: why.
+    /// Waits until no migration is in progress, and cancels one that was started at one of these times. Returns
+    /// the reason if one still is.
     fn wait_until_idle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
         let began = Instant::now();
         let mut cancelled = false;
@@ -156,12 +159,14 @@ impl Qemu {
         }
     }
 
-    /// Whether the guest stands still to be handed over: by now it may run at a destination that does not need us.
+    /// Returns true if the guest is stopped for the switchover: by now it may run at a destination that does
+    /// not depend on us.
     fn is_completing(&mut self) -> Result<bool, Error> {
         Ok(self.status()?.status == RunState::FINISH_MIGRATE)
     }
 
-    /// Whether QEMU still holds a migration that it says is over; settings that change meanwhile can make it abort.
+    /// Returns true if QEMU has not cleaned up a finished migration; settings that change meanwhile can make it
+    /// abort.
     fn cleans_up_migration(&mut self) -> Result<bool, Error> {
         match self.client.execute_raw("query-yank", None) {
             Ok(instances) => {
@@ -252,15 +257,16 @@ impl Qemu {
     }
 }
 
-/// Whether this migration, which is under way, is the one that was begun then, and not somebody's later one.
+/// Returns true if this migration, which is in progress, is the one that was started then, and not a later one
+/// of another party.
 fn was_begun_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
-    // QEMU tells its age once it is set up.
+    // QEMU reports its age once it is set up.
     let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok()).unwrap_or_default();
     now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= BEGUN_WITHIN_MS
 }
 
 impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {
-    /// What it is to be set to; `None` if nothing is to be done. Notes what else there is to say of it.
+    /// Value to restore; `None` if there is nothing to do. Adds other findings to `notes`.
     fn before_if_unchanged_since(&self, now: Option<&T>, name: &str, notes: &mut Vec<String>) -> Option<T> {
         match (&self.before, now) {
             (before, now) if before.as_ref() == now => None,

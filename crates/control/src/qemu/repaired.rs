@@ -1,17 +1,17 @@
-//! What became of the changes that a killed towline left in a QEMU.
+//! Report of a repair.
 
 use std::fmt;
 
-/// What was put back, and what could not be.
+/// Changes of a killed towline that were undone, and those that were not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepairReport {
     /// The monitor's socket.
     pub socket: String,
-    /// The process of the towline that left it.
+    /// Process of the killed towline.
     pub owner: i32,
-    /// What was done, in words.
+    /// Changes that were undone, as texts.
     pub done: Vec<String>,
-    /// What is as that towline left it, and why. It stays in the journal.
+    /// Changes that stay, with the reason. They stay in the journal.
     pub left: Vec<String>,
 }
 

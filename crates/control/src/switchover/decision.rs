@@ -1,11 +1,11 @@
-//! What is durable before it is acted on.
+//! Decisions that are durable before they are acted on.
 //!
 //! ```text
-//!   asked for ─► Recording ─ Recorded ──► acted on
+//!   requested ─► Recording ─ Recorded ──► acted on
 //!                    └────── NotRecorded ─► not acted on: the stream fails, or the guest stays paused where it is
 //! ```
-//! A record is kept where a guest can come to be at two ends of which a QEMU of ours is one. An image stays as it is, and what is stored
-//! runs nowhere: there is nothing to decide later.
+//! A record is kept if the guest can come to be at both ends and one of them is a QEMU that is driven here. An
+//! image stays as it is, and a stored guest does not run: there is nothing to decide later.
 
 use super::fault::Fault;
 use super::outcome::Unresolved;
@@ -15,25 +15,25 @@ use crate::switchover::DestinationKind;
 /// A decision, in the order in which they are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Decision {
-    /// A destination that runs the guest by itself is given the last bytes.
+    /// A destination that runs the guest by itself is sent the last bytes.
     Commit,
-    /// The destination holds the guest; its source is acknowledged, and may be done with it.
+    /// The destination holds the guest; its source is acknowledged and may complete.
     Acknowledge,
-    /// The source is done with the guest; the towline at its destination is told to run it.
+    /// The source is done with the guest; the towline at its destination is sent the outcome.
     Complete,
-    /// The source is done with the guest; it is run at its destination.
+    /// The source is done with the guest; the guest is started at its destination.
     Run,
 }
 
 impl Switchover {
-    /// Whether what is decided has to outlive this process.
+    /// Returns true if decisions must outlive this process.
     pub(crate) fn keeps_record(&self) -> bool {
         let (source, destination) = (self.request.source, self.request.destination);
         let can_be_at_both = source != SourceKind::Stored && destination != DestinationKind::Stored;
         can_be_at_both && (source == SourceKind::Qemu || destination == DestinationKind::Qemu)
     }
 
-    /// Has a decision recorded that is acted on afterwards.
+    /// Directs the record of a decision, which is then acted on.
     pub(super) fn decide(&mut self, decision: Decision) -> Directive {
         self.stage = Stage::Recording(decision);
         if !self.keeps_record() || self.has_fault(Fault::ActsBeforeRecord) {
@@ -46,7 +46,7 @@ impl Switchover {
         match (decision, input) {
             (_, Input::Recorded) => self.recorded(decision),
             (Decision::Commit | Decision::Acknowledge, Input::NotRecorded) => self.not_passed(),
-            // The stream failed meanwhile, and nothing was acted on.
+            // The stream failed meanwhile, and nothing was done.
             (Decision::Commit | Decision::Acknowledge, _) => {
                 self.stage = Stage::Transfer;
                 self.undo()
@@ -84,7 +84,7 @@ impl Switchover {
         Directive::Refuse
     }
 
-    /// The guest is not run at its destination, which holds it.
+    /// The guest is not started at its destination, which holds it.
     fn not_run(&mut self) -> Directive {
         self.end_unresolved(if self.is_source_gone() {
             Unresolved::DestinationOnly
@@ -93,8 +93,8 @@ impl Switchover {
         })
     }
 
-    /// It is not in order at its destination. The towline at its source gets a message only if it is certain that the guest does not run:
-    /// without one it reports that the destination may run it.
+    /// The guest is not in order at its destination. The source's towline is sent a message only if it is
+    /// certain that the guest does not run here; without one it reports that the destination may run it.
     pub(super) fn end_unresolved(&mut self, held: Unresolved) -> Directive {
         let is_certain = held == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
         if self.request.source == SourceKind::Towline && is_certain {

@@ -1,88 +1,89 @@
-//! How a move that was interrupted is finished: by what was recorded of it, and a look at the ends that are at hand.
+//! Finishes an interrupted move by its records and the state of the QEMUs at hand.
 //!
 //! ```text
 //!   record, or those of both ends ─┐
-//!   the source's QEMU ─────────────┼─► InterruptedMove ─► ResumeAction: run it there · it is there · it is at its source · somebody has to choose
-//!   the destination's QEMU ────────┘             └─ Choice of an operator, refused where what is seen speaks against it
+//!   the source's QEMU ─────────────┼─► InterruptedMove ─► ResumeAction: start it · it is there · it is at its source · needs a choice
+//!   the destination's QEMU ────────┘             └─ Choice of an operator, refused if the evidence is against it
 //! ```
-//! As the machine above: no I/O, no clock. A guest is run only where both ends are known not to run it: the other one is seen, or the
-//! record says that it had ended its part before this end was to run the guest. A source that has exited is no evidence that it was done: it may
-//! have failed to send, run on, and exited later. A guest that may have run at a destination that is lost, or that has run since it was sent, is
-//! not run from the older state without a choice: its disks are newer than its memory there.
+//! As the machine above it does no I/O and has no clock. A guest is started only if the other end is known not
+//! to run it: that end is queried, or the record proves that it was done before this end was to start the
+//! guest. An exited source is no evidence of that: it may have failed to send, resumed the guest, and exited
+//! later. A guest that may have run at a lost destination, or that has run since it was sent, is not resumed
+//! from its older state without a choice: its disks are newer than its memory there.
 
 use super::decision::Decision;
 use super::events::{DestinationStatus, SourceStatus};
 use super::fault::{Fault, FaultSwitch};
 use super::outcome::Placement;
 
-/// One of the two.
+/// An end of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Side {
     Source,
     Destination,
 }
 
-/// What is known of a move that was interrupted.
+/// Evidence about an interrupted move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct InterruptedMove {
-    /// The last that was recorded, at either end.
+    /// The last recorded decision, of either end.
     pub(crate) decision: Decision,
-    /// Whether the guest is to run at its destination.
+    /// The guest is to run at its destination.
     pub(crate) runs: bool,
-    /// What its source is seen to do; `None`: it cannot be looked at from here.
+    /// State of its source; `None` if that cannot be queried from here.
     pub(crate) source: Option<SourceStatus>,
-    /// The same of its destination.
+    /// State of its destination; `None` if that cannot be queried from here.
     pub(crate) destination: Option<DestinationStatus>,
     pub(super) fault: FaultSwitch,
 }
 
-/// What to do with it.
+/// Next action for an interrupted move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ResumeAction {
-    /// Look again: something is still under way, or does not answer.
+    /// Query again: an operation is in progress, or a QEMU does not reply.
     Wait(ResumeBlocker),
-    /// Run it at its destination; that is recorded first.
+    /// Start it at its destination; record that first.
     RunDestination,
-    /// Run it at its source, as an operator chose.
+    /// Start it at its source, as an operator chose.
     RunSource,
-    /// Side the QEMU of this end, as an operator chose.
+    /// End the QEMU of this side, as an operator chose.
     Quit(Side),
-    /// It is at its destination, and its source is to be put in order as was asked for.
+    /// It is at its destination; finish its source as requested.
     AtDestination(Placement),
-    /// It is at its source; what its destination holds is not to be run.
+    /// It is at its source; the destination's state must not be run.
     AtSource,
     /// No QEMU at hand has it any more.
     Gone,
-    /// Somebody has to choose.
+    /// An operator has to choose.
     NeedsChoice(ResumeBlocker),
 }
 
-/// Why it cannot be finished without somebody's choice, or a choice cannot be.
+/// Reason for which a move needs an operator's choice, or for which a choice is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ResumeBlocker {
-    /// The destination is on another host, and waits for a decision.
+    /// The destination is on another host and waits for the outcome.
     DestinationWaits,
-    /// The destination is on another host, and may run it.
+    /// The destination is on another host and may run it.
     DestinationMayRun,
     /// The source is on another host, and it is not known whether it is done with the guest.
     SourceElsewhere,
     /// The source has exited, and it is not known whether it was done with the guest before.
     SourceLost,
-    /// The source does not answer, or still sends.
+    /// The source does not reply or is still migrating.
     SourceUnknown,
-    /// The destination does not answer, or still loads.
+    /// The destination does not reply or is still loading.
     DestinationUnknown,
-    /// The destination has exited, and may have run it.
+    /// The destination has exited and may have run it.
     DestinationLost,
-    /// It stopped by itself at the destination, or is not in a state from which it is run.
+    /// It stopped by itself at the destination, or is in a state that `cont` is not for.
     DestinationStopped,
     /// It is at the source, and may run at the destination too, which is on another host.
     BothMayRun,
     /// It runs at both ends.
     RunsTwice,
-    /// It runs, or would run, at the source.
+    /// The source has it, running or about to run.
     SourceHasGuest,
-    /// It is at the destination.
+    /// The destination has it.
     DestinationHasGuest,
     /// This end does not hold it.
     NotOnThisHost,
@@ -90,22 +91,22 @@ pub(crate) enum ResumeBlocker {
     OnlyCopy,
 }
 
-/// What an operator has chosen.
+/// Choice of an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Choice {
-    /// Run the guest at this end.
+    /// Start the guest at this end.
     Run(Side),
-    /// Side this end's QEMU: the guest is at the other.
+    /// End this side's QEMU: the guest is at the other.
     Discard(Side),
 }
 
 impl InterruptedMove {
-    /// With nothing seen yet.
+    /// A move with this record and no end queried yet.
     pub(crate) fn new(decision: Decision, runs: bool) -> Self {
         Self { decision, runs, source: None, destination: None, fault: FaultSwitch::default() }
     }
 
-    /// What to do, by what is known.
+    /// Derives the next action from the evidence.
     pub(crate) fn next_action(&self) -> ResumeAction {
         match (self.source, self.destination) {
             (Some(source), Some(destination)) => self.with_both(source, destination),
@@ -153,7 +154,8 @@ impl InterruptedMove {
     }
 
     fn at_source(&self, source: SourceStatus) -> ResumeAction {
-        // Up to the acknowledgement a destination waits; behind it, it was told, or runs by itself.
+        // Until the source is acknowledged its destination waits; after that it was sent the outcome, or runs
+        // the guest by itself.
         let waits = self.decision == Decision::Acknowledge;
         match source {
             SourceStatus::HasGuest | SourceStatus::CompletedThenResumed if waits => ResumeAction::AtSource,
@@ -183,7 +185,7 @@ impl InterruptedMove {
         }
     }
 
-    /// Recorded only when the source was known to be done with the guest.
+    /// Returns true if the record proves that the source was done with the guest.
     fn is_source_done(&self) -> bool {
         self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence)
     }
@@ -192,13 +194,17 @@ impl InterruptedMove {
         if self.runs { ResumeAction::RunDestination } else { ResumeAction::AtDestination(Placement::Paused) }
     }
 
-    /// The guest was to be run at the destination: what that holds may be newer than what the source does.
+    /// Returns true if the guest was to be started at the destination: its state there may be newer than the
+    /// source's.
     fn may_have_run(&self) -> bool {
         self.decision == Decision::Run
             && !matches!(self.source, Some(SourceStatus::HasGuest | SourceStatus::CompletedThenResumed))
     }
 
-    /// What an operator's choice comes to; or what speaks against it.
+    /// Applies an operator's choice.
+    ///
+    /// # Errors
+    /// The evidence against it.
     pub(crate) fn apply(&self, choice: Choice) -> Result<ResumeAction, ResumeBlocker> {
         match choice {
             Choice::Run(Side::Source) => self.run_source(),
@@ -280,7 +286,7 @@ impl InterruptedMove {
 
 #[cfg(test)]
 impl InterruptedMove {
-    /// As the model has it, with a fault put back.
+    /// The move with an injected fault.
     pub(super) fn with_fault(self, fault: FaultSwitch) -> Self {
         Self { fault, ..self }
     }
@@ -328,7 +334,7 @@ mod tests {
         cases
     }
 
-    /// Neither what is known nor a choice runs a guest that is seen to run, or to be about to, at the other end.
+    /// Neither evidence nor a choice starts a guest that runs, or is about to run, at the other end.
     #[test]
     fn nothing_runs_a_guest_that_is_seen_at_the_other_end() {
         let choices = [Choice::Run(Side::Source), Choice::Run(Side::Destination)];

@@ -1,4 +1,4 @@
-//! One end of a move that is being finished: its QEMU, if it is on this host and proven to be the one that was recorded.
+//! The QEMU of one end of an interrupted move, if it is on this host and proven to be the recorded one.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,9 +10,9 @@ use super::super::{Error, MoveEnd, MoveRecord};
 use crate::qemu::{self, Qemu};
 use crate::switchover::{DestinationStatus, SourceStatus};
 
-/// How long a QEMU whose monitor is closed may take to exit.
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a guest that was told to run may take to.
+/// Timeout for a guest to run after `cont`.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -22,14 +22,14 @@ pub(super) enum RecordedQemu {
     Qemu(Box<Qemu>),
     /// Its process has exited.
     Exited,
-    /// It is not known what it does: why.
+    /// Its state is not known, for this reason.
     Unknown(String),
     /// It is on another host, or an image.
     Elsewhere,
 }
 
 impl RecordedQemu {
-    /// Connects to it, puts back what a towline that was killed left changed, and sees that it is the one that was recorded.
+    /// Connects, repairs what a killed towline left changed, and checks that it is the recorded QEMU.
     pub(super) fn open(end: &MoveEnd, record: &MoveRecord) -> Self {
         let MoveEnd::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
         if !record.is_of_this_namespace() {
@@ -57,7 +57,7 @@ impl RecordedQemu {
         }
     }
 
-    /// Why nothing is known of it.
+    /// Reason for which its state is not known.
     pub(super) fn reason(&self) -> Option<&str> {
         match self {
             Self::Unknown(reason) => Some(reason),
@@ -65,17 +65,17 @@ impl RecordedQemu {
         }
     }
 
-    /// Whether its QEMU is, or was, on this host.
+    /// Returns true if its QEMU is, or was, on this host.
     pub(super) fn is_at_hand(&self) -> bool {
         !matches!(self, Self::Elsewhere)
     }
 
-    /// Whether its QEMU can be told something.
+    /// Returns true if its monitor is connected.
     pub(super) fn is_open(&self) -> bool {
         matches!(self, Self::Qemu(_))
     }
 
-    /// What of an earlier towline was put back in it.
+    /// Report of repaired changes of an earlier towline.
     pub(super) fn repaired(&self) -> Option<String> {
         match self {
             Self::Qemu(qemu) => qemu.repaired().map(ToString::to_string),
@@ -124,7 +124,7 @@ impl RecordedQemu {
                 *self = Self::Unknown(error.to_string());
                 return Some(DestinationStatus::Unknown);
             }
-            // A guest that runs may have been sent on since, and that may have failed.
+            // A guest that runs may have been migrated again since, and that may have failed.
             Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
             Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
                 match migration.status == Some(MigrationStatus::FAILED) {
@@ -133,13 +133,13 @@ impl RecordedQemu {
                 }
             }
             Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,
-            // It is being sent on, or was, or has stopped by itself.
+            // It is being migrated, or was, or has stopped by itself.
             Ok(Some(_)) => DestinationStatus::Stopped,
         };
         Some(view)
     }
 
-    /// Runs the guest here, and sees that it does.
+    /// Starts the guest and checks that it runs.
     pub(super) fn run(&mut self) -> Result<(), Error> {
         let qemu = self.qemu()?;
         qemu.cont()?;
@@ -161,7 +161,7 @@ impl RecordedQemu {
         }
     }
 
-    /// Ends it.
+    /// Ends QEMU.
     pub(super) fn quit(&mut self) -> Result<(), Error> {
         self.qemu()?.quit()?;
         *self = Self::Exited;
@@ -171,17 +171,17 @@ impl RecordedQemu {
     fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
         match self {
             Self::Qemu(qemu) => Ok(qemu),
-            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not at hand".into() }),
+            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not connected".into() }),
         }
     }
 }
 
-/// Whether the guest can be run, and was stopped by nothing but a command.
+/// Returns true if the guest can be started, and was stopped by a command only.
 fn is_ready(status: &Status) -> bool {
     [RunState::PAUSED, RunState::PRELAUNCH].contains(&status.status)
 }
 
-/// Whether the guest runs, or sleeps and wakes up by itself.
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
 fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }

@@ -1,7 +1,7 @@
-//! The waiting QEMUs of several clones beside each other: what must not be common to them, and what will be.
+//! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation ids.
 //!
-//! Only QMP is asked, each QEMU for a short time: one that does not answer is not compared, and its own copy says why it
-//! cannot be had. [`compare`] is pure.
+//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails with
+//! the reason. [`compare`] is pure.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::Metadata;
@@ -16,35 +16,35 @@ use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
 
-/// How long a QEMU may take for each answer here.
+/// Timeout of each query.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-/// Devices of one QEMU that are looked at.
+/// Maximum number of devices of one QEMU that are queried.
 const DEVICES_MAX: usize = 256;
-/// Where QEMU keeps the devices of its command line.
+/// QOM containers of the devices of QEMU's command line.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// What was found.
+/// Conflicts that were found.
 #[derive(Debug, Default)]
 pub(super) struct Conflicts {
-    /// Destinations that must not have a clone, by their place in the list.
+    /// Destinations that must not get a clone, by their index.
     pub(super) refused: Vec<(usize, Error)>,
-    /// What somebody who makes clones should know.
+    /// Notices for the user.
     pub(super) notes: Vec<String>,
 }
 
-/// What is known of one waiting QEMU.
+/// Facts about one waiting QEMU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct CloneQemu {
-    /// Its place in the list of destinations.
+    /// Index in the list of destinations.
     index: usize,
     socket: String,
     drives: Vec<Drive>,
-    /// MAC addresses of its network cards, as its command line has them.
+    /// MAC addresses of its network cards, from its command line.
     macs: Vec<String>,
     generation_id: Option<String>,
 }
 
-/// A drive that can be written.
+/// A writable drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Drive {
     name: String,
@@ -52,18 +52,18 @@ struct Drive {
     medium: Medium,
 }
 
-/// What makes two drives one.
+/// Identity of a drive's storage.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Medium {
-    /// Device and inode of a file, whatever it is called.
+    /// Device and inode of a file, independent of its name.
     File(u64, u64),
-    /// A block device's number.
+    /// Number of a block device.
     Device(u64),
-    /// What QEMU calls it.
+    /// Name that QEMU has for it.
     Name(String),
 }
 
-/// Asks all QEMUs at once, by the monitors of those destinations that have one, and compares them.
+/// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
 pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
     let asked: Vec<CloneQemu> = thread::scope(|scope| {
         let ask = |(index, monitor): (usize, &Option<&Path>)| {
@@ -110,7 +110,7 @@ fn compare(qemus: &[CloneQemu]) -> Conflicts {
     found
 }
 
-/// Each destination that can write what another one can write too.
+/// Destinations that can write a drive that another one can write too.
 fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
     let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
     for (at, qemu) in qemus.iter().enumerate() {
@@ -158,7 +158,7 @@ fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
     })
 }
 
-/// A file's identity where it can be seen from here as QEMU sees it, else its name.
+/// The identity of a file as QEMU sees it, or its name if the file cannot be seen from here.
 fn medium_of(file: &str, pid: Option<i32>) -> Medium {
     let seen = |path: String| std::fs::metadata(path).ok();
     let through = |pid: i32| match file.starts_with('/') {
@@ -176,7 +176,7 @@ fn identity(metadata: &Metadata) -> Medium {
     }
 }
 
-/// The MAC addresses of the devices of QEMU's command line.
+/// MAC addresses of the devices of QEMU's command line.
 fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
     let mut macs = Vec::new();
     for container in CONTAINERS {
@@ -250,7 +250,7 @@ mod tests {
         let [cards, without] = &found.notes[..] else { panic!("{:?}", found.notes) };
         assert!(cards.contains("whatever `mac=` says here"), "{cards}");
         assert!(without.starts_with("1 of the clones have no vmgenid device"), "{without}");
-        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single one is no clone");
+        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single guest is not a clone");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! A waiting QEMU that takes a guest by postcopy: set, told where to listen, asked what became of it, told to listen again.
+//! A waiting QEMU that takes a guest by postcopy: configured, told to listen, queried, recovered.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,18 +19,18 @@ use super::super::validate::check_multifd_with_postcopy;
 use super::{QmpDestination, RecoveryState};
 use crate::qemu::{self, AppliedSettings, MigrationSettings, Qemu};
 
-/// How long a destination that has everything may take to say so.
+/// Timeout for a destination that has everything to complete.
 const COMPLETED_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl QmpDestination {
-    /// As [`QmpDestination::prepare`], of one that is to take a guest by postcopy.
+    /// As [`QmpDestination::prepare`], for postcopy.
     pub(in super::super) fn prepare_postcopy(path: &Path) -> Result<Self, Error> {
         let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
         Self::of(Qemu::connect(path, &options)?)
     }
 
-    /// Connects to one that runs a guest whose memory stopped coming.
+    /// Connects to a QEMU that runs a guest whose postcopy was interrupted.
     pub(in super::super) fn prepare_recovery(path: &Path) -> Result<Self, Error> {
         let options = qmp::Options { out_of_band: true, ..qmp::Options::default() };
         let qemu = Qemu::connect(path, &options)?;
@@ -43,17 +43,17 @@ impl QmpDestination {
         Ok(Self { qemu, settings: None, dir, fdset: None, is_incoming_started: true, recoveries: 0 })
     }
 
-    /// Whether it takes urgent pages on a channel of their own.
+    /// Returns true if it takes urgent pages on a preempt channel.
     pub(in super::super) fn preempts(&self) -> bool {
         self.facts().capabilities.get(&Capability::POSTCOPY_PREEMPT) == Some(&true)
     }
 
-    /// Whether a guest runs here now.
+    /// Returns true if a guest ran here when it was connected to.
     pub(in super::super) fn was_running(&self) -> bool {
         self.facts().status.running
     }
 
-    /// The size of the pages behind each of these blocks here.
+    /// Sizes of the pages behind each of these blocks here.
     pub(in super::super) fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
         let of = |block: &RamBlock| {
             let here = self.facts().migrated_blocks().find(|here| here.name == block.name);
@@ -62,8 +62,8 @@ impl QmpDestination {
         blocks.iter().map(of).collect()
     }
 
-    /// Sets QEMU and has it listen. It runs the guest by itself when it is told to within the stream, if `runs`. Of lanes it takes what
-    /// is sent before that.
+    /// Configures QEMU and has it listen. If `runs`, it runs the guest by itself when the stream says so. Lanes
+    /// are used until then.
     pub(in super::super) fn start_postcopy(
         &mut self,
         preempt: bool,
@@ -96,7 +96,7 @@ impl QmpDestination {
         }
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         match runs {
-            // Told while it waits: so it is even if it was started with -S.
+            // Set while it waits: it runs even if it was started with -S.
             true => self.qemu.cont()?,
             false => self.qemu.stop()?,
         }
@@ -131,14 +131,15 @@ impl QmpDestination {
         Ok(())
     }
 
-    /// Whether the guest runs; `None` where QEMU does not answer just now, as when its machine waits for a page.
+    /// Returns true if the guest runs; `None` if QEMU does not reply now, as when its main loop waits for a
+    /// page.
     pub(in super::super) fn runs_now(&mut self) -> Result<Option<bool>, Error> {
         Ok(self.qemu.try_query(|qemu| qemu.status())?.map(|status| status.running))
     }
 
-    /// The connection was lost: what is to be done about it. Where it can, QEMU is told to listen again.
+    /// Determines the state after the connection was lost, and has QEMU listen again if it can.
     pub(in super::super) fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
-        // Out of band: the machine may stand still for want of a page, and nothing else is answered then.
+        // Out of band: the main loop may wait for a page, and nothing else gets a reply then.
         let path = self.dir.join(&format!("recover-{}.sock", self.recoveries + 1));
         let uri = format!("unix:{}", path.display());
         match self.qemu.client().execute_out_of_band(&MigrateRecover { uri }) {
@@ -146,7 +147,7 @@ impl QmpDestination {
                 self.recoveries += 1;
                 return Ok(RecoveryState::Listening(Address::Unix(path)));
             }
-            // A QEMU that was told once and lost nobody since goes on listening where it was told.
+            // A QEMU that got `migrate-recover` and no connection since goes on listening at that address.
             Err(qmp::Error::Refusal { desc, .. })
                 if desc.contains("triggered already") && self.recoveries > 0 =>
             {
@@ -169,14 +170,14 @@ impl QmpDestination {
         })
     }
 
-    /// A connection of which only this side knows that it is lost: QEMU is told.
+    /// Notifies QEMU of a connection that only this side knows to be lost.
     pub(in super::super) fn pause_migration(&mut self) {
         if let Err(error) = self.qemu.client().execute_out_of_band(&MigratePause) {
             tracing::debug!(%error, "migrate-pause");
         }
     }
 
-    /// The destination said that it has everything: waits until it is done with the migration.
+    /// Waits until the destination, which has reported that it has everything, completes its migration.
     pub(in super::super) fn wait_completed(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + COMPLETED_TIMEOUT;
         loop {
@@ -192,12 +193,13 @@ impl QmpDestination {
         }
     }
 
-    /// An error with QEMU's own words.
+    /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, text: &str) -> Error {
         Error::DestinationFailed { socket: self.qemu.socket().into(), text: text.into() }
     }
 
-    /// Runs the guest if all of its devices are there, whatever of its memory is still to come. Returns whether it runs.
+    /// Starts the guest if all of its devices are loaded, whatever of its memory is missing. Returns true if it
+    /// runs.
     pub(in super::super) fn start_if_loaded(&mut self) -> Result<bool, Error> {
         let Some(status) = self.qemu.try_query(|qemu| qemu.status())? else { return Ok(false) };
         if super::is_live(&status) {
@@ -210,12 +212,12 @@ impl QmpDestination {
         Ok(self.qemu.try_query(|qemu| qemu.status())?.is_some_and(|status| super::is_live(&status)))
     }
 
-    /// Runs the guest if that is still to be done.
+    /// Starts the guest unless it runs.
     pub(in super::super) fn ensure_running(&mut self) -> Result<(), Error> {
         if self.start_if_loaded()? { Ok(()) } else { self.check_running() }
     }
 
-    /// The guest is to run; does it?
+    /// Returns an error if the guest does not run.
     pub(in super::super) fn check_running(&mut self) -> Result<(), Error> {
         let status = self.qemu.status()?;
         if super::is_live(&status) {
@@ -225,7 +227,7 @@ impl QmpDestination {
         Err(Error::NotRunning { socket, status })
     }
 
-    /// Leaves QEMU as it is set, for whoever recovers it.
+    /// Leaves QEMU's settings as they are, for a later recovery.
     pub(in super::super) fn keep_settings(&mut self) {
         if let Some(settings) = self.settings.take() {
             settings.keep();

@@ -1,4 +1,5 @@
-//! An image: read in place as a source, made as a destination. The source is any stored guest, those of object stores too.
+//! An image: read in place as a source, written as a destination. The source is any stored guest, also in an
+//! object store.
 
 use std::ops::Deref;
 use std::path::Path;
@@ -19,7 +20,7 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::{Directive, SourceKind};
 
-/// Opens the image at `path`, to be read by any number of copies.
+/// Opens the image at `path`, which any number of copies may read.
 pub(in super::super) fn open(
     path: &Path,
     options: &Request,
@@ -33,7 +34,7 @@ pub(in super::super) fn open(
     Ok(if options.verify { image.verify_on_read()? } else { image })
 }
 
-/// A stored guest that is open, and that other copies may read at the same time. It stays as it is.
+/// An open stored guest, which other copies may read at the same time. It stays as it is.
 pub(in super::super) struct StoredSource<P> {
     image: P,
     moved: Snapshot,
@@ -81,7 +82,7 @@ impl<P: Deref<Target = dyn StoredGuest>> SourceEndpoint for StoredSource<P> {
     }
 }
 
-/// Names the reason where an image was cut short: a send of what is not there only says "bad address".
+/// Replaces the reason if an image was truncated: a send of missing pages only fails with "bad address".
 pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Failure) -> Failure {
     match image.check_intact() {
         Err(error) => {
@@ -97,11 +98,11 @@ pub(in super::super) fn explain_truncation(image: &dyn StoredGuest, failure: Fai
     }
 }
 
-/// An image to be made.
+/// An image to be written.
 pub(in super::super) struct ImageDestination(ImageWriter);
 
 impl ImageDestination {
-    /// Begins the image that will be `path`.
+    /// Starts to write the image `path`.
     pub(in super::super) fn new(path: &Path, origin: Origin, context: &Context<'_>) -> Result<Self, Error> {
         Ok(Self(context.image_writer(path, origin)?))
     }

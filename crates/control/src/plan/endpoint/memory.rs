@@ -23,14 +23,14 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest, SourceEndpoint};
 use crate::switchover::SourceKind;
 
-/// A synthetic guest, which ends with this.
+/// A synthetic guest, which ends when this is dropped.
 pub(in super::super) struct MemorySource {
     guest: Synthetic,
     moved: Snapshot,
 }
 
 impl MemorySource {
-    /// Makes the guest.
+    /// Creates the guest.
     pub(in super::super) fn new(shape: &Shape) -> Result<Self, Error> {
         let guest = Synthetic::new(*shape).map_err(towline_migration::Error::from)?;
         Ok(Self { guest, moved: Snapshot::default() })
@@ -69,11 +69,11 @@ impl SourceEndpoint for MemorySource {
     }
 }
 
-/// Memory that takes a guest.
+/// Memory that receives a guest.
 pub(in super::super) struct MemoryDestination(Checked);
 
 impl MemoryDestination {
-    /// Makes room for a guest.
+    /// Allocates memory for a guest.
     pub(in super::super) fn new(room: &MemoryOptions) -> Result<Self, Error> {
         let threads = thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
         let memory = match room.length {
@@ -84,7 +84,7 @@ impl MemoryDestination {
                     towline_migration::Error::from(MemoryError::Map { block, length, source })
                 };
                 let file = synthetic::memfd(length, room.is_huge).map_err(failed)?;
-                // Its pages stay when this mapping of it goes.
+                // Its pages outlive this mapping.
                 synthetic::populate(&file, length, threads).map_err(towline_migration::Error::from)?;
                 Memory::adopting_into(file, length)
             }
@@ -117,7 +117,7 @@ impl DestinationEndpoint for MemoryDestination {
     }
 }
 
-/// What the kernel says can be had without others losing theirs.
+/// Memory that the kernel reports as available.
 fn available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

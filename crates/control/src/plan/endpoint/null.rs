@@ -1,4 +1,4 @@
-//! `null:`, which counts and drops.
+//! `null:`, which counts and discards.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::super::report::DestinationState;
 use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, LocalGuest};
 
-/// See the module's text.
+/// The destination `null:`.
 #[derive(Debug, Default)]
 pub(in super::super) struct NullDestination(DiscardSink);
 

@@ -1,4 +1,4 @@
-//! A QEMU by its monitor: one that runs a guest as the source, one that waits for it as the destination.
+//! A QEMU that is driven by its monitor, as source and as destination.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -32,12 +32,12 @@ use crate::switchover::{
 
 /// Threads that compare an image with its manifest while QEMU loads it.
 const VERIFY_THREADS: usize = 2;
-/// How often a QEMU that loads by itself is asked.
+/// Interval of queries to a QEMU that loads by itself.
 const LOAD_INTERVAL: Duration = Duration::from_millis(2);
-/// How often one that is sent a guest of this process is asked.
+/// Interval of queries to a QEMU that is sent a guest of this process.
 const SEND_INTERVAL: Duration = Duration::from_millis(250);
 
-/// A failure of a QEMU that was only asked.
+/// Failure of a query; QEMU was not changed.
 pub(in super::super) fn query_failed(error: Error) -> Failure {
     let guest =
         if error_origin::is_monitor_unreachable(&error) { GuestState::Unreached } else { GuestState::Safe };
@@ -58,8 +58,8 @@ impl QemuSource {
         Ok(Self { qemu, incoming: IncomingStream::default() })
     }
 
-    /// Takes out of the guest what cannot be migrated, and connects both ends: the source last, because a destination that was set
-    /// to load and is not needed can be started again.
+    /// Detaches devices that cannot be migrated, and connects both ends: the source last, because a destination
+    /// that was set to load and is not needed can be started again.
     fn connect(
         &mut self,
         to: &mut dyn DestinationEndpoint,
@@ -80,7 +80,7 @@ impl SourceEndpoint for QemuSource {
     }
 
     fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure> {
-        // Nothing is changed before a device is detached, so that nothing has to be put back.
+        // Before a device is detached nothing has changed, so that nothing has to be restored.
         let guest = self.qemu.guest(is_compared).map_err(query_failed)?;
         let guest = if context.options.detaches_vsock() { guest.without_vsocks() } else { guest };
         let how = if context.options.is_snapshot() { "qmp (background-snapshot)" } else { "qmp" };
@@ -113,7 +113,7 @@ impl SourceEndpoint for QemuSource {
         let Self { qemu, incoming } = self;
         let received =
             incoming.receive(to.sink(), receiver(to.kind()), switchover, context, &mut || qemu.poll());
-        // Asked before anything is closed: which end it was says most then.
+        // Queried before anything is closed, while the failed end still has the best reason.
         received.map_err(|error| if to.is_error_origin(&error) { error } else { self.qemu.explain(error) })
     }
 
@@ -129,7 +129,7 @@ impl SourceEndpoint for QemuSource {
         self.incoming.main_channel()
     }
 
-    /// A source whose connections break before it says that it is done would have failed.
+    /// A source whose connections break before it completes fails.
     fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
         self.incoming.disconnect();
         to.disconnect();
@@ -151,7 +151,7 @@ impl SourceEndpoint for QemuSource {
 /// A QEMU that waits for a guest.
 pub(in super::super) struct QemuDestination {
     qemu: QmpDestination,
-    /// There once it is connected for what comes in as a stream.
+    /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
     is_loaded_by_qemu: bool,
 }
@@ -171,7 +171,7 @@ impl QemuDestination {
         Ok(Self::of(qemu))
     }
 
-    /// One that is checked.
+    /// A destination that was checked before.
     pub(in super::super) fn of(qemu: QmpDestination) -> Self {
         Self { qemu, relay: None, is_loaded_by_qemu: false }
     }
@@ -193,9 +193,11 @@ impl QemuDestination {
         })
     }
 
-    /// QEMU loads the file itself; if asked to, we hash it beside that, and no guest runs from a damaged image.
+    /// Has QEMU load the file itself. With `--verify` it is hashed meanwhile, so that no guest runs from a
+    /// damaged image.
     fn load(&mut self, image: &Image, context: &Context<'_>) -> Result<Snapshot, Error> {
-        // A description of its own: a QEMU reads the stream at the file's position, and shares that with every duplicate.
+        // An open file description of its own: QEMU reads the stream at the file's position, which duplicates
+        // share.
         let file = image.reopen()?;
         self.qemu.load(&file, context.lanes)?;
         context.observer.phase(Phase::Transfer);
@@ -234,7 +236,7 @@ impl DestinationEndpoint for QemuDestination {
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected before anything is received")
+        self.relay.as_deref().expect("connected by `connect`")
     }
 
     fn receive_guest(
@@ -243,7 +245,7 @@ impl DestinationEndpoint for QemuDestination {
         switchover: &Arc<SharedSwitchover>,
         context: &Context<'_>,
     ) -> Result<Snapshot, Error> {
-        // QEMU reads the file itself as fast as it goes, and as it is.
+        // QEMU reads the file without a rate limit and uncompressed.
         let is_plain = context.options.transfer_options().max_bandwidth.is_none()
             && context.options.compression == Compression::None;
         let loads = !context.options.stream && self.qemu.loads_images() && is_plain;

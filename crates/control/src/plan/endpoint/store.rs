@@ -18,8 +18,8 @@ use super::super::request::Request;
 use super::super::shared_switchover::SharedSwitchover;
 use super::traits::{DestinationEndpoint, GuestDescription, LocalGuest};
 
-/// Opens the image at `location`, to be read by any number of copies. The observer gets a notice if nothing keeps its chunks
-/// meanwhile.
+/// Opens the image at `location`, which any number of copies may read. The observer gets a notice if its chunks
+/// are not protected meanwhile.
 pub(in super::super) fn open(
     location: &Location,
     options: &Request,
@@ -28,18 +28,18 @@ pub(in super::super) fn open(
 ) -> Result<StoredImage, Error> {
     let image = match options.postcopy() {
         None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
-        // Once its guest runs, nobody can cancel: it needs its memory.
+        // Once its guest runs it cannot be cancelled: the guest needs its memory.
         Some(_) => StoredImage::open(location, None).map_err(failed)?.given_back(),
     };
     image.notice().iter().for_each(|text| observer.notice(text));
     Ok(image)
 }
 
-/// An image to be made in a store.
+/// An image to be written to a store.
 pub(in super::super) enum StoreDestination {
-    /// What comes in as a stream.
+    /// From a stream.
     Writer(Box<StoreWriter>),
-    /// What is in a file, from its mapping.
+    /// From the mapping of a file.
     File(Location),
 }
 
@@ -61,7 +61,7 @@ impl DestinationEndpoint for StoreDestination {
     fn sink(&self) -> &dyn Sink {
         match self {
             Self::Writer(writer) => writer.as_ref(),
-            Self::File(_) => unreachable!("what is in a file does not come in as a stream"),
+            Self::File(_) => unreachable!("a file is uploaded from its mapping"),
         }
     }
 
@@ -91,7 +91,7 @@ impl DestinationEndpoint for StoreDestination {
     }
 }
 
-/// Copies a file into a store, from its mapping.
+/// Uploads a file to a store from its mapping.
 fn upload(image: &Image, location: &Location, context: &Context<'_>) -> Result<Snapshot, Error> {
     context.check_cancelled()?;
     context.observer.phase(Phase::Transfer);

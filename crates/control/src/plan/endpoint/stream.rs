@@ -1,4 +1,4 @@
-//! A stream: somebody's QEMU or towline that connects to us as the source, or that listens as the destination.
+//! A stream: a QEMU or towline that another party drives, which connects to us or listens.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,9 +24,9 @@ use super::traits::{
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, SourceKind};
 
-/// A listener without a partner waits this long: until somebody comes or the user ends it.
+/// Timeout of a listener: until a peer connects or the user cancels.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 3600);
-/// How long a source that has its answer may take to close its connections.
+/// Timeout for an acknowledged source to close its connections.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Waits for a source that connects to `address`.
@@ -41,7 +41,7 @@ pub(in super::super) fn listen(
     Ok(gather(listener, context.lanes, deadline, LANES_TIMEOUT, context.cancel)?)
 }
 
-/// What somebody sends to an address of ours.
+/// A source that sends its guest to an address of ours.
 pub(in super::super) struct StreamSource {
     address: Address,
     incoming: IncomingStream,
@@ -71,7 +71,7 @@ impl SourceEndpoint for StreamSource {
     ) -> Result<(), Error> {
         let session = switchover.session();
         context.observer.phase(Phase::Connect);
-        // The destination is as it was until somebody connects.
+        // The destination is unchanged until a source connects.
         let connections = listen(&self.address, context)?;
         if let Err(error) = to.connect(&session, context) {
             connections.refuse();
@@ -114,13 +114,13 @@ impl SourceEndpoint for StreamSource {
     }
 }
 
-/// A QEMU that runs a guest by itself, or another towline, which listens at an address.
+/// A QEMU that runs the guest by itself, or another towline, listening at an address.
 pub(in super::super) struct StreamDestination {
     address: Address,
     uuid: [u8; 16],
-    /// There once it is connected for what comes in as a stream.
+    /// Set once it is connected for an incoming stream.
     relay: Option<Box<Relay>>,
-    /// There once it is connected for a guest of this process.
+    /// Set once it is connected for a guest of this process.
     sent: Option<outgoing::Connections>,
 }
 
@@ -146,7 +146,7 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn sink(&self) -> &dyn Sink {
-        self.relay.as_deref().expect("connected before anything is received")
+        self.relay.as_deref().expect("connected by `connect`")
     }
 
     fn receive_guest(

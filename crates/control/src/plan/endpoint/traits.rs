@@ -1,4 +1,4 @@
-//! What a source and a destination of a copy do, in the order in which they are asked to.
+//! Source and destination of a copy, with their steps in the order in which they are called.
 //!
 //! ```text
 //!   source       prepare ─────────► start ─► transfer ─────► disconnect ─► origin ─► close
@@ -23,15 +23,15 @@ use super::super::vsock::DetachedVsocks;
 use crate::moves::MoveEnd;
 use crate::switchover::{DestinationKind, DestinationStatus, Directive, Input, SourceKind, StartResult};
 
-/// Where a guest comes from.
+/// Source of a guest.
 pub(in super::super) trait SourceEndpoint {
-    /// What the switchover has to do with.
+    /// Kind of the source, for the switchover.
     fn kind(&self) -> SourceKind;
 
-    /// Asks what its guest is; nothing is changed. `is_compared`: with the QEMU that would take it.
+    /// Describes the guest; nothing is changed. `is_compared`: with the QEMU at the destination.
     fn prepare(&mut self, is_compared: bool, context: &Context<'_>) -> Result<GuestDescription<'_>, Failure>;
 
-    /// Reaches the destination, and has the guest begin to come.
+    /// Connects the destination and starts the migration.
     fn start(
         &mut self,
         to: &mut dyn DestinationEndpoint,
@@ -42,7 +42,7 @@ pub(in super::super) trait SourceEndpoint {
         Ok(())
     }
 
-    /// Has all of the guest go to the destination. An error is the best reason that either end has.
+    /// Transfers all of the guest to the destination. The error is the best reason that either end has.
     fn transfer(
         &mut self,
         to: &mut dyn DestinationEndpoint,
@@ -50,111 +50,111 @@ pub(in super::super) trait SourceEndpoint {
         context: &Context<'_>,
     ) -> Result<(), Error>;
 
-    /// What has moved.
+    /// What was transferred so far.
     fn moved(&self) -> Snapshot;
 
-    /// What the source is to a record of the move; `None`: no record is needed, as with a guest that is stored.
+    /// The source in a record of the move; `None` if no record is needed, as for a stored guest.
     fn move_end(&self) -> Option<MoveEnd> {
         None
     }
 
-    /// The connection by which the guest comes, once it is there.
+    /// Main channel of the stream, once it is connected.
     fn main_channel(&self) -> Option<Arc<dyn Channel>> {
         None
     }
 
-    /// The stream went through: what the switchover directs.
+    /// Reports to the switchover that the stream is complete; returns its directive.
     fn delivered(&self, to: &dyn DestinationEndpoint, switchover: &SharedSwitchover) -> Directive {
         let _ = to;
         switchover.handle(Input::Delivered)
     }
 
-    /// Lets go of a stream that failed, at both ends where the source is to see that.
+    /// Closes a failed stream, at both ends where the source is to see that.
     fn disconnect(&mut self, to: &mut dyn DestinationEndpoint) {
         let _ = to;
     }
 
-    /// What the switchover's directives are carried out with.
+    /// Handle by which the switchover's directives are carried out.
     fn control(&mut self) -> SourceControl<'_> {
         SourceControl::Stored
     }
 
-    /// Its guest where the destination has counted it, and kept nothing.
+    /// State of the guest if the destination has discarded it.
     fn state_after_discard(&self) -> SourceState {
         SourceState::Unchanged
     }
 
-    /// After the switchover: lets go of a stream that is not needed any more.
+    /// Closes the stream after the switchover.
     fn close(&mut self) {}
 
-    /// Gives the reason of a failure that only the source knows.
+    /// Replaces the reason of a failure by one that only the source knows.
     fn explain(&self, failure: Failure) -> Failure {
         failure
     }
 }
 
-/// What a destination is told of a guest before anything moves.
+/// Description of a guest before anything is transferred.
 pub(in super::super) struct GuestDescription<'a> {
-    /// `None`: nothing is known of it.
+    /// Facts for the preflight check; `None` if nothing is known.
     pub(in super::super) guest: Option<preflight::GuestFacts>,
-    /// For the manifest of an image that is made of it.
+    /// Origin, for the manifest of an image.
     pub(in super::super) origin: ImageOrigin,
-    /// The image that it is, perhaps an incremental one.
-    #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "only an object store asks for it"))]
+    /// The guest's own image, possibly an incremental one.
+    #[cfg_attr(not(feature = "store"), expect(dead_code, reason = "used by object stores only"))]
     pub(in super::super) file: Option<&'a Image>,
 }
 
-/// What a source is driven by after its stream.
+/// Means to drive a source after its stream.
 pub(in super::super) enum SourceControl<'a> {
     /// A QEMU with its monitor.
     Qemu(&'a mut QmpSource),
-    /// A connection to a source that somebody else drives.
+    /// A connection to a source that another party drives.
     Stream(Arc<dyn Channel>),
     /// An image, or memory of this process.
     Stored,
 }
 
-/// A guest of this process: an image that is open, or a synthetic one.
+/// A guest of this process: an open image, or a synthetic one.
 pub(in super::super) struct LocalGuest<'a> {
     pub(in super::super) guest: &'a dyn Guest,
-    /// The image that it is, perhaps an incremental one.
+    /// The guest's own image, possibly an incremental one.
     pub(in super::super) file: Option<&'a Image>,
     /// It is stored, here or elsewhere.
     pub(in super::super) is_stored: bool,
 }
 
 impl LocalGuest<'_> {
-    /// Lanes by which it goes into an image: from one that is stored there is no stream to it.
+    /// Number of lanes into an image: none from a stored guest, which has no stream.
     pub(in super::super) fn lanes(&self, context: &Context<'_>) -> usize {
         if self.is_stored { 0 } else { context.lanes }
     }
 }
 
-/// Where a guest goes. What its defaults say holds for one that is kept within this process.
+/// Destination of a guest. The defaults are those of a guest that is kept within this process.
 pub(in super::super) trait DestinationEndpoint {
-    /// What the switchover has to do with.
+    /// Kind of the destination, for the switchover.
     fn kind(&self) -> DestinationKind {
         DestinationKind::Stored
     }
 
-    /// What the destination is to a record of the move.
+    /// The destination in a record of the move.
     fn move_end(&self) -> MoveEnd {
         MoveEnd::Stored
     }
 
-    /// Has the destination listen, and reaches it. `session` is that of the incoming migration.
+    /// Has the destination listen, and connects to it. `session` is that of the incoming migration.
     fn connect(&mut self, session: &Arc<Session>, context: &Context<'_>) -> Result<(), Error> {
         let _ = (session, context);
         Ok(())
     }
 
-    /// What takes a guest that comes in as a stream.
+    /// Sink for a guest that arrives as a stream.
     ///
     /// # Panics
-    /// It is a stream, and not connected.
+    /// The destination is a stream and not connected.
     fn sink(&self) -> &dyn Sink;
 
-    /// Takes a guest of this process.
+    /// Transfers a guest of this process.
     fn receive_guest(
         &mut self,
         local: &LocalGuest<'_>,
@@ -162,81 +162,82 @@ pub(in super::super) trait DestinationEndpoint {
         context: &Context<'_>,
     ) -> Result<Snapshot, Error>;
 
-    /// A guest of this process, in this state, is here: what the switchover directs.
+    /// Reports to the switchover that a guest of this process, in this run state, has arrived; returns its
+    /// directive.
     fn delivered(&self, run_state: Option<&str>, switchover: &SharedSwitchover) -> Directive {
         let _ = run_state;
         switchover.handle(Input::Delivered)
     }
 
-    /// Whether all of a guest came that nothing keeps.
+    /// Returns true if a complete guest was discarded.
     fn has_discarded(&self) -> bool {
         false
     }
 
-    /// Whether QEMU has loaded an image by itself.
+    /// Returns true if QEMU has loaded an image by itself.
     fn is_loaded_by_qemu(&self) -> bool {
         false
     }
 
-    /// Lets go of a stream that failed.
+    /// Closes a failed stream.
     fn disconnect(&mut self) {}
 
-    /// The main channel of a stream that was sent, behind which another towline may be.
+    /// Main channel of an outgoing stream, whose peer may be another towline.
     fn channel(&self) -> Option<Arc<dyn Channel>> {
         None
     }
 
-    /// What it does with the guest, where it is driven.
+    /// Queries the state of the guest, if the destination is driven.
     fn query_status(&mut self) -> DestinationStatus {
         DestinationStatus::Loaded
     }
 
-    /// Runs the guest where it is driven, and sees whether it does.
+    /// Starts the guest and checks that it runs, if the destination is driven.
     fn start_guest(&mut self) -> Result<StartResult, StartFailure> {
         Ok(StartResult::Live)
     }
 
-    /// Whether the error is one of the connection to it.
+    /// Returns true if the error comes from the connection to the destination.
     fn is_error_origin(&self, error: &Error) -> bool {
         let _ = error;
         false
     }
 
-    /// The guest is here, and runs if it is to: puts everything in order. Returns what to note.
+    /// Restores the settings of a destination whose guest is in its final state. Returns notices.
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error>;
 
-    /// How a guest is kept here that is stored.
+    /// State of a guest that is stored here.
     fn stored_state(&self) -> DestinationState;
 
-    /// Refuses if it could not take these again.
+    /// Refuses devices that could not be attached here.
     fn check_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         let _ = vsocks;
         Ok(())
     }
 
-    /// Puts in again what was taken out of the guest at its source.
+    /// Attaches the devices that were detached at the source.
     fn attach_vsocks(&mut self, vsocks: &DetachedVsocks) -> Result<(), Error> {
         let _ = vsocks;
         Ok(())
     }
 
-    /// After a failure: gives QEMU's own reason if it has a better one, and says what is left.
+    /// Rolls back after a failure. Returns the error, or QEMU's own reason if that is better, and notices.
     fn roll_back(&mut self, error: Error, context: &Context<'_>, undo: Rollback) -> (Error, Vec<String>) {
         let _ = (context, undo);
         (error, Vec::new())
     }
 }
 
-/// What is known of a guest that is not at its destination in order.
+/// Extent of a rollback.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct Rollback {
-    /// It was to run there.
+    /// The guest was to be started at the destination.
     pub(in super::super) is_cut_over: bool,
-    /// The destination may be the only one that holds it.
+    /// The destination may have the only copy of the guest.
     pub(in super::super) holds: bool,
 }
 
-/// What a towline at the source is told becomes of its guest at such a destination.
+/// Use of the guest at such a destination, as reported to a towline at the source.
 pub(in super::super) fn receiver(kind: DestinationKind) -> Receiver {
     match kind {
         DestinationKind::Qemu => Receiver::Waits,

@@ -1,4 +1,4 @@
-//! A test for each row: the whole sentence, the exit code, the identifier.
+//! One test for each row: sentence, exit code and identifier.
 
 use super::{GuestLocation, GuestState, OutcomeRow, SourceCategory};
 use crate::plan::report::{DestinationState, SourceState};

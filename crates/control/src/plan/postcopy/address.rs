@@ -1,4 +1,4 @@
-//! An address of somebody else's QEMU, which takes a guest by postcopy.
+//! An address of a QEMU that another party drives, as destination of a postcopy.
 
 use towline_channel::Address;
 
@@ -16,7 +16,7 @@ impl PostcopyDestination for AddressDestination {
         Ok(self.0.clone())
     }
 
-    /// Nobody to ask: it listens again when somebody has told it to.
+    /// It cannot be queried: it listens again after a `migrate-recover` there.
     fn recovery_state(&mut self) -> Result<RecoveryState, Error> {
         Ok(RecoveryState::Listening(self.0.clone()))
     }

@@ -1,4 +1,4 @@
-//! The other end of a copy by postcopy.
+//! Destination of a postcopy.
 
 use towline_channel::Address;
 use towline_protocol::RamBlock;
@@ -12,78 +12,79 @@ use super::super::outcomes::GuestLocation;
 use super::super::report::DestinationState;
 use super::super::request::PostcopyOptions;
 
-/// A QEMU that takes the guest. What the defaults say holds for one that nobody can ask.
+/// A QEMU that takes the guest. The defaults are those of one whose monitor is not connected.
 pub(super) trait PostcopyDestination {
-    /// Whether we can ask it, and tell it to listen again.
+    /// Returns true if its monitor is connected.
     fn is_driven(&self) -> bool {
         false
     }
 
-    /// Whether the guest ran when we came.
+    /// Returns true if the guest ran when it was connected to.
     fn was_running(&self) -> bool {
         true
     }
 
-    /// The size of the pages behind each block; of one that cannot be asked 4 KiB.
+    /// Sizes of the pages behind each block; 4 KiB if they cannot be queried.
     fn page_bytes(&self, blocks: &[RamBlock]) -> Vec<u64> {
         vec![PAGE_SIZE; blocks.len()]
     }
 
-    /// Where it listens, told to if it can be.
+    /// Has it listen, if it is driven; returns its address.
     fn listen(&mut self, options: PostcopyOptions, runs: bool) -> Result<Address, Error>;
 
-    /// Whether the guest is seen to run.
+    /// Returns true if the guest is seen to run.
     fn runs_now(&mut self) -> bool {
         false
     }
 
-    /// What became of it when its connection was lost.
+    /// State after its connection was lost.
     fn recovery_state(&mut self) -> Result<RecoveryState, Error>;
 
-    /// It does not listen again by itself.
+    /// Called when it does not listen again by itself.
     fn wait_for_help(&mut self, why: &towline_migration::Error, context: &Context<'_>);
 
-    /// Before the guest runs: puts things back. Returns the reason, the destination's own if that is better, and notes.
+    /// Rolls back before the guest runs. Returns the error, or the destination's own reason if that is better,
+    /// and notices.
     fn roll_back(&mut self, error: Error) -> (Error, Vec<String>) {
         (error, Vec::new())
     }
 
-    /// The guest did not come to run here. Returns notes.
+    /// Restores settings of a destination that did not start the guest. Returns notices.
     fn give_back(&mut self) -> Vec<String> {
         Vec::new()
     }
 
-    /// The destination says that it could not take the guest.
+    /// The failure of a destination that reported that it could not take the guest.
     fn given_up(&mut self, why: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let _ = (text, had_loaded);
         self.left(why.into())
     }
 
-    /// Its monitor is lost.
+    /// The failure of a destination whose monitor is lost.
     fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
         let _ = had_loaded;
         self.left(error)
     }
 
-    /// Nobody brings it its memory any more.
+    /// The failure of a destination that is sent no more memory.
     fn left(&mut self, error: Error) -> Failure {
         stopped(error)
     }
 
-    /// What the guest does there when it has all of its memory.
+    /// State of the guest when it has all of its memory.
     fn state(&self, runs: bool) -> DestinationState {
         let _ = runs;
         DestinationState::Loaded
     }
 
-    /// All memory is there. Returns notes.
+    /// Restores settings when all memory has arrived. Returns notices.
     fn finish(&mut self, runs: bool) -> Result<Vec<String>, Failure> {
         let _ = runs;
         Ok(Vec::new())
     }
 }
 
-/// The guest runs without a part of its memory: because its connection was lost, or because its image cannot be read.
+/// The guest runs without a part of its memory: its connection was lost, or its image cannot be read.
 pub(super) fn stopped(error: Error) -> Failure {
     let location = match &error {
         Error::Migration(error) if error_origin::is_guest_error(error) => GuestLocation::PostcopyUnreadable,

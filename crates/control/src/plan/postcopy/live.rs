@@ -1,8 +1,8 @@
-//! A running guest goes from a QEMU to another one by postcopy: a pass over its memory while it runs, then it runs over there and
-//! the rest follows.
+//! Postcopy of a running guest between two QEMUs: one pass over its memory while it runs, then it runs at the
+//! destination and the rest follows.
 //!
-//! The two QEMUs are connected to each other directly, and this process drives them: nothing that it could do with the pages on
-//! their way is worth another hop for every fault. A connection between them that breaks is made again.
+//! The QEMUs are connected to each other directly and driven by this process: nothing that it could do with the
+//! pages would be worth another hop for every fault. A lost connection between them is recovered.
 //!
 //! ```text
 //!   both set ─► migrate ─► a pass ─► migrate-start-postcopy ─► postcopy-active ─► completed ─► released, or ended
@@ -32,7 +32,7 @@ use super::super::shared_switchover::SharedSwitchover;
 use super::super::source::QmpSource;
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
-/// How often the QEMUs are asked.
+/// Interval of queries to the QEMUs.
 const QUERY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Moves or copies the guest of the QEMU at `from` to that at `to`.
@@ -48,7 +48,7 @@ pub(in super::super) fn migrate(
     context.report_repair(target.qemu());
     let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
     context.observer.phase(Phase::Connect);
-    // It stays paused until the source has switched, or says that it is done without.
+    // It stays paused until the source has switched to postcopy, or completes without it.
     let begun = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
     let begun = begun
         .and_then(|address| source.start_postcopy(&address, options.preempt, context.lanes, context.options));
@@ -84,7 +84,7 @@ fn prepare(path: &Path, source: &mut QmpSource, context: &Context<'_>) -> Result
     Ok(target)
 }
 
-/// Waits for the end of the first pass, and switches. Returns whether the guest was live then.
+/// Waits for the end of the first pass, and switches to postcopy. Returns true if the guest was live then.
 fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Error> {
     context.observer.phase(Phase::Transfer);
     let (mut cancelled, mut live) = (false, source.was_running);
@@ -98,7 +98,7 @@ fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Er
             Some(status) if *status == MigrationStatus::ACTIVE => {
                 live = source.is_live()?.unwrap_or(live);
                 let passed = migration.ram.as_ref().is_some_and(|ram| source.has_passed_once(ram));
-                // A guest that is paused writes nothing: its first pass is its last, and there is nothing to switch for.
+                // A paused guest writes nothing: its first pass is its last, and there is no need to switch.
                 if live && passed && !cancelled && !context.cancel.is_cancelled() {
                     source.switch_to_postcopy()?;
                     return Ok(live);
@@ -114,23 +114,23 @@ fn switch_over(source: &mut QmpSource, context: &Context<'_>) -> Result<bool, Er
     }
 }
 
-/// From the switch on: the source holds the guest's memory, and the destination its processors.
+/// The phase after the switch: the source holds the guest's memory, and the destination its vCPUs.
 struct LivePostcopy<'a> {
     source: QmpSource,
     target: QmpDestination,
     context: &'a Context<'a>,
     report: PostcopyReport,
-    /// What the source's QEMU counted.
+    /// Counters of the source's QEMU.
     moved: Snapshot,
     runs: bool,
     late_cancel_reported: bool,
 }
 
 impl LivePostcopy<'_> {
-    /// Until the source says that it is done. Returns how long the guest stood still, in milliseconds.
+    /// Waits until the source completes. Returns the downtime in milliseconds.
     fn follow(&mut self) -> Result<Option<u64>, Failure> {
         loop {
-            // A QEMU that does not answer just now says nothing of its guest.
+            // A missing reply is no evidence about the guest.
             let Some(migration) = self.source.migration().map_err(|error| self.lost(error))? else {
                 continue;
             };
@@ -167,7 +167,7 @@ impl LivePostcopy<'_> {
         }
     }
 
-    /// The source has given its guest away: the destination runs it as soon as it has its devices.
+    /// Starts the guest as soon as the destination has its devices: the source cannot run it any more.
     fn starts(&mut self) -> bool {
         match self.target.start_if_loaded() {
             Ok(runs) => runs,
@@ -178,7 +178,7 @@ impl LivePostcopy<'_> {
         }
     }
 
-    /// Both QEMUs lost their connection: the destination listens again, and the source goes on.
+    /// Recovers the connection between the QEMUs: the destination listens again, and the source resumes.
     fn recover(&mut self) -> Result<(), Failure> {
         let begun = Instant::now();
         let mut was_told = false;
@@ -213,14 +213,14 @@ impl LivePostcopy<'_> {
         }
     }
 
-    /// The source gave up, by its own word. Until the destination had all device state it keeps its guest.
+    /// The source reported a failure. It keeps its guest until the destination has all device state.
     fn failed(&mut self, error: Error) -> Failure {
         self.source.keep_settings();
         self.target.keep_settings();
         needs_attention(error, GuestLocation::PostcopyRefused)
     }
 
-    /// One of the monitors is lost, or the connection.
+    /// A monitor, or the connection between the QEMUs, is lost.
     fn lost(&mut self, error: Error) -> Failure {
         self.source.keep_settings();
         self.target.keep_settings();
@@ -252,7 +252,7 @@ impl LivePostcopy<'_> {
     }
 }
 
-/// Whether the source has sent everything but memory, and cannot run its guest any more.
+/// Returns true if the source has sent everything except memory, and cannot run its guest any more.
 fn is_over_there(migration: &MigrationInfo) -> bool {
     let status = migration.status.as_ref().map_or("", MigrationStatus::as_str);
     status.starts_with("postcopy-") && status != "postcopy-device" || status == "completed"

@@ -1,4 +1,4 @@
-//! A QEMU whose monitor we have, which takes a guest by postcopy.
+//! A QEMU whose monitor is connected, as destination of a postcopy.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ use super::stored::RestoreSource;
 pub(super) struct DrivenDestination(QmpDestination);
 
 impl DrivenDestination {
-    /// Checks what can be checked; nothing is changed.
+    /// Connects and checks it; nothing is changed.
     pub(super) fn prepare(
         path: &Path,
         stored: &RestoreSource<'_>,
@@ -40,7 +40,7 @@ impl DrivenDestination {
                 true => ("a preempt channel", "pass --postcopy-preempt"),
                 false => ("no preempt channel", "leave --postcopy-preempt out"),
             };
-            return Err(Error::Usage(format!("the guest was begun with {has}: {option}")));
+            return Err(Error::Usage(format!("the guest was started with {has}: {option}")));
         }
         Ok(Self(qemu))
     }

@@ -1,4 +1,4 @@
-//! Everything that takes part, and every step that each can take.
+//! All parties of a world, and their steps.
 
 mod carry;
 mod resumed;
@@ -12,22 +12,22 @@ use super::super::{
 /// The source's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Source {
-    /// Its guest is live or not, and its memory moves.
+    /// Its guest is live or not, and its memory is being sent.
     Migrating,
-    /// Everything was sent; it waits to be acknowledged.
+    /// Everything was sent; it waits for its acknowledgement.
     Waiting,
     /// `postmigrate`.
     Completed,
     /// It has its guest, as it was.
     HasGuest,
-    /// It was complete, and its guest runs again.
+    /// It had completed, and its guest was resumed.
     RunAgain,
     Exited,
     /// An image.
     Stored,
 }
 
-/// The destination's QEMU, or what stores the guest.
+/// The destination's QEMU, or the storage of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Destination {
     Loading,
@@ -38,15 +38,15 @@ pub(in super::super) enum Destination {
     Exited,
 }
 
-/// A connection, and what is on its way over it.
+/// A connection and the messages in flight on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) struct Wire {
     pub(in super::super) open: bool,
     /// The whole stream has been sent.
     all: bool,
-    /// The destination's acknowledgement is on its way.
+    /// The destination's acknowledgement is in flight.
     shut: bool,
-    /// It was read.
+    /// The acknowledgement was read.
     shut_read: bool,
     down: Option<PeerMessage>,
     up: Option<PeerMessage>,
@@ -57,15 +57,15 @@ const FRESH: Wire = Wire { open: true, all: false, shut: false, shut_read: false
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Engine {
     Streaming,
-    /// May the last bytes be sent? That is being recorded.
+    /// The permission for the last bytes is being recorded.
     Committing,
     Sent,
-    /// May the source be acknowledged? That is being recorded.
+    /// The permission to acknowledge the source is being recorded.
     Acknowledging,
     Ended,
 }
 
-/// A towline, with a machine of its own.
+/// A towline with its own machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) struct Towline {
     pub(in super::super) request: SwitchoverRequest,
@@ -75,7 +75,7 @@ pub(in super::super) struct Towline {
     pub(in super::super) alive: bool,
     pub(in super::super) outcome: Option<Outcome>,
     cancelled: bool,
-    /// What is durable.
+    /// Its record on disk.
     pub(in super::super) record: Option<Decision>,
     fault: FaultSwitch,
 }
@@ -85,22 +85,23 @@ pub(in super::super) struct Towline {
 pub(in super::super) struct World {
     pub(in super::super) source: Source,
     pub(in super::super) destination: Destination,
-    /// Whether the guest is live at its source when it is not stopped by the migration.
+    /// Run state of the guest at its source unless the migration has stopped it.
     pub(in super::super) guest: GuestRunState,
-    /// As the stream carried it.
+    /// Run state in the stream.
     pub(in super::super) carried: GuestRunState,
     pub(in super::super) towlines: [Option<Towline>; 2],
     wires: [Wire; 3],
     mishaps: u8,
-    /// An operator ran the guest where it was complete.
+    /// An operator resumed the guest at a completed source.
     pub(in super::super) operator_ran: bool,
-    /// An operator cancelled at the source, or a towline was killed, when a destination that runs by itself was given everything.
+    /// An operator cancelled at the source, or a towline was killed, after a destination that runs the guest by
+    /// itself was sent everything.
     pub(in super::super) window: bool,
-    /// A later towline has acted on a record, or found out where the guest is and said so.
+    /// A later towline has acted on a record, or found the guest and reported it.
     pub(in super::super) resumed: bool,
 }
 
-/// What somebody does.
+/// A step of one party.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Step {
     SourceSendsTheRest,
@@ -111,9 +112,9 @@ pub(in super::super) enum Step {
     SourceIsAcknowledged,
     EngineFails(usize),
     Carry(usize, Reply),
-    /// A later towline looks at what is at hand of this one, and finishes the move if that is enough.
+    /// A later towline examines the ends of this one and finishes the move if that is enough.
     Resume(usize),
-    /// The same, with what is known at both ends.
+    /// A later towline examines both ends.
     ResumeBoth,
     // Mishaps.
     Cut(usize),
@@ -126,14 +127,14 @@ pub(in super::super) enum Step {
     Kill(usize),
 }
 
-/// How a directive turns out.
+/// Result of carrying out a directive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in super::super) enum Reply {
     True,
     Silent,
     TimedOut,
     Refused,
-    /// It took effect, and its answer is lost.
+    /// It took effect, and its reply is lost.
     Unanswered,
 }
 
@@ -185,7 +186,7 @@ impl World {
         self.towlines.iter().flatten().count()
     }
 
-    /// The kind of the destination proper.
+    /// Kind of the last destination.
     pub(in super::super) fn last_kind(&self) -> DestinationKind {
         self.towlines[self.count() - 1].expect("there is one").request.destination
     }
@@ -284,7 +285,7 @@ impl World {
                 (mishap, Reply::Silent),
                 (mishap, Reply::Unanswered),
             ]),
-            // A full disk; and a record that is there, but is not known to be.
+            // A full disk; and a record that exists but is not known to.
             Directive::Record(_) => {
                 with(&[(true, Reply::True), (mishap, Reply::Refused), (mishap, Reply::Unanswered)])
             }
@@ -297,7 +298,7 @@ impl World {
         }
     }
 
-    /// What the connection to the source shows.
+    /// State of the connection to the source.
     fn link(&self) -> SourceLink {
         let wire = self.wires[0];
         match self.source {
@@ -389,7 +390,7 @@ impl World {
         }
     }
 
-    /// A destination that runs by itself has everything.
+    /// Returns true if a destination that runs the guest by itself has everything.
     fn may_run_by_itself(&self) -> bool {
         self.last_kind() == DestinationKind::Stream && self.wires[self.last_wire()].all
     }
@@ -485,7 +486,7 @@ impl World {
         }
     }
 
-    /// What was sent before the close is still read at the other end.
+    /// Data sent before the close is still read at the other end.
     fn cut_behind(&mut self, index: usize) {
         self.cut(index);
         self.cut(index + 1);
@@ -505,13 +506,13 @@ impl World {
         }
     }
 
-    /// Whether nothing is left to do for anybody.
+    /// Returns true if every towline has ended.
     pub(in super::super) fn is_over(&self) -> bool {
         let over = |towline: &Towline| !towline.alive || towline.outcome.is_some();
         self.towlines.iter().flatten().all(over)
     }
 
-    /// Whether the guest runs at its source.
+    /// Returns true if the guest runs at its source.
     pub(in super::super) fn runs_at_source(&self) -> bool {
         match self.source {
             Source::Migrating | Source::HasGuest => self.guest.is_live(),
@@ -520,7 +521,7 @@ impl World {
         }
     }
 
-    /// Whether a towline has said that the guest is at its destination.
+    /// The guest's placement, if this towline has reported that it is at its destination.
     pub(in super::super) fn placed(&self, index: usize) -> Option<Placement> {
         match self.towlines[index]?.outcome? {
             Outcome::Completed(placed) => Some(placed),

@@ -1,4 +1,4 @@
-//! How a directive turns out.
+//! Carries out directives in a world.
 
 use super::super::super::{
     Decision, DestinationStatus, Directive, Input, PeerMessage, SourceKind, SourceStatus, StartResult,
@@ -16,7 +16,7 @@ impl World {
                 if reply != Reply::Refused {
                     self.towline(index).record = Some(decision);
                 }
-                // The source's connection is looked at once more before the last bytes go.
+                // The source's connection is probed once more before the last bytes are sent.
                 let is_open = decision != Decision::Commit || self.wires[index].open;
                 if reply == Reply::True && is_open { Input::Recorded } else { Input::NotRecorded }
             }
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// Nothing came within the deadline. A monitor that is silent is one that was asked before.
+    /// No event came within the deadline. Only a monitor that was reachable before can time out.
     fn timed_out(&mut self, directive: Directive) -> Input {
         let waits = match directive {
             Directive::QuerySource => matches!(self.source, Source::Migrating | Source::Waiting),
@@ -75,7 +75,7 @@ impl World {
             self.spend();
         }
         match directive {
-            // What a monitor that is closed shows before the deadline.
+            // The state that a closed monitor shows before the deadline.
             Directive::QuerySource if !waits => Input::Source(SourceStatus::Unknown),
             _ => Input::TimedOut,
         }
@@ -113,7 +113,7 @@ impl World {
 
     fn send(&mut self, index: usize, message: PeerMessage) -> Input {
         if message == PeerMessage::NotRun {
-            // What the source's operator is asked to look at is no evidence for this end any more.
+            // The source's operator may act on this message, so the record is no longer evidence for this end.
             let towline = self.towline(index);
             towline.record = towline.record.map(|decision| decision.min(Decision::Acknowledge));
         }

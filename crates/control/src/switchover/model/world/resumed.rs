@@ -1,4 +1,4 @@
-//! A later towline, which has the records and a look at the QEMUs.
+//! A later towline, which has the records and queries the QEMUs.
 
 use super::super::super::Side;
 use super::{
@@ -7,22 +7,22 @@ use super::{
 use crate::switchover::DestinationKind;
 
 impl World {
-    /// What is durable of this towline.
+    /// The record of this towline on disk.
     pub(super) fn record(&self, index: usize) -> Option<Decision> {
         self.towlines[index]?.record
     }
 
-    /// The last that is recorded anywhere.
+    /// The last decision that is recorded anywhere.
     pub(super) fn decided(&self) -> Option<Decision> {
         self.towlines.iter().flatten().filter_map(|towline| towline.record).max()
     }
 
-    /// Whether no towline works on it any more.
+    /// Returns true if no towline works on it any more.
     pub(super) fn is_left(&self, index: usize) -> bool {
         self.towlines[index].is_some_and(|towline| !towline.alive || towline.outcome.is_some())
     }
 
-    /// What a towline on the host of this one knows.
+    /// Evidence available to a towline on the host of this one.
     pub(super) fn case(&self, index: usize) -> InterruptedMove {
         let towline = self.towlines[index].expect("it is there");
         let case = InterruptedMove::new(towline.record.expect("there is one"), self.is_to_run());
@@ -32,7 +32,7 @@ impl World {
         InterruptedMove { source, destination, ..case.with_fault(towline.fault) }
     }
 
-    /// What both know together.
+    /// Evidence available at both ends together.
     pub(super) fn case_of_both(&self) -> InterruptedMove {
         let case = InterruptedMove::new(self.decided().expect("there is one"), self.is_to_run());
         InterruptedMove {
@@ -63,19 +63,19 @@ impl World {
                     Placement::Running => self.destination == Destination::Running,
                     _ => self.destination == Destination::Loaded,
                 };
-                assert!(is_there, "it is not where it is said to be");
+                assert!(is_there, "the guest is not where the action assumes it");
                 self.forget(index, case);
             }
             ResumeAction::AtSource => {
                 assert!(
                     matches!(self.source, Source::HasGuest | Source::RunAgain),
-                    "its source does not have it"
+                    "the source does not have the guest"
                 );
                 self.forget(index, case);
             }
             ResumeAction::Gone => self.forget(index, case),
             ResumeAction::RunSource | ResumeAction::Quit(Side::Source | Side::Destination) => {
-                unreachable!("nobody chose that")
+                unreachable!("needs an operator's choice")
             }
             ResumeAction::Wait(_) | ResumeAction::NeedsChoice(_) => {}
         }
