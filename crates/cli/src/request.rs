@@ -42,7 +42,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Requ
                 Destination::Qmp(_) => {
                     "--detach-vsock goes with a guest whose memory comes first: leave --postcopy out"
                 }
-                _ => "--detach-vsock needs a qmp: destination, where the device is put in again",
+                _ => "--detach-vsock needs a qmp: destination, where the device is attached again",
             };
             return Err(text.into());
         }

@@ -68,7 +68,7 @@ pub enum Error {
     },
     /// A line is not a record of this version.
     #[error(
-        "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it is of another version of \
+        "journal {path}, line {line}: expected a record of version {VERSION}, found another ({reason}): it belongs to another version of \
          towline, which can repair the QEMU; or remove it"
     )]
     Format {

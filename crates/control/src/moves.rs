@@ -83,7 +83,7 @@ pub enum Error {
     #[error(transparent)]
     Qemu(#[from] qemu::Error),
     /// The guest was to be started, and does not run.
-    #[error("QEMU on {socket} was told to run the guest, and its status is `{status}`; its own log says why")]
+    #[error("QEMU on {socket} got `cont`, and its status is `{status}`; its own log says why")]
     NotRunning {
         /// The monitor's socket.
         socket: String,
@@ -129,7 +129,7 @@ impl ListedMove {
         text::undecided(&self.record)
     }
 
-    /// What to do: one command or sentence each.
+    /// Commands to run, and other advice.
     #[must_use]
     pub fn advice(&self) -> Vec<String> {
         text::advice(self)

@@ -1,9 +1,9 @@
 //! Plans: the phases of a copy, from the first query to a guest that is safe.
 //!
 //! ```text
-//!   prepare source ─► prepare destination ─► fits? ─► start ─► watch (engine in threads) ─► cut over ─► release
-//!        │undo               │undo                      │undo        │undo                     │
-//!        └───────────────────┴──────────────────────────┴────────────┘      from here on the destination may run
+//!   prepare source ─► prepare destination ─► preflight ─► start ─► watch (engine in threads) ─► cut over ─► release
+//!        │                   │                            │         │                             │
+//!        └─── roll back ─────┴────────────────────────────┴─────────┘      from here on the destination may run
 //! ```
 //!
 //! A failure before the cut-over leaves the guest where it was: the source runs it again if it ran. A `qmp:`

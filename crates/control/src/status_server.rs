@@ -426,7 +426,7 @@ fn of_copy(state: &State) -> Vec<Metric> {
 /// Metrics of a lane to the destination.
 fn of_lane(lane: &LaneSends) -> Vec<Metric> {
     vec![
-        Metric::counter("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
+        Metric::counter("plain-packets", "packets that the kernel copies", lane.plain.packets),
         Metric::byte_counter("plain-bytes", "pages in these", lane.plain.bytes),
         Metric::counter("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
         Metric::byte_counter("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),

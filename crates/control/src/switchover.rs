@@ -548,7 +548,7 @@ impl Switchover {
         }
     }
 
-    /// Whether the peer receives it or not: it does not start the guest without another message.
+    /// Restores the source even if the peer did not receive the message: without another one it does not start the guest.
     fn withdrawing(&mut self) -> Directive {
         self.restore(false)
     }

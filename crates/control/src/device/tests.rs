@@ -30,7 +30,7 @@ impl ManagedDevice for Fake {
     }
 
     fn accepts(&self, version: &str) -> Result<(), String> {
-        if version == "fake 1 mq=2" { Ok(()) } else { Err(format!("{version:?} is none of fake 1")) }
+        if version == "fake 1 mq=2" { Ok(()) } else { Err(format!("{version:?} is not a version of fake 1")) }
     }
 
     fn statistics(&self) -> Vec<StatsObject> {
@@ -72,7 +72,7 @@ fn a_version_is_read_and_the_sources_is_checked() {
         ask(&here, "check-migration-version", &json!({ "type": kind, "version": version }))
     };
     assert_eq!(check("net", "fake 1 mq=2\n"), Ok(json!({})));
-    assert!(check("net", "fake 2").unwrap_err().starts_with("EINVAL: \"fake 2\" is none"));
+    assert!(check("net", "fake 2").unwrap_err().starts_with("EINVAL: \"fake 2\" is not a"));
     let long = "x".repeat(limits::MIGRATION_VERSION_BYTES_MAX + 1);
     assert!(check("net", &long).unwrap_err().starts_with("EINVAL: a version of 4097 bytes"));
     // The type comes first: the device does not see the version.

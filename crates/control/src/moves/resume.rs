@@ -255,7 +255,7 @@ impl Resume {
         let state = if placed == Placement::Running {
             "runs the guest"
         } else {
-            "holds the guest, paused, as was asked for"
+            "holds the guest, paused, as requested"
         };
         let text = format!("{} {state}", self.record.destination);
         if self.done.last() != Some(&text) {

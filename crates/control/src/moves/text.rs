@@ -8,25 +8,25 @@ pub(super) fn undecided(record: &MoveRecord) -> String {
     let (source, destination) = (&record.source, &record.destination);
     match (record.stage, record.role) {
         (Stage::Commit, _) => format!(
-            "{destination} was given everything, and may run the guest; {source} stands still, or has it back if its migration failed"
+            "{destination} was sent everything, and may run the guest; {source} is stopped, or has it back if its migration failed"
         ),
         (Stage::Acknowledge, Role::Destination) => format!(
-            "{destination} holds the guest, paused; whether the source, reached by {source}, is done with it is not known"
+            "{destination} holds the guest, paused; it is not known whether its source, reached by {source}, is done with it"
         ),
         (Stage::Acknowledge, Role::Source) => format!(
-            "{destination} holds the guest, paused, and was not told to run it; {source} is done with it, or has it back if its migration failed"
+            "{destination} holds the guest, paused, and did not get the outcome; {source} is done with it, or has it back if its migration failed"
         ),
         (Stage::Acknowledge, Role::Both) => {
             format!(
-                "{destination} holds the guest, paused; whether {source} is done with it was not seen yet"
+                "{destination} holds the guest, paused; it is not known yet whether {source} is done with it"
             )
         }
         (Stage::Complete, _) => format!(
-            "{source} is done with the guest, and the towline at {destination} is told to run it: whether it does is not known"
+            "{source} is done with the guest, and the towline at {destination} is sent that: it is not known whether it runs there"
         ),
         (Stage::Run, _) => {
             format!(
-                "{source} is done with the guest, and {destination} is told to run it: whether it does was not seen"
+                "{source} is done with the guest, and {destination} is being started: it is not known whether it runs"
             )
         }
         (Stage::Left, _) => left(record),
@@ -38,20 +38,20 @@ pub(super) fn left(record: &MoveRecord) -> String {
     let MoveRecord { id, source, destination, .. } = record;
     match record.stage {
         Stage::Left if record.guest_plan.run => format!(
-            "the guest of {source} was copied to {destination} and made to run there (move {id}): to run it here too would make two of it; end \
+            "the guest of {source} was copied to {destination} and made to run there (move {id}): to run it here too would run it twice; end \
              this QEMU, or, if it does not run there, `towline resume {id} --run-here=source`"
         ),
         Stage::Left => format!(
-            "the guest of {source} was paused when it was copied to {destination} (move {id}), and QEMU sends it again only when it was run on: \
-             run it on first (`cont`), if it may run"
+            "the guest of {source} was paused when it was copied to {destination} (move {id}), and QEMU sends it again only after it was resumed: \
+             resume it first (`cont`), if it may run"
         ),
         _ => format!(
-            "the guest of {source} has a part in a move to {destination} that is undecided: `towline resume {id}` first"
+            "the guest of {source} is part of an undecided move to {destination}: `towline resume {id}` first"
         ),
     }
 }
 
-/// What to do: one command or sentence each.
+/// Commands to run, and other advice.
 pub(super) fn advice(listed: &ListedMove) -> Vec<String> {
     let id = &listed.record.id;
     let mut advice = Vec::new();
@@ -80,7 +80,7 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
     let since = record.begun();
     match blocker {
         ResumeBlocker::DestinationWaits => format!(
-            "{source} is done with the guest (postmigrate), and the towline at {destination} was not told to run it. On that host, run it: \
+            "{source} is done with the guest (postmigrate), and the towline at {destination} did not get the outcome. On that host, run it: \
              `towline resume {id} --run-here`; then end this source: `towline resume {id} --discard`. Or take the guest back: on that host \
              `towline resume {id} --discard`, and only then here `towline resume {id} --run-here`"
         ),
@@ -109,10 +109,10 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
              end one of the two; if not, end that QEMU. Then `towline resume {id} --forget`. TWO GUESTS ON ONE DISK DESTROY IT"
         ),
         ResumeBlocker::SourceUnknown => format!(
-            "{source} does not answer, or still sends: what it does with the guest is not known. Try again when it answers, or when it has exited"
+            "{source} does not reply, or is still migrating: its state is not known. Try again when it replies, or when it has exited"
         ),
         ResumeBlocker::DestinationUnknown => format!(
-            "{destination} does not answer, or still loads: whether it runs the guest is not known. Try again when it answers, or when it has exited"
+            "{destination} does not reply, or is still loading: it is not known whether it runs the guest. Try again when it replies, or when it has exited"
         ),
         ResumeBlocker::DestinationLost => format!(
             "{source} holds the guest as it was when it was sent (postmigrate); {destination} has exited or failed, and MAY HAVE RUN IT before. If it \

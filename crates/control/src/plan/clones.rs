@@ -1,8 +1,8 @@
 //! One image, several destinations: clones of one guest.
 //!
 //! ```text
-//!   check all ─► open the image once ─► look at the QEMUs beside each other ─► a copy for each, at the same time
-//!                                            └─ those that share a disk are refused     each succeeds or fails by itself
+//!   check all ─► open the image once ─► compare the QEMUs ─► a copy for each, at the same time
+//!                                         └─ those that share a disk are refused     each succeeds or fails by itself
 //! ```
 //!
 //! Every copy is the one that [`copy`](super::copy) makes, from one mapping, so that the page cache holds the

@@ -1,9 +1,9 @@
 //! Carries out the switchover's directives, from the end of the stream to the end of the command.
 //!
 //! ```text
-//!   the stream went through, or failed ─► Switchover ─► directive ─► QMP, the connection, the other towline ─┐
-//!                                             ▲                                                              │
-//!                                             └───────────── what came of it ◄───────────────────────────────┘
+//!   the stream is complete, or failed ─► Switchover ─► directive ─► QMP, the connection, the other towline ─┐
+//!                                                ▲                                                           │
+//!                                                └───────────── result ◄─────────────────────────────────────┘
 //! ```
 //! Nothing is decided here: [`crate::switchover`] decides which end may run the guest.
 
@@ -128,7 +128,7 @@ impl Executor<'_> {
         if !self.cancel_handled && self.ends.context.cancel.is_cancelled() {
             self.cancel_handled = true;
             if !self.ends.switchover.cancel() {
-                let text = "the guest is being handed over, so it is too late to cancel";
+                let text = "the switchover is in progress, so it is too late to cancel";
                 self.ends.context.observer.notice(text);
             }
         }

@@ -83,7 +83,7 @@ impl IncomingStream {
         result
     }
 
-    /// What was transferred so far.
+    /// Counters of the transfer so far.
     pub(super) fn moved(&self) -> Snapshot {
         self.statistics.snapshot()
     }

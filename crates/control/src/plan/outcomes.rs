@@ -34,7 +34,7 @@ pub(crate) enum GuestLocation {
     WithoutVsock,
     /// It runs, and a truncated image may have given it zeros.
     ImageCutShort,
-    /// It runs without the rest of its memory, which is no longer sent.
+    /// It runs without the rest of its memory, and no more is sent.
     PostcopyPaused,
     /// As `PostcopyPaused`, and its image cannot be read to its end.
     PostcopyUnreadable,
@@ -58,12 +58,12 @@ impl GuestLocation {
         let (id, exit_code, text) = match self {
             Self::AtSource => ("at-source", 1, "safe at its source"),
             Self::InImage => ("in-image", 1, "in its image, which is as it was"),
-            Self::WithProcess => ("ended-with-process", 1, "gone, as a synthetic one goes with its process"),
+            Self::WithProcess => ("ended-with-process", 1, "gone: a synthetic guest ends with its process"),
             Self::Unreached => ("unreached", 1, "not touched; its QEMU could not be reached"),
             Self::WithoutVsock => (
                 "without-vsock",
                 3,
-                "at its destination, whole, but for its vsock, which could not be put in there (`device_add`)",
+                "at its destination, whole, except for its vsock, which could not be attached there (`device_add`)",
             ),
             Self::ImageCutShort => (
                 "image-cut-short",
@@ -86,17 +86,17 @@ impl GuestLocation {
                 "it ran at its destination, which has ended, and the guest with it; the image holds it as it was stored",
             ),
             Self::PostcopyArrived => {
-                ("postcopy-arrived", 3, "at its destination, with all of its memory: look what it does there")
+                ("postcopy-arrived", 3, "at its destination, with all of its memory: check its state there")
             }
             Self::PostcopyRefused => (
                 "postcopy-refused",
                 3,
-                "it was switched to its destination, which could not take it: look at both, and run it on at the source (`cont`) only if it does not run there",
+                "it was switched to its destination, which could not take it: look at both, and resume it at the source (`cont`) only if it does not run there",
             ),
             Self::PostcopySplit => (
                 "postcopy-split",
                 3,
-                "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; where both QEMUs live, `migrate-recover` at the destination and `migrate` with resume at the source go on",
+                "it runs at its destination with a part of its memory, and the source holds the rest: do not run it there; if both QEMUs still run, `migrate-recover` at the destination and `migrate` with resume at the source resume it",
             ),
             Self::Unresolved(unresolved) => return unresolved_row(unresolved),
             Self::UnresolvedOfImage(unresolved) => return image_row(unresolved),
@@ -109,59 +109,59 @@ impl GuestLocation {
 fn unresolved_row(unresolved: Unresolved) -> OutcomeRow {
     let text = match unresolved {
         Unresolved::DestinationHolds => {
-            "whole at its destination, paused; its source did not say whether it is done: look at the source, and run the guest at one of them only (`cont`)"
+            "whole at its destination, paused; its source did not report whether it is done: look at the source, and run the guest at one of them only (`cont`)"
         }
         Unresolved::Undecided => {
             "whole at its destination, paused; whether its source is done with it is not known: run it here (`cont`) only if it does not run there"
         }
         Unresolved::DestinationMayRun => {
-            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and run it on at the source (`cont`) only if it does not run there"
+            "at its destination, which was sent everything and may run it; its source, if it still has it, holds it paused (postmigrate): look at the destination, and resume it at the source (`cont`) only if it does not run there"
         }
         Unresolved::BothMayRun => {
             "running at its source, whose migration was cancelled there when the destination had everything: look at the destination, which may run it too, and end one of them"
         }
         Unresolved::SourceRunByOthers => {
-            "running at its source, where it was run by somebody else after the copy was complete; the destination holds a copy of it, paused: run only one of them"
+            "running at its source, where another party resumed it after the copy was complete; the destination holds a copy of it, paused: run only one of them"
         }
-        Unresolved::BothPaused => "paused at both ends: run it on where you want it (`cont`), not at both",
+        Unresolved::BothPaused => "paused at both ends: resume it (`cont`) at one of them only",
         Unresolved::StoppedAgain => {
             "at its destination, where it was run and stopped again; its source still holds it as it was before that, paused (postmigrate): run only one of them"
         }
         Unresolved::DestinationLost => {
-            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, run it on at the source (`cont`)"
+            "paused at its source (postmigrate); the destination was lost when it was to run it, so it may have run there: if not, resume it at the source (`cont`)"
         }
         Unresolved::DestinationUnknown => {
             "paused at its source (postmigrate); whether it runs at the destination is not known: look there, and run only one of them (`cont`)"
         }
         Unresolved::DestinationOnly => {
-            "paused at the destination, whole (`cont` runs it on); its source has ended"
+            "paused at the destination, whole (`cont` resumes it); its source has ended"
         }
         Unresolved::DestinationAlone => {
-            "at its destination, which does not answer any more: look whether it runs there; its source has ended"
+            "at its destination, which does not reply any more: check whether it runs there; its source has ended"
         }
         Unresolved::BothExited => "lost: both QEMUs have ended",
         Unresolved::SourceExited => {
             "lost: its source's QEMU has ended, and the guest with it; the destination has only a part of it, which does not run"
         }
         Unresolved::SourceExitedSince => {
-            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; what the destination may hold of it is older"
+            "lost: its source's QEMU has ended, and the guest with it, after it ran on there; the destination's state of it is older"
         }
         Unresolved::SourceUnknown => {
-            "at its source, if that still lives: the guest runs on there as soon as QEMU sees that the copy failed (if not: `cont`)"
+            "at its source, if that still runs: the guest is resumed there as soon as QEMU sees that the copy failed (if not: `cont`)"
         }
         Unresolved::SourceNotEnded => {
-            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not run it there"
+            "at its destination; its source could not be ended and holds it paused (postmigrate): end it (`quit`), and do not resume it there"
         }
-        Unresolved::SourceNotResumed => "stored; at its source it is still paused: run it on (`cont`)",
+        Unresolved::SourceNotResumed => "stored; at its source it is still paused: resume it (`cont`)",
         Unresolved::StoredOnly => "stored, and nowhere else: its source's QEMU has ended",
         Unresolved::PeerWaits => {
             "paused at both ends: the outcome could not be sent to the destination's towline"
         }
         Unresolved::PeerUnknown => {
-            "paused at its source (postmigrate); the destination's towline was to run it, and did not say that it did: look there, and run only one of them"
+            "paused at its source (postmigrate); the destination's towline was to run it, and did not report that it did: look there, and run only one of them"
         }
         Unresolved::PeerDidNotRun => {
-            "paused at both ends: the destination's towline could not run it; run it on where you want it (`cont`), not at both"
+            "paused at both ends: the destination's towline could not run it; resume it (`cont`) at one of them only"
         }
     };
     OutcomeRow { id: id_of(unresolved), exit_code: 3, text }
@@ -289,7 +289,7 @@ impl SourceState {
     pub fn text(self) -> &'static str {
         match self {
             Self::Running => "runs on",
-            Self::Paused => "paused (postmigrate); `cont` runs it on",
+            Self::Paused => "paused (postmigrate); `cont` resumes it",
             Self::Ended => "ended",
             Self::Unchanged => "as it was",
         }
@@ -304,7 +304,7 @@ impl DestinationState {
             Self::Paused => "loaded, paused",
             Self::Stored => "stored, synced",
             Self::Loaded => "loaded",
-            Self::Received => "received into memory, which is gone with this process",
+            Self::Received => "received into memory, which ends with this process",
             Self::Dropped => "counted and dropped",
         }
     }

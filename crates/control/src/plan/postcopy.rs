@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   prepare ─► offer ─► run ─► serve ─► completed ─► release
-//!      │undo     │undo    │       └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
-//!      └─────────┴────────┘ from `run` on the guest may run there: a failure says where it is and how it is gone on with
+//!      │         │       │       └─ lost ─► migrate-recover ─► serve …   (as often as it takes)
+//!      └ roll back ┘     └ from here on the guest may run there: a failure describes where it is and how to recover
 //! ```
 //! The image stays as it is. Before `run` nothing runs anywhere, and a failure leaves the guest in its image;
 //! after it the guest is at the destination, which waits for its pages, and this process or another one
@@ -88,7 +88,9 @@ fn end(
     Ok(match (destination.monitor(), destination.stream()) {
         (Some(path), _) => Box::new(DrivenDestination::prepare(path, stored, options, context)?),
         (None, Some(address)) => Box::new(AddressDestination(address.clone())),
-        (None, None) => return Err(Error::Usage(format!("--postcopy to {destination}: it runs no guest"))),
+        (None, None) => {
+            return Err(Error::Usage(format!("--postcopy to {destination}: it cannot run a guest")));
+        }
     })
 }
 

@@ -41,7 +41,7 @@ impl Recorder {
             }
             Err(error) if machine.keeps_record() => {
                 context.observer.notice(&format!(
-                    "if this process is killed while the guest is handed over, no record says so, and `towline resume` cannot finish it: {error}"
+                    "if this process is killed during the switchover, there is no record, and `towline resume` cannot finish it: {error}"
                 ));
                 None
             }
@@ -79,7 +79,7 @@ impl Recorder {
         let ended = match outcome {
             Outcome::Unresolved(Unresolved::BothPaused) => {
                 if let Err(error) = state.retract() {
-                    tracing::warn!(%error, "the record of the move still says that its destination runs the guest");
+                    tracing::warn!(%error, "the record of the move still has the guest running at its destination");
                 }
                 return state.keep(message);
             }
@@ -87,7 +87,7 @@ impl Recorder {
             Outcome::Completed(placed) if leaves_paused_guest(placed, machine) => state.leave(id, machine),
             _ => state.file.as_mut().map_or(Ok(()), RecordFile::remove),
         };
-        ended.err().map(|error| format!("the record of this move, which is over, is not up to date: {error}"))
+        ended.err().map(|error| format!("the record of this finished move is not up to date: {error}"))
     }
 
     /// Withdraws the decision to run the guest at its destination: it does not run there, and the peer that is

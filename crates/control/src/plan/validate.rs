@@ -168,7 +168,7 @@ fn check_end(source: &Source, destination: &Destination, options: &Request) -> R
 fn check_vsock(source: &Source, destination: &Destination, options: &Request) -> Result<(), Error> {
     match (source.monitor(), destination.monitor()) {
         (None, _) | (_, None) if options.detaches_vsock() => Err(Error::Usage(
-            "--detach-vsock needs a qmp: destination, where the device is put in again".into(),
+            "--detach-vsock needs a qmp: destination, where the device is attached again".into(),
         )),
         _ => Ok(()),
     }
@@ -199,7 +199,7 @@ fn check_return_path(source: &Source, destination: &Destination, options: &Reque
     let from_stream = matches!(source, Source::Stream(_));
     match (source, destination) {
         (Source::Qmp(_), _) => Err(Error::Usage(
-            "--return-path off with a running guest: QEMU would end it though nobody has said that it arrived".into(),
+            "--return-path off with a running guest: QEMU would end it although its arrival is not acknowledged".into(),
         )),
         // An image is as safe afterwards as before, and so is the file behind a pipe.
         (_, Destination::Stream(_)) if !from_stream => Ok(()),
@@ -256,7 +256,7 @@ fn check_zero_copy_send(
             return zero_copy_over_tcp(options, lanes);
         }
         Destination::Stream(address) => {
-            format!("{address} is no TCP connection, and the kernel has it for TCP only")
+            format!("{address} is not a TCP connection, and the kernel supports it for TCP only")
         }
         Destination::Qmp(_) => {
             "the stream to a qmp: DEST goes through a Unix socket on this host, where the kernel always copies"
@@ -311,18 +311,18 @@ fn check_tls(source: &Source, destination: &Destination, options: &Request) -> R
     };
     if let Some(address) = streams().find(|address| !carries(address)) {
         return Err(Error::Usage(format!(
-            "--tls-creds with {address}: only tcp:, unix: and wss:// speak TLS; leave the option out"
+            "--tls-creds with {address}: only tcp:, unix: and wss:// support TLS; leave the option out"
         )));
     }
     match (to, &tls.hostname) {
         (None, Some(_)) => {
             return Err(Error::Usage(
-                "--tls-hostname is the name of a destination that is connected to (tcp:, unix:), and here nobody is: leave the option out".into(),
+                "--tls-hostname is the name of a destination that is connected to (tcp:, unix:), and there is none here: leave the option out".into(),
             ));
         }
         (Some(address @ Address::Unix(_)), None) => {
             return Err(Error::Usage(format!(
-                "--tls-creds with {address}, which names no host: say with --tls-hostname which its certificate is for"
+                "--tls-creds with {address}, which has no host name: give that of its certificate with --tls-hostname"
             )));
         }
         _ => {}
@@ -342,22 +342,22 @@ fn check_postcopy(source: &Source, options: &Request) -> Result<(), Error> {
     let recovers = options.postcopy().is_some_and(|postcopy| postcopy.recover);
     let text = match source {
         Source::Stream(_) => {
-            "--postcopy with a stream as its source: who sends it decides; set postcopy-ram at both QEMUs and connect them without towline"
+            "--postcopy with a stream as its source: its sender decides; set postcopy-ram at both QEMUs and connect them without towline"
         }
-        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is none",
+        Source::Memory(_) => "--postcopy is for a guest that a QEMU can run, and mem: is not one",
         Source::Qmp(_) if recovers => {
             "--recover is for the guest of an image: two QEMUs that lost each other have `migrate-recover` and `migrate` with resume"
         }
         source if lanes > 0 && !matches!(source, Source::Qmp(_)) => {
-            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU takes pages on lanes once it runs; leave it out"
+            "--multifd-channels with --postcopy: the guest of an image runs before its memory is sent, and no QEMU receives pages on lanes once it runs; leave it out"
         }
         _ if options.compression != Compression::None && lanes == 0 => {
-            "--compression is of lanes, and --postcopy has none: leave it out"
+            "--compression applies to lanes, and --postcopy has none: leave it out"
         }
         _ if options.zero_copy_send == ZeroCopySend::On => {
-            "--zero-copy-send on is of lanes, and --postcopy has none: leave it out"
+            "--zero-copy-send on applies to lanes, and --postcopy has none: leave it out"
         }
-        _ if !options.return_path => "--postcopy needs the return path, on which pages are asked for",
+        _ if !options.return_path => "--postcopy needs the return path, on which pages are requested",
         _ => return Ok(()),
     };
     Err(Error::Usage(text.into()))
@@ -442,7 +442,7 @@ mod tests {
             (Destination::Null, "null: keeps nothing, so its source is not ended: copy to it"),
             (
                 Destination::Image("a.img".into()),
-                "--detach-vsock needs a qmp: destination, where the device is put in again",
+                "--detach-vsock needs a qmp: destination, where the device is attached again",
             ),
         ] {
             assert_eq!(validate(&source, &destination, &request).unwrap_err().to_string(), text);

@@ -2,8 +2,8 @@
 //! move, and attaches it again at the destination.
 //!
 //! ```text
-//!   both ends checked ─► device_del, the guest gives it up ─► the move ─► the guest runs there ─► device_add
-//!                             └─ whatever fails, and the guest stays at its source: device_add there again
+//!   both ends checked ─► device_del, the guest releases it ─► the move ─► the guest runs there ─► device_add
+//!                             └─ failure, and the guest stays at its source: device_add there
 //! ```
 //! Connections end with the device; listeners in the guest stay, and accept again as soon as its kernel has the
 //! new device. The device is detached while memory is transferred because QEMU checks for it at `migrate`.
@@ -86,7 +86,7 @@ impl DetachedVsocks {
         let there = children(waiting, PLACES[0])?;
         if let Some((name, _)) = there.iter().find(|(_, driver)| driver.starts_with(KIND)) {
             reasons.push(format!(
-                "{name} is there already: start it without, it is put in when the guest is there"
+                "{name} is there already: start it without; it is attached when the guest is there"
             ));
         }
         let chardevs = waiting.client().execute_raw("query-chardev", None)?;
@@ -95,7 +95,7 @@ impl DetachedVsocks {
             let labels = chardevs.as_array().into_iter().flatten().map(|one| &one["label"]);
             if !labels.into_iter().any(|label| label == chardev) {
                 reasons.push(format!(
-                    "it has no -chardev with the id {chardev}, by which {vsock} would be connected"
+                    "it has no -chardev with the id {chardev}, to which {vsock} would be connected"
                 ));
             }
             if there.iter().all(|(name, _)| *name != vsock.bus) {
@@ -120,7 +120,7 @@ impl DetachedVsocks {
                 text,
             };
             if !qemu.status()?.running {
-                let text = "it is paused, and only a guest that runs can give a device up: `cont` it first";
+                let text = "it is paused, and only a running guest can release a device: `cont` it first";
                 return Err(refused(text.into(), qemu));
             }
             let entry = qemu.record(&vsock.record());
@@ -128,7 +128,7 @@ impl DetachedVsocks {
                 Ok(_) => self.entries.extend(entry),
                 Err(qmp::Error::Refusal { desc, .. }) => {
                     entry.iter().for_each(JournalEntry::done);
-                    let text = format!("{desc} (it has to be behind a pcie-root-port)");
+                    let text = format!("{desc} (it must be behind a pcie-root-port)");
                     return Err(refused(text, qemu));
                 }
                 Err(error) => return Err(error.into()),
@@ -141,7 +141,7 @@ impl DetachedVsocks {
                 }
                 if Instant::now() >= deadline {
                     let text = format!(
-                        "its kernel has not given it up within {UNPLUG_TIMEOUT:?}, and may do so yet"
+                        "its kernel has not released it within {UNPLUG_TIMEOUT:?}, and may still do so"
                     );
                     return Err(refused(text, qemu));
                 }
@@ -158,7 +158,7 @@ impl DetachedVsocks {
                 return Err(Error::NotAttached {
                     socket: qemu.socket().into(),
                     device: vsock.to_string(),
-                    text: "the guest was asked to give it up and has not yet: if it does, put it in by hand (`device_add`)".into(),
+                    text: "the guest got an unplug request and has not released it yet: when it does, attach it manually (`device_add`)".into(),
                 });
             }
             vsock.add(qemu)?;

@@ -47,7 +47,7 @@ impl Qemu {
             Err(Error::Journal(error)) => {
                 let socket = qemu.socket();
                 tracing::warn!(
-                    "if this process is killed, the settings of QEMU on {socket} are not put back: {error}"
+                    "if this process is killed, the settings of QEMU on {socket} are not restored: {error}"
                 );
             }
             Err(error) => return Err(error),

@@ -33,7 +33,7 @@ pub enum Error {
         found: Value,
     },
     /// Another process, or one that is not known, listens on the socket.
-    #[error("another process answers on {socket} than the QEMU that did before")]
+    #[error("{socket} belongs to another process than the QEMU that was connected before")]
     OtherProcess {
         /// The socket.
         socket: String,

@@ -40,7 +40,7 @@ pub(crate) enum Unresolved {
     SourceRunByOthers,
     /// Paused at both ends: the destination refused to run it.
     BothPaused,
-    /// The destination was told to run it and stopped it again.
+    /// The destination ran it and stopped it again.
     StoppedAgain,
     /// The destination was lost while it was starting the guest. The source holds it, paused.
     DestinationLost,

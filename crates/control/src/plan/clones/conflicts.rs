@@ -94,7 +94,7 @@ fn compare(qemus: &[CloneQemu]) -> Conflicts {
     let without = qemus.iter().filter(|qemu| qemu.generation_id.is_none()).count();
     if without > 0 {
         found.notes.push(format!(
-            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers go on alike until something else is mixed in"
+            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers stay the same until other entropy is mixed in"
         ));
     }
     let mut ids: BTreeMap<&str, Vec<&str>> = BTreeMap::new();

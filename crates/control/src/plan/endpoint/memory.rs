@@ -3,7 +3,7 @@
 //! ```text
 //!   mem:SIZE ─► fill ─► load runs ─► tcp:, unix:, fd:, exec:          the other end verifies
 //!                                └─► image · mem:                     within this process
-//!   anything ─► mem:    populated ahead, verified (or hashed) before the source hears that its guest has arrived
+//!   anything ─► mem:    populated ahead, verified (or hashed) before the source is acknowledged
 //! ```
 
 use std::num::NonZeroUsize;

@@ -1,8 +1,8 @@
 //! Source and destination of a copy, with their steps in the order in which they are called.
 //!
 //! ```text
-//!   source       prepare ─────────► start ─► transfer ─────► disconnect ─► origin ─► close
-//!   destination     └─► (built) ──► connect ─► sink · take ─► view ─► start_guest ─► settle ─► attach · undo
+//!   source       prepare ─────────► start ─► transfer ─────────► disconnect ─► control ─► close
+//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize ─► attach_vsocks · roll_back
 //! ```
 
 use std::sync::Arc;
@@ -50,7 +50,7 @@ pub(in super::super) trait SourceEndpoint {
         context: &Context<'_>,
     ) -> Result<(), Error>;
 
-    /// What was transferred so far.
+    /// Counters of the transfer so far.
     fn moved(&self) -> Snapshot;
 
     /// The source in a record of the move; `None` if no record is needed, as for a stored guest.

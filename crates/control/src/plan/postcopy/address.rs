@@ -24,7 +24,7 @@ impl PostcopyDestination for AddressDestination {
     fn wait_for_help(&mut self, why: &towline_migration::Error, context: &Context<'_>) {
         let address = &self.0;
         context.observer.notice(&format!(
-            "{why}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, tell it `migrate-recover` with that uri"
+            "{why}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, send it `migrate-recover` with that uri"
         ));
     }
 }

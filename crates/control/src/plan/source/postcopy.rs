@@ -105,7 +105,7 @@ impl QmpSource {
 
     /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
-        let text = migration.error_desc.clone().unwrap_or_else(|| "it does not say why".into());
+        let text = migration.error_desc.clone().unwrap_or_else(|| "without a reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }
 }
