@@ -213,9 +213,10 @@ impl JournalEntry {
         if state.records.remove(&self.id).is_none() {
             return;
         }
-        let written = match state.records.is_empty() {
-            true => state.restart(),
-            false => state.append(&Line::Done { id: self.id }),
+        let written = if state.records.is_empty() {
+            state.restart()
+        } else {
+            state.append(&Line::Done { id: self.id })
         };
         if let Err(error) = written {
             tracing::warn!(%error, "a record that is done stays in the journal");

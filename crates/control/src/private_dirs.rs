@@ -104,9 +104,10 @@ fn lock(path: &Path, options: &mut OpenOptions) -> io::Result<Option<File>> {
         Err(errno) => return Err(errno.into()),
     }
     let (open, named) = (file.metadata()?, fs::symlink_metadata(&path)?);
-    match (open.dev(), open.ino()) == (named.dev(), named.ino()) {
-        true => Ok(Some(file)),
-        false => Err(Errno::NOENT.into()),
+    if (open.dev(), open.ino()) == (named.dev(), named.ino()) {
+        Ok(Some(file))
+    } else {
+        Err(Errno::NOENT.into())
     }
 }
 

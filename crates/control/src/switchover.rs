@@ -532,10 +532,7 @@ impl Switchover {
             return Directive::End(Outcome::Safe);
         }
         self.stage = Stage::Restoring;
-        match stopped && self.guest.is_live() {
-            true => Directive::ResumeSource,
-            false => Directive::RestoreSource,
-        }
+        if stopped && self.guest.is_live() { Directive::ResumeSource } else { Directive::RestoreSource }
     }
 
     fn restoring(&mut self, input: Input) -> Directive {

@@ -283,14 +283,13 @@ fn directories_that_others_can_write_are_refused() {
 fn directories_of_others_are_refused() {
     let own = geteuid();
     let base = tempfile::tempdir().unwrap();
-    let (path, owner) = match own.is_root() {
-        true => {
-            fs::create_dir_all(base.path().join("towline")).unwrap();
-            chown(base.path().join("towline"), Some(12345), None).unwrap();
-            (base.path(), 12345)
-        }
+    let (path, owner) = if own.is_root() {
+        fs::create_dir_all(base.path().join("towline")).unwrap();
+        chown(base.path().join("towline"), Some(12345), None).unwrap();
+        (base.path(), 12345)
+    } else {
         // Root's.
-        false => (Path::new("/"), 0),
+        (Path::new("/"), 0)
     };
     assert_eq!(reason(path), format!("its owner is user {owner}, expected {}", own.as_raw()));
 }

@@ -273,9 +273,10 @@ impl Resume {
             return self.finished();
         }
         for file in &mut self.files {
-            match matches!(file.record().source, MoveEnd::Qemu { .. }) {
-                true => super::record_left_source(file)?,
-                false => file.remove()?,
+            if matches!(file.record().source, MoveEnd::Qemu { .. }) {
+                super::record_left_source(file)?
+            } else {
+                file.remove()?
             }
         }
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })
@@ -284,11 +285,10 @@ impl Resume {
     fn at_source(mut self) -> Result<Resumed, Error> {
         let MoveRecord { id, source, destination, .. } = &self.record;
         self.done.push(format!("{source} has the guest"));
-        let older = match self.destination.is_open() {
-            true => format!("{destination} holds an older state of it, paused: end it (`quit`)"),
-            false => {
-                format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
-            }
+        let older = if self.destination.is_open() {
+            format!("{destination} holds an older state of it, paused: end it (`quit`)")
+        } else {
+            format!("what {destination} holds of it must not run: there, `towline resume {id} --discard`")
         };
         if self.record.stage != Stage::Left {
             self.done.push(older);

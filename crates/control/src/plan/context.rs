@@ -112,10 +112,7 @@ impl<'a> Context<'a> {
 
     /// Returns an error if the command was cancelled.
     pub(super) fn check_cancelled(&self) -> Result<(), Error> {
-        match self.cancel.is_cancelled() {
-            true => Err(Error::Cancelled),
-            false => Ok(()),
-        }
+        if self.cancel.is_cancelled() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
     /// Reports the progress of the memory to the observer.

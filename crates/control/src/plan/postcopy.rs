@@ -151,14 +151,13 @@ struct Restore<'a> {
 
 impl<'a> Restore<'a> {
     fn go(mut self, was_running: bool) -> Result<Report, Failure> {
-        let runs = match self.options.recover {
-            true => self.end.was_running(),
-            false => self.context.options.run().unwrap_or(was_running),
+        let runs = if self.options.recover {
+            self.end.was_running()
+        } else {
+            self.context.options.run().unwrap_or(was_running)
         };
-        let mut running = match self.options.recover {
-            true => self.recover(None)?,
-            false => self.start(runs).map(Some)?,
-        };
+        let mut running =
+            if self.options.recover { self.recover(None)? } else { self.start(runs).map(Some)? };
         let (mut idle, mut left) = (0, u64::MAX);
         while let Some(connection) = running {
             let Err(lost) = self.serve(connection, runs) else { break };

@@ -47,10 +47,8 @@ impl GuestFacts {
     /// `is_compared`: its destination is a QEMU, too.
     pub(super) fn of_qemu(qemu: &mut Qemu, is_compared: bool) -> Result<Self, Error> {
         let uuid = Some(qemu.facts().uuid.clone());
-        let facts = match is_compared {
-            true => Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()),
-            false => None,
-        };
+        let facts =
+            if is_compared { Some(Subject::Qemu(Box::new(qemu.compat_facts()?)).into()) } else { None };
         Ok(Self { facts, uuid })
     }
 

@@ -270,7 +270,7 @@ impl QmpSource {
     fn check_not_failed(&mut self) -> Result<(), Error> {
         let Some(migration) = self.qemu.try_query(|qemu| qemu.migration())? else { return Ok(()) };
         if migration.status == Some(MigrationStatus::FAILED) {
-            let text = migration.error_desc.unwrap_or_else(|| "without a reason".into());
+            let text = migration.error_desc.unwrap_or_else(|| "it gives no reason".into());
             return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
         }
         Ok(())
@@ -380,7 +380,7 @@ impl QmpSource {
                 return Ok(self.progress);
             };
             if migration.status == Some(MigrationStatus::FAILED) {
-                let text = migration.error_desc.unwrap_or_else(|| "without a reason".into());
+                let text = migration.error_desc.unwrap_or_else(|| "it gives no reason".into());
                 return Err(Error::SourceFailed { socket: self.qemu.socket().into(), text });
             }
             self.progress = convergence::progress(&migration);

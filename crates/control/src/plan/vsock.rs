@@ -105,9 +105,10 @@ impl DetachedVsocks {
                 ));
             }
         }
-        match reasons.is_empty() {
-            true => Ok(()),
-            false => Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons }),
+        if reasons.is_empty() {
+            Ok(())
+        } else {
+            Err(Error::DoesNotFit { destination: format!("QEMU on {}", waiting.socket()), reasons })
         }
     }
 

@@ -138,9 +138,10 @@ impl Qemu {
                 Some(model) => model,
                 None => self.cpu_model(cpu)?,
             };
-            let apic_id = match index < APIC_IDS_MAX {
-                true => self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64()),
-                false => None,
+            let apic_id = if index < APIC_IDS_MAX {
+                self.property(&cpu.qom_path, "apic-id")?.and_then(|id| id.as_u64())
+            } else {
+                None
             };
             let props = cpu.other.get("props").and_then(Value::as_object);
             let topology =

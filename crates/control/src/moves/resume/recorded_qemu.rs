@@ -127,9 +127,10 @@ impl RecordedQemu {
             // A guest that runs may have been migrated again since, and that may have failed.
             Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
             Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
-                match migration.status == Some(MigrationStatus::FAILED) {
-                    true => DestinationStatus::Failed,
-                    false => DestinationStatus::Loading,
+                if migration.status == Some(MigrationStatus::FAILED) {
+                    DestinationStatus::Failed
+                } else {
+                    DestinationStatus::Loading
                 }
             }
             Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,

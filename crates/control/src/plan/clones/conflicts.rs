@@ -161,18 +161,22 @@ fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
 /// The identity of a file as QEMU sees it, or its name if the file cannot be seen from here.
 fn medium_of(file: &str, pid: Option<i32>) -> Medium {
     let seen = |path: String| std::fs::metadata(path).ok();
-    let through = |pid: i32| match file.starts_with('/') {
-        true => seen(format!("/proc/{pid}/root{file}")),
-        false => seen(format!("/proc/{pid}/cwd/{file}")),
+    let through = |pid: i32| {
+        if file.starts_with('/') {
+            seen(format!("/proc/{pid}/root{file}"))
+        } else {
+            seen(format!("/proc/{pid}/cwd/{file}"))
+        }
     };
     let found = pid.and_then(through).or_else(|| file.starts_with('/').then(|| seen(file.to_owned()))?);
     found.as_ref().map_or_else(|| Medium::Name(file.to_owned()), identity)
 }
 
 fn identity(metadata: &Metadata) -> Medium {
-    match metadata.file_type().is_block_device() {
-        true => Medium::Device(metadata.rdev()),
-        false => Medium::File(metadata.dev(), metadata.ino()),
+    if metadata.file_type().is_block_device() {
+        Medium::Device(metadata.rdev())
+    } else {
+        Medium::File(metadata.dev(), metadata.ino())
     }
 }
 

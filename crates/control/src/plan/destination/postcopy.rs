@@ -95,10 +95,11 @@ impl QmpDestination {
             settings.capabilities.insert(Capability::POSTCOPY_PREEMPT, preempt);
         }
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
-        match runs {
+        if runs {
             // Set while it waits: it runs even if it was started with -S.
-            true => self.qemu.cont()?,
-            false => self.qemu.stop()?,
+            self.qemu.cont()?
+        } else {
+            self.qemu.stop()?
         }
         let path = self.stream_path();
         let version = &self.facts().version.qemu;

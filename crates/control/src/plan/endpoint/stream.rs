@@ -185,12 +185,10 @@ impl DestinationEndpoint for StreamDestination {
     }
 
     fn roll_back(&mut self, error: Error, context: &Context<'_>, _: Rollback) -> (Error, Vec<String>) {
-        match error_origin::is_from_peer(&error, &self.address.to_string()) {
-            true => (
-                error_origin::explain_lane_loss(error, context.lanes, context.options.compression),
-                Vec::new(),
-            ),
-            false => (error, Vec::new()),
+        if error_origin::is_from_peer(&error, &self.address.to_string()) {
+            (error_origin::explain_lane_loss(error, context.lanes, context.options.compression), Vec::new())
+        } else {
+            (error, Vec::new())
         }
     }
 }

@@ -28,17 +28,19 @@ impl DrivenDestination {
         options: PostcopyOptions,
         context: &Context<'_>,
     ) -> Result<Self, Error> {
-        let mut qemu = match options.recover {
-            true => QmpDestination::prepare_recovery(path)?,
-            false => QmpDestination::prepare_postcopy(path)?,
+        let mut qemu = if options.recover {
+            QmpDestination::prepare_recovery(path)?
+        } else {
+            QmpDestination::prepare_postcopy(path)?
         };
         context.report_repair(qemu.qemu());
         let machine_type = &stored.guest.configuration().machine_type;
         qemu.check(&GuestFacts::of_blocks(machine_type, stored.guest.blocks()), context)?;
         if options.recover && qemu.preempts() != options.preempt {
-            let (has, option) = match qemu.preempts() {
-                true => ("a preempt channel", "pass --postcopy-preempt"),
-                false => ("no preempt channel", "leave --postcopy-preempt out"),
+            let (has, option) = if qemu.preempts() {
+                ("a preempt channel", "pass --postcopy-preempt")
+            } else {
+                ("no preempt channel", "leave --postcopy-preempt out")
             };
             return Err(Error::Usage(format!("the guest was started with {has}: {option}")));
         }
@@ -86,11 +88,10 @@ impl PostcopyDestination for DrivenDestination {
     fn given_up(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let error = self.0.failed(text);
         self.0.keep_settings();
-        match had_loaded {
-            true => needs_attention(error, GuestLocation::PostcopyEnded),
-            false => {
-                Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.roll_back(false) }
-            }
+        if had_loaded {
+            needs_attention(error, GuestLocation::PostcopyEnded)
+        } else {
+            Failure { error: Box::new(error), guest: GuestState::Safe, notes: self.0.roll_back(false) }
         }
     }
 
@@ -116,9 +117,10 @@ impl PostcopyDestination for DrivenDestination {
         let qemu = &mut self.0;
         let finished = qemu.wait_completed().and_then(|()| if runs { qemu.check_running() } else { Ok(()) });
         finished.and_then(|()| qemu.restore_settings()).map_err(|error| {
-            match error_origin::is_monitor_lost(&error) {
-                true => needs_attention(error, GuestLocation::PostcopyEnded),
-                false => needs_attention(error, GuestLocation::PostcopyArrived),
+            if error_origin::is_monitor_lost(&error) {
+                needs_attention(error, GuestLocation::PostcopyEnded)
+            } else {
+                needs_attention(error, GuestLocation::PostcopyArrived)
             }
         })
     }

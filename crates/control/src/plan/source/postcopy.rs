@@ -67,9 +67,10 @@ impl QmpSource {
     /// left to send, which the destination refuses (QEMU 11.1), so they need remaining bytes.
     pub(in super::super) fn has_passed_once(&self, ram: &RamStats) -> bool {
         let version = &self.qemu.facts().version.qemu;
-        match (version.major, version.minor) < LOOKS_TWICE_SINCE {
-            true => ram.dirty_sync_count > 1,
-            false => ram.dirty_sync_count > 2 && ram.remaining > 0,
+        if (version.major, version.minor) < LOOKS_TWICE_SINCE {
+            ram.dirty_sync_count > 1
+        } else {
+            ram.dirty_sync_count > 2 && ram.remaining > 0
         }
     }
 
@@ -105,7 +106,7 @@ impl QmpSource {
 
     /// An error with QEMU's own text.
     pub(in super::super) fn failed(&self, migration: &MigrationInfo) -> Error {
-        let text = migration.error_desc.clone().unwrap_or_else(|| "without a reason".into());
+        let text = migration.error_desc.clone().unwrap_or_else(|| "it gives no reason".into());
         Error::SourceFailed { socket: self.qemu.socket().into(), text }
     }
 }
