@@ -24,11 +24,12 @@ use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat, unlinkat};
 use rustix::io::Errno;
 
+use crate::lock::lock;
 use crate::process::{Process, ProcessState, start_time};
 
 pub use record::{ChangedValue, UndoRecord};
@@ -201,7 +202,7 @@ impl Journal {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

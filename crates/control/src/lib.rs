@@ -18,7 +18,7 @@
 pub mod check;
 pub mod device;
 pub mod journal;
-
+mod lock;
 pub mod moves;
 pub mod plan;
 mod private_dirs;

@@ -12,7 +12,7 @@
 //! because lanes cannot change during a copy. Rate and downtime can ([`Tuning`]).
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
@@ -20,6 +20,7 @@ use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
+use crate::lock::lock;
 use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
 use crate::statistics::{self, Metric, StatsObject, StatsSource};
 
@@ -149,7 +150,7 @@ impl StatusServer {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn becomes(&self, status: &'static str) {

@@ -1,16 +1,18 @@
 //! A sink that discards the memory: for `null:`, and to inspect a guest in its stream.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
+use crate::lock::lock;
+
 /// Summary of a stream. Its source gets an error, so that the guest runs on there.
 #[derive(Debug, Default)]
 pub struct DiscardSink {
-    seen: Mutex<StreamSummary>,
+    summary: Mutex<StreamSummary>,
 }
 
 /// Contents of a stream without its memory.
@@ -32,27 +34,27 @@ struct NothingKept;
 impl DiscardSink {
     /// The summary so far.
     pub fn summary(&self) -> StreamSummary {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.summary).clone()
     }
 
     /// Returns true if the whole stream has arrived.
     pub fn is_complete(&self) -> bool {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).device_state.is_some()
+        lock(&self.summary).device_state.is_some()
     }
 
     fn note(&self, note: impl FnOnce(&mut StreamSummary)) {
-        note(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
+        note(&mut lock(&self.summary));
     }
 }
 
 impl Sink for DiscardSink {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.note(|seen| seen.configuration = Some(configuration.clone()));
+        self.note(|summary| summary.configuration = Some(configuration.clone()));
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.note(|seen| seen.blocks = blocks.to_vec());
+        self.note(|summary| summary.blocks = blocks.to_vec());
         Ok(())
     }
 
@@ -70,7 +72,7 @@ impl Sink for DiscardSink {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        self.note(|seen| seen.device_state = Some(state));
+        self.note(|summary| summary.device_state = Some(state));
         Ok(())
     }
 

@@ -24,7 +24,7 @@ use super::peer::{PeerSession, Received};
 use super::progress::Phase;
 use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
-use super::source::QmpSource;
+use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
     Decision, DestinationStatus, Directive, Input, Outcome, PeerMessage, Placement, RunRequest, SourceLink,
     SourceStatus, StartResult, Unresolved,
@@ -148,8 +148,8 @@ impl Executor<'_> {
             Directive::Send(message) => self.send(message),
             Directive::FinalizeDestination => self.finalize(),
             Directive::CancelMigration => self.with_source(|source| source.cancel_migration()),
-            Directive::RestoreSource => self.restore(false),
-            Directive::ResumeSource => self.restore(true),
+            Directive::RestoreSource => self.restore(GuestAction::Leave),
+            Directive::ResumeSource => self.restore(GuestAction::Resume),
             Directive::QuitSource => self.quit(),
             Directive::Record(decision) => self.record(decision),
             // Directives of the engine. A source that is to be acknowledged unconfirmed has been acknowledged
@@ -321,10 +321,10 @@ impl Executor<'_> {
         }
     }
 
-    fn restore(&mut self, resume: bool) -> Input {
-        let undoes = self.ends.error.is_some();
+    fn restore(&mut self, action: GuestAction) -> Input {
+        let end = if self.ends.error.is_some() { CopyEnd::Failed } else { CopyEnd::Complete };
         let SourceControl::Qemu(source) = &mut self.ends.source else { return Input::Done };
-        match source.restore(resume, undoes) {
+        match source.restore(action, end) {
             Ok(released) => {
                 self.downtime_ms = released.downtime_ms.or(self.downtime_ms);
                 self.notes.extend(released.notes);
@@ -440,7 +440,7 @@ pub(super) fn release_source(
         return Ok((SourceState::Ended, ended));
     }
     let released = source
-        .restore(false, false)
+        .restore(GuestAction::Leave, CopyEnd::Complete)
         .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceUnknown)))?;
     released.notes.iter().for_each(|note| context.observer.notice(note));
     Ok((SourceState::Paused, released.downtime_ms))

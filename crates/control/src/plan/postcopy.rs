@@ -79,7 +79,7 @@ fn intact(image: &dyn StoredGuest, report: Report) -> Result<Report, Failure> {
 }
 
 /// Opens the destination and checks it; nothing is changed.
-fn end(
+fn open(
     destination: &Destination,
     stored: &RestoreSource<'_>,
     options: PostcopyOptions,
@@ -100,7 +100,7 @@ fn restore_stored(
     options: PostcopyOptions,
     context: &Context<'_>,
 ) -> Result<Report, Failure> {
-    let end = end(destination, stored, options, context).map_err(Failure::untouched)?;
+    let destination = open(destination, stored, options, context).map_err(Failure::untouched)?;
     let working_set = working_set(stored, options).map_err(Failure::untouched)?;
     let statistics = Arc::new(Statistics::default());
     let engine_options = EngineOptions {
@@ -108,7 +108,7 @@ fn restore_stored(
         answer_timeout: context.options.connect_timeout,
         working_set: working_set.as_ref().map(|set| set.runs().to_vec()).unwrap_or_default(),
     };
-    let page_bytes = end.page_bytes(stored.guest.blocks());
+    let page_bytes = destination.page_bytes(stored.guest.blocks());
     let engine = Postcopy::new(stored.guest, &page_bytes, engine_options, Arc::clone(&statistics));
     let pages =
         working_set.as_ref().map_or(0, |set| set.runs().iter().map(|(_, length)| length / 4096).sum());
@@ -118,11 +118,11 @@ fn restore_stored(
         statistics: &statistics,
         options,
         context,
-        end,
+        destination,
         report,
         late_cancel_reported: false,
     };
-    let restored = restore.go(stored.was_running);
+    let restored = restore.run(stored.was_running);
     if let Some(mut set) = working_set
         && set.add(&engine.demanded())
         && let Err(error) = set.store()
@@ -143,16 +143,16 @@ struct Restore<'a> {
     statistics: &'a Statistics,
     options: PostcopyOptions,
     context: &'a Context<'a>,
-    end: Box<dyn PostcopyDestination>,
+    destination: Box<dyn PostcopyDestination>,
     report: PostcopyReport,
     /// The user was notified that it is too late to cancel.
     late_cancel_reported: bool,
 }
 
 impl<'a> Restore<'a> {
-    fn go(mut self, was_running: bool) -> Result<Report, Failure> {
+    fn run(mut self, was_running: bool) -> Result<Report, Failure> {
         let runs = if self.options.recover {
-            self.end.was_running()
+            self.destination.was_running()
         } else {
             self.context.options.run().unwrap_or(was_running)
         };
@@ -165,11 +165,11 @@ impl<'a> Restore<'a> {
             idle = if self.engine.remaining() < left { 0 } else { idle + 1 };
             left = self.engine.remaining();
             if error_origin::is_guest_error(&lost.error) && !lost.had_loaded {
-                let (error, notes) = (Box::new(lost.error.into()), self.end.give_back());
+                let (error, notes) = (Box::new(lost.error.into()), self.destination.restore_unstarted());
                 return Err(Failure { error, guest: GuestState::Safe, notes });
             }
             if error_origin::is_guest_error(&lost.error) || idle == IDLE_RECOVERIES_MAX {
-                return Err(self.end.left(lost.error.into()));
+                return Err(self.destination.interrupted(lost.error.into()));
             }
             running = self.recover(Some(lost))?;
         }
@@ -182,7 +182,7 @@ impl<'a> Restore<'a> {
         let session = Arc::new(Session::default());
         let offered = (|| {
             context.observer.phase(Phase::Connect);
-            let address = self.end.listen(self.options, runs)?;
+            let address = self.destination.listen(self.options, runs)?;
             let (main, preempt) = self.connect(&address)?;
             context.check_cancelled()?;
             context.observer.phase(Phase::Transfer);
@@ -208,7 +208,7 @@ impl<'a> Restore<'a> {
                 Ok(offered.run())
             }
             Err(error) => {
-                let (error, notes) = self.end.roll_back(error);
+                let (error, notes) = self.destination.roll_back(error);
                 Err(Failure { error: Box::new(error), guest: GuestState::Safe, notes })
             }
         }
@@ -225,8 +225,8 @@ impl<'a> Restore<'a> {
                 served
             });
             while !done.load(Ordering::Acquire) && !worker.is_finished() {
-                self.look(runs);
-                let starts = runs && self.end.is_driven() && self.report.running_after.is_none();
+                self.poll(runs);
+                let starts = runs && self.destination.is_driven() && self.report.running_after.is_none();
                 let closely = starts && begun.elapsed() < START_POLL_TIME;
                 thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
             }
@@ -237,8 +237,8 @@ impl<'a> Restore<'a> {
         })
     }
 
-    fn look(&mut self, runs: bool) {
-        if runs && self.report.running_after.is_none() && self.end.runs_now() {
+    fn poll(&mut self, runs: bool) {
+        if runs && self.report.running_after.is_none() && self.destination.runs_now() {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(Phase::Running);
         }
@@ -268,11 +268,13 @@ impl<'a> Restore<'a> {
             }
             None => towline_migration::Error::Cancelled,
         };
-        let mut was_told = false;
+        let mut was_notified = false;
         loop {
-            match self.end.recovery_state() {
+            match self.destination.recovery_state() {
                 Ok(RecoveryState::Completed) => return Ok(None),
-                Ok(RecoveryState::Failed(text)) => return Err(self.end.given_up(why, &text, had_loaded)),
+                Ok(RecoveryState::Failed(text)) => {
+                    return Err(self.destination.load_failure(why, &text, had_loaded));
+                }
                 Ok(RecoveryState::Listening(address)) => match self.try_recover(&address) {
                     Ok(running) => {
                         self.context.observer.notice(&format!("{why}; connected again"));
@@ -282,16 +284,16 @@ impl<'a> Restore<'a> {
                     Err(error) => tracing::debug!(%error, "not recovered yet"),
                 },
                 Ok(RecoveryState::NotReady) => {}
-                Err(error) => return Err(self.end.ended(error, had_loaded)),
+                Err(error) => return Err(self.destination.monitor_failure(error, had_loaded)),
             }
-            if begun.elapsed() >= BREAK_AFTER && !was_told {
-                was_told = true;
-                self.end.wait_for_help(&why, self.context);
+            if begun.elapsed() >= BREAK_AFTER && !was_notified {
+                was_notified = true;
+                self.destination.reconnect_manually(&why, self.context);
             }
-            let is_over = self.end.is_driven() && begun.elapsed() >= RECOVER_TIMEOUT;
+            let is_over = self.destination.is_driven() && begun.elapsed() >= RECOVER_TIMEOUT;
             if is_over || self.context.cancel.is_cancelled() && begun.elapsed() >= BREAK_AFTER {
                 let error = Error::NotRecovered { source: why, waited: begun.elapsed() };
-                return Err(self.end.left(error));
+                return Err(self.destination.interrupted(error));
             }
             thread::sleep(RECOVER_INTERVAL);
         }
@@ -329,9 +331,9 @@ impl<'a> Restore<'a> {
         self.context.observer.phase(Phase::Release);
         self.report.faults = self.engine.faults();
         self.report_progress();
-        let state = self.end.state(runs);
-        let notes = self.end.finish(runs)?;
-        if runs && self.report.running_after.is_none() && self.end.is_driven() {
+        let state = self.destination.state(runs);
+        let notes = self.destination.finish(runs)?;
+        if runs && self.report.running_after.is_none() && self.destination.is_driven() {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(Phase::Running);
         }

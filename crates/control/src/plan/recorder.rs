@@ -1,12 +1,13 @@
 //! The record of one command's move: written when the switchover directs it, removed when the outcome is known.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use towline_protocol::session::MoveId;
 
 use super::context::Context;
 use super::error::Error;
 use crate::journal::RuntimeDirectory;
+use crate::lock::lock;
 use crate::moves::{self, GuestPlan, Id, MoveEnd, MoveRecord, RecordFile, Stage};
 use crate::switchover::{
     Decision, GuestRunState, Outcome, Placement, RunRequest, SourceAction, Switchover, Unresolved,
@@ -97,7 +98,7 @@ impl Recorder {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

@@ -1,13 +1,14 @@
 //! The switchover of one command, shared by the engine's threads, which call it at the points of no return, and
 //! the plan's thread.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use towline_channel::Channel;
 use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
+use crate::lock::lock;
 use crate::moves::MoveEnd;
 use crate::switchover::{
     Decision, DestinationKind, Directive, GuestRunState, Input, Outcome, RunRequest, SourceAction,
@@ -86,7 +87,7 @@ impl SharedSwitchover {
         let directive = self.handle(input);
         let Directive::Record(decision) = directive else { return directive };
         if let Err(error) = self.record(decision) {
-            *self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            *lock(&self.not_recorded) = Some(error);
             return self.handle(Input::NotRecorded);
         }
         // A source that has disconnected by now resumes its guest.
@@ -96,7 +97,7 @@ impl SharedSwitchover {
 
     /// Error because of which a decision could not be recorded. The engine only sees the refusal.
     pub(super) fn not_recorded(&self) -> Option<Error> {
-        self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.not_recorded).take()
     }
 
     fn is_source_there(&self) -> bool {
@@ -150,7 +151,7 @@ impl SharedSwitchover {
 
     fn machine(&self) -> MutexGuard<'_, Switchover> {
         // Every input leaves the machine consistent.
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.machine)
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) trait PostcopyDestination {
     fn recovery_state(&mut self) -> Result<RecoveryState, Error>;
 
     /// Called when it does not listen again by itself.
-    fn wait_for_help(&mut self, why: &towline_migration::Error, context: &Context<'_>);
+    fn reconnect_manually(&mut self, why: &towline_migration::Error, context: &Context<'_>);
 
     /// Rolls back before the guest runs. Returns the error, or the destination's own reason if that is better,
     /// and notices.
@@ -50,24 +50,24 @@ pub(super) trait PostcopyDestination {
     }
 
     /// Restores settings of a destination that did not start the guest. Returns notices.
-    fn give_back(&mut self) -> Vec<String> {
+    fn restore_unstarted(&mut self) -> Vec<String> {
         Vec::new()
     }
 
     /// The failure of a destination that reported that it could not take the guest.
-    fn given_up(&mut self, why: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
+    fn load_failure(&mut self, why: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let _ = (text, had_loaded);
-        self.left(why.into())
+        self.interrupted(why.into())
     }
 
     /// The failure of a destination whose monitor is lost.
-    fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
+    fn monitor_failure(&mut self, error: Error, had_loaded: bool) -> Failure {
         let _ = had_loaded;
-        self.left(error)
+        self.interrupted(error)
     }
 
     /// The failure of a destination that is sent no more memory.
-    fn left(&mut self, error: Error) -> Failure {
+    fn interrupted(&mut self, error: Error) -> Failure {
         stopped(error)
     }
 

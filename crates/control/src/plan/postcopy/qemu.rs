@@ -73,7 +73,7 @@ impl PostcopyDestination for DrivenDestination {
         self.0.recovery_state()
     }
 
-    fn wait_for_help(&mut self, _: &towline_migration::Error, _: &Context<'_>) {
+    fn reconnect_manually(&mut self, _: &towline_migration::Error, _: &Context<'_>) {
         self.0.pause_migration();
     }
 
@@ -81,11 +81,11 @@ impl PostcopyDestination for DrivenDestination {
         (self.0.explain(error), self.0.roll_back(false))
     }
 
-    fn give_back(&mut self) -> Vec<String> {
+    fn restore_unstarted(&mut self) -> Vec<String> {
         self.0.roll_back(false)
     }
 
-    fn given_up(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
+    fn load_failure(&mut self, _: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let error = self.0.failed(text);
         self.0.keep_settings();
         if had_loaded {
@@ -95,7 +95,7 @@ impl PostcopyDestination for DrivenDestination {
         }
     }
 
-    fn ended(&mut self, error: Error, had_loaded: bool) -> Failure {
+    fn monitor_failure(&mut self, error: Error, had_loaded: bool) -> Failure {
         self.0.keep_settings();
         match error_origin::is_monitor_lost(&error) {
             true if !had_loaded => Failure::untouched(error),
@@ -104,7 +104,7 @@ impl PostcopyDestination for DrivenDestination {
         }
     }
 
-    fn left(&mut self, error: Error) -> Failure {
+    fn interrupted(&mut self, error: Error) -> Failure {
         self.0.keep_settings();
         stopped(error)
     }

@@ -8,7 +8,8 @@ use super::super::destination::is_live;
 use super::super::error::Error;
 use super::super::request::Request;
 use super::super::validate::check_multifd_with_postcopy;
-use super::{BANDWIDTH_UNLIMITED, QmpSource};
+use super::configuration::BANDWIDTH_UNLIMITED;
+use super::qmp_source::QmpSource;
 use crate::qemu::AppliedSettings;
 
 /// The first QEMU that reads the dirty log twice before it sends anything, as far as is known: 10.0 does not,
