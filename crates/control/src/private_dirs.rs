@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_holds_is_removed_and_nothing_else() {
+    fn only_abandoned_directories_are_removed() {
         let place = tempfile::tempdir().unwrap();
         let ours = create(place.path()).unwrap();
         let mut left = create(place.path()).unwrap();
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_taken_is_passed_over() {
+    fn existing_names_are_skipped() {
         let place = tempfile::tempdir().unwrap();
         let first = create(place.path()).unwrap();
         let number: u32 = first.path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn they_are_in_qemus_shape() {
+    fn statistics_have_qemus_format() {
         let all = ask(&json!({})).unwrap();
         assert_eq!(all[1]["qom-path"], "/net-queue/vm0/tx/0");
         assert_eq!(all[1]["stats"][1], json!({ "name": "bytes", "value": 10 }));
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_not_is_refused() {
+    fn unknown_arguments_are_refused() {
         for (arguments, text) in [
             (json!({ "target": "vm" }), "does not accept value 'vm'"),
             (json!({ "target": 1 }), "expected: string"),

@@ -54,8 +54,8 @@ fn leave_changed(mut qemu: Qemu) -> MigrationParameters {
 }
 
 #[test]
-fn settings_are_put_back_through_a_monitor_of_any_process() {
-    let test = "settings_are_put_back_through_a_monitor_of_any_process";
+fn settings_are_restored_for_known_and_unknown_processes() {
+    let test = "settings_are_restored_for_known_and_unknown_processes";
     for binary in with_journals(test) {
         // Without vCPUs the process is not known, and the journal is named by the socket.
         for args in [["-machine", "q35"], ["-machine", "none"]] {
@@ -76,8 +76,8 @@ fn settings_are_put_back_through_a_monitor_of_any_process() {
 }
 
 #[test]
-fn settings_that_are_put_back_leave_no_record() {
-    for binary in with_journals("settings_that_are_put_back_leave_no_record") {
+fn restored_settings_leave_no_record() {
+    for binary in with_journals("restored_settings_leave_no_record") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let settings = AppliedSettings::apply(&mut qemu, &wanted()).unwrap();
@@ -89,8 +89,8 @@ fn settings_that_are_put_back_leave_no_record() {
 }
 
 #[test]
-fn two_at_once_are_refused() {
-    for binary in with_journals("two_at_once_are_refused") {
+fn second_towline_is_refused() {
+    for binary in with_journals("second_towline_is_refused") {
         let process = TestQemu::q35(&binary, &["-qmp", "unix:{dir}/second,server=on,wait=off"]);
         let first = connect(&process);
         let path = process.path("second");
@@ -138,8 +138,8 @@ fn unplugged_devices_are_plugged_again() {
 
 /// The migration that a killed towline started goes to a socket that is not read any more.
 #[test]
-fn its_own_migration_is_cancelled_and_another_is_not() {
-    for binary in with_journals("its_own_migration_is_cancelled_and_another_is_not") {
+fn own_migration_is_cancelled_and_others_are_not() {
+    for binary in with_journals("own_migration_is_cancelled_and_others_are_not") {
         for begun_by in [Begun::Us, Begun::Others, Begun::OthersLater] {
             let process = TestQemu::q35(&binary, &[]);
             let mut qemu = connect(&process);
@@ -201,8 +201,8 @@ fn connect_without_repair(process: &TestQemu) -> Qemu {
 
 /// After `quit` no journal is left.
 #[test]
-fn journal_goes_with_its_qemu() {
-    for binary in with_journals("journal_goes_with_its_qemu") {
+fn journal_is_removed_with_its_qemu() {
+    for binary in with_journals("journal_is_removed_with_its_qemu") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         AppliedSettings::apply(&mut qemu, &wanted()).unwrap().keep();

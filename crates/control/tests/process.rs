@@ -62,8 +62,8 @@ fn socat(near: &Path, far: &Path) -> Option<Killed> {
 }
 
 #[test]
-fn qemu_that_listens_is_identified_and_its_exit_seen() {
-    for binary in binaries("qemu_that_listens_is_identified_and_its_exit_seen") {
+fn listening_qemu_is_identified_and_its_exit_seen() {
+    for binary in binaries("listening_qemu_is_identified_and_its_exit_seen") {
         let mut process = TestQemu::q35(&binary, &["-smp", "2"]);
         let qemu = connect(&process);
         assert_eq!(pid(&qemu), i32::try_from(process.child.id()).unwrap());
@@ -78,13 +78,13 @@ fn qemu_that_listens_is_identified_and_its_exit_seen() {
 }
 
 #[test]
-fn end_of_a_proxy_is_not_the_end_of_qemu() {
-    for binary in binaries("end_of_a_proxy_is_not_the_end_of_qemu") {
+fn exit_of_a_proxy_is_not_the_exit_of_qemu() {
+    for binary in binaries("exit_of_a_proxy_is_not_the_exit_of_qemu") {
         let mut process = TestQemu::q35(&binary, &[]);
         drop(process.client());
         let near = process.path("proxy");
         let Some(proxy) = socat(&near, &process.path("qmp")) else {
-            return skipped("end_of_a_proxy_is_not_the_end_of_qemu", "no socat on PATH");
+            return skipped("exit_of_a_proxy_is_not_the_exit_of_qemu", "no socat on PATH");
         };
         let mut qemu = Qemu::connect(&near, &Options::default()).unwrap();
         let listener = qemu.facts().peer.unwrap().pid;
@@ -100,8 +100,8 @@ fn end_of_a_proxy_is_not_the_end_of_qemu() {
 }
 
 #[test]
-fn qemu_that_was_passed_its_socket_is_identified() {
-    for binary in binaries("qemu_that_was_passed_its_socket_is_identified") {
+fn qemu_with_an_inherited_socket_is_identified() {
+    for binary in binaries("qemu_with_an_inherited_socket_is_identified") {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("passed");
         // As a manager does: without close-on-exec, under the number in QEMU's arguments.

@@ -64,8 +64,8 @@ fn facts_of_no_machine() {
 }
 
 #[test]
-fn a_waiting_qemu_is_told_from_one_that_listens() {
-    for binary in binaries("a_waiting_qemu_is_told_from_one_that_listens") {
+fn deferred_qemu_differs_from_a_listening_one() {
+    for binary in binaries("deferred_qemu_differs_from_a_listening_one") {
         let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
         let mut qemu = connect(&process);
         assert!(qemu.facts().waits_for_migrate_incoming());
@@ -86,8 +86,8 @@ fn a_waiting_qemu_is_told_from_one_that_listens() {
 }
 
 #[test]
-fn settings_are_put_back() {
-    for binary in binaries("settings_are_put_back") {
+fn settings_are_restored() {
+    for binary in binaries("settings_are_restored") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let before = qemu.facts().clone();
@@ -189,8 +189,8 @@ fn unknown_settings_are_named_and_nothing_stays_changed() {
 }
 
 #[test]
-fn refused_settings_carry_qemus_words() {
-    for binary in binaries("refused_settings_carry_qemus_words") {
+fn refused_settings_have_qemus_text() {
+    for binary in binaries("refused_settings_have_qemus_text") {
         let process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let zero_copy = wanted(&[(Capability::ZERO_COPY_SEND, true)], MigrationParameters::default());
@@ -201,8 +201,8 @@ fn refused_settings_carry_qemus_words() {
 }
 
 #[test]
-fn settings_of_a_dead_qemu_are_reported() {
-    for binary in binaries("settings_of_a_dead_qemu_are_reported") {
+fn settings_of_an_exited_qemu_are_reported() {
+    for binary in binaries("settings_of_an_exited_qemu_are_reported") {
         let mut process = TestQemu::q35(&binary, &[]);
         let mut qemu = connect(&process);
         let multifd = wanted(&[(Capability::MULTIFD, true)], MigrationParameters::default());
@@ -221,8 +221,8 @@ fn settings_of_a_dead_qemu_are_reported() {
 }
 
 #[test]
-fn settings_that_cannot_be_put_back_are_named() {
-    for binary in binaries("settings_that_cannot_be_put_back_are_named") {
+fn settings_that_cannot_be_restored_are_named() {
+    for binary in binaries("settings_that_cannot_be_restored_are_named") {
         let process = TestQemu::q35(&binary, &["-incoming", "defer"]);
         let mut qemu = connect(&process);
         let on = wanted(

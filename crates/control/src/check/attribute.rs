@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sources_string_is_written_to_the_destination() {
+    fn version_of_the_source_is_written_to_the_destination() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2 mq=4\n"));
         let destination = attribute(directory.path(), "b", "net-1", holding("v3 mq=4\n"));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_listens_gets_the_string_and_one_that_does_not_is_an_errno() {
+    fn attribute_without_a_reader_is_an_errno() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let fifo = attribute(directory.path(), "b", "net-1", |path| {
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn the_devices_errno_is_told() {
+    fn errno_of_the_device_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let full = attribute(directory.path(), "b", "net-1", |path| symlink("/dev/full", path).unwrap());
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn types_are_compared_before_anything_is_written() {
+    fn types_are_compared_before_the_version_is_written() {
         let directory = tempfile::tempdir().unwrap();
         let source = attribute(directory.path(), "a", "net-1", holding("v2"));
         let other = attribute(directory.path(), "b", "vsock-1", holding("v1"));

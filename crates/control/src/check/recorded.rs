@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_from_the_file_and_from_a_command() {
+    fn facts_are_read_from_a_file_and_from_a_command() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("facts.json");
         let facts: Facts = Subject::Image(Image { machine: "m".into(), ..Image::default() }).into();
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_fails_or_never_ends_is_an_error() {
+    fn command_that_fails_or_never_ends_is_an_error() {
         assert!(matches!(of_command("exit 3"), Err(Error::Command(_))));
         assert!(matches!(of_command("yes"), Err(Error::Facts(towline_compat::Error::TooLong { .. }))));
         assert!(matches!(of_command("echo no facts"), Err(Error::Facts(_))));

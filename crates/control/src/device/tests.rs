@@ -64,7 +64,7 @@ fn ask(monitor: &DeviceStatusServer, command: &str, arguments: &Value) -> Result
 }
 
 #[test]
-fn a_version_is_read_and_the_sources_is_checked() {
+fn version_is_reported_and_that_of_the_source_checked() {
     let (here, _) = monitor(&["vm0"], false);
     let version = ask(&here, "query-migration-version", &json!({})).unwrap();
     assert_eq!(version, json!({ "type": "net", "version": "fake 1 mq=4" }));
@@ -88,7 +88,7 @@ fn a_version_is_read_and_the_sources_is_checked() {
 }
 
 #[test]
-fn one_that_cannot_be_migrated_answers_enodev() {
+fn unmigratable_device_returns_enodev() {
     let (here, _) = monitor(&["vm0"], true);
     assert_eq!(ask(&here, "query-migration-version", &json!({})).unwrap_err(), "ENODEV: it was started so");
     let version = json!({ "type": "net", "version": "fake 1 mq=2" });
@@ -96,7 +96,7 @@ fn one_that_cannot_be_migrated_answers_enodev() {
 }
 
 #[test]
-fn of_several_one_is_named() {
+fn one_of_several_devices_is_selected_by_name() {
     let (here, up) = monitor(&["vm0", "vm1"], false);
     let unnamed = ask(&here, "query-migration-version", &json!({})).unwrap_err();
     assert_eq!(unnamed, "Parameter 'id' expects one of vm0, vm1");
@@ -113,7 +113,7 @@ fn of_several_one_is_named() {
 }
 
 #[test]
-fn its_facts_can_be_written_down() {
+fn device_facts_can_be_parsed() {
     let (here, _) = monitor(&["vm0"], false);
     let facts = ask(&here, "query-device-facts", &json!({})).unwrap();
     let facts = Facts::parse(facts.to_string().as_bytes()).unwrap();
@@ -122,7 +122,7 @@ fn its_facts_can_be_written_down() {
 }
 
 #[test]
-fn quit_ends_it() {
+fn quit_calls_the_callback() {
     let quits = Arc::new(AtomicBool::new(false));
     let asked = Arc::clone(&quits);
     let here = DeviceStatusServer::new(Vec::new(), move || asked.store(true, Relaxed));

@@ -95,7 +95,7 @@ fn records_stay_until_they_are_done() {
 }
 
 #[test]
-fn owner_that_lives_is_named() {
+fn running_owner_of_a_journal_is_named() {
     let place = TestDirectory::new();
     let (_journal, _) = place.open(&running()).unwrap();
     let error = place.open(&running()).unwrap_err();
@@ -134,7 +134,7 @@ fn owner_without_lock_is_refused_while_its_process_runs() {
 }
 
 #[test]
-fn line_that_was_cut_off_is_of_no_change() {
+fn truncated_last_line_is_ignored() {
     let place = TestDirectory::new();
     let (journal, _) = place.open(&running()).unwrap();
     let _ = journal.write(&record()).unwrap();
@@ -185,7 +185,7 @@ fn journal_of_another_socket_with_this_inode_is_not_used() {
 }
 
 #[test]
-fn journals_of_exited_qemus_are_swept_with_their_directories() {
+fn journals_of_exited_qemus_are_removed_with_their_directories() {
     let place = TestDirectory::new();
     let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();
@@ -235,7 +235,7 @@ fn reason(base: &Path) -> String {
 }
 
 #[test]
-fn directories_are_made_and_are_ours() {
+fn missing_directories_are_created_privately() {
     let base = tempfile::tempdir().unwrap();
     let directory = RuntimeDirectory::below(base.path()).unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o7777;

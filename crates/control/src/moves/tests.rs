@@ -65,7 +65,7 @@ fn end(mut child: Child) {
 }
 
 #[test]
-fn a_record_is_there_until_it_is_removed() {
+fn record_exists_until_it_is_removed() {
     let place = TestDirectory::new();
     let mut file = place.file(record(peer(), running()));
     file.write(file.record().clone()).unwrap();
@@ -82,7 +82,7 @@ fn a_record_is_there_until_it_is_removed() {
 }
 
 #[test]
-fn both_ends_of_a_move_on_one_host_have_records_of_their_own() {
+fn both_ends_of_a_move_on_one_host_have_separate_records() {
     let place = TestDirectory::new();
     let mut files = [place.file(record(running(), peer())), place.file(record(peer(), running()))];
     for file in &mut files {
@@ -92,7 +92,7 @@ fn both_ends_of_a_move_on_one_host_have_records_of_their_own() {
 }
 
 #[test]
-fn a_record_that_somebody_works_on_is_refused_by_name() {
+fn record_in_use_is_refused_with_its_owner() {
     let place = TestDirectory::new();
     let mut file = place.file(record(peer(), running()));
     file.write(file.record().clone()).unwrap();
@@ -122,7 +122,7 @@ fn a_record_that_somebody_works_on_is_refused_by_name() {
 }
 
 #[test]
-fn torn_and_foreign_records_are_refused_and_kept() {
+fn truncated_and_foreign_records_are_refused_and_kept() {
     let place = TestDirectory::new();
     let mut file = place.file(record(peer(), running()));
     file.write(file.record().clone()).unwrap();
@@ -158,7 +158,7 @@ fn torn_and_foreign_records_are_refused_and_kept() {
 }
 
 #[test]
-fn symbolic_links_and_pipes_are_no_records() {
+fn symbolic_links_and_pipes_are_not_records() {
     let place = TestDirectory::new();
     let name = record(peer(), running()).name();
     let path = place.directory().path().join(&name);
@@ -185,14 +185,14 @@ fn symbolic_links_and_pipes_are_no_records() {
 
 /// A file system of one page, which something else has filled.
 #[test]
-fn a_record_that_finds_no_room_leaves_the_one_before() {
+fn record_on_a_full_disk_leaves_the_previous_one() {
     let place = TestDirectory::new();
     let base = place.0.path();
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=32k,mode=755", "tmpfs"]).arg(base).output();
     if !mounted.is_ok_and(|output| output.status.success()) {
         eprintln!(
-            "SKIPPED a_record_that_finds_no_room_leaves_the_one_before: only root may mount a file system"
+            "SKIPPED record_on_a_full_disk_leaves_the_previous_one: only root may mount a file system"
         );
         return;
     }
@@ -236,7 +236,7 @@ fn record_that_is_renamed_and_not_synced_is_the_current_one() {
 }
 
 #[test]
-fn what_was_left_of_a_source_goes_with_its_qemu() {
+fn record_of_a_left_source_is_removed_with_its_qemu() {
     let place = TestDirectory::new();
     let child = sleeper();
     let pid = i32::try_from(child.id()).unwrap();
@@ -264,7 +264,7 @@ fn sweep_all(place: &TestDirectory, source: &MoveEnd) {
 }
 
 #[test]
-fn an_undecided_move_does_not_go_with_its_qemu() {
+fn record_of_an_undecided_move_outlives_its_qemu() {
     let place = TestDirectory::new();
     let child = sleeper();
     let pid = i32::try_from(child.id()).unwrap();
@@ -278,7 +278,7 @@ fn an_undecided_move_does_not_go_with_its_qemu() {
 }
 
 #[test]
-fn a_move_goes_when_both_of_its_qemus_were_here_and_have_exited() {
+fn record_is_removed_when_both_local_qemus_have_exited() {
     let (place, children) = (TestDirectory::new(), [sleeper(), sleeper()]);
     let ends = children.each_ref().map(|child| {
         let pid = i32::try_from(child.id()).unwrap();
@@ -299,7 +299,7 @@ fn a_move_goes_when_both_of_its_qemus_were_here_and_have_exited() {
 }
 
 #[test]
-fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
+fn old_temporary_files_of_killed_writers_are_removed() {
     let place = TestDirectory::new();
     let path = place.directory().path().join(".move-x.json.1-0");
     fs::write(&path, "{").unwrap();
@@ -312,7 +312,7 @@ fn files_of_writers_that_were_killed_are_removed_when_they_are_old() {
 }
 
 #[test]
-fn what_is_undecided_names_both_ends_and_the_way_out() {
+fn description_of_an_undecided_move_names_both_ends_and_the_remedy() {
     for stage in [Stage::Commit, Stage::Acknowledge, Stage::Complete, Stage::Run, Stage::Left] {
         let record = record(running(), peer()).at_stage(stage);
         let text = text::undecided(&record);
@@ -329,7 +329,7 @@ fn what_is_undecided_names_both_ends_and_the_way_out() {
 }
 
 #[test]
-fn process_ids_of_another_pid_namespace_say_nothing() {
+fn process_ids_of_another_pid_namespace_are_no_evidence() {
     let gone = MoveEnd::Qemu { socket: "/run/vm/b.qmp".into(), pid: Some(i32::MAX), start_time: Some(1) };
     let here = record(gone.clone(), peer());
     assert!(here.has_exited(&gone));
@@ -343,7 +343,7 @@ fn process_ids_of_another_pid_namespace_say_nothing() {
 
 /// The id of an incoming move comes from its peer.
 #[test]
-fn a_second_move_of_the_same_id_is_refused_and_leaves_the_first() {
+fn second_move_with_the_same_id_is_refused_and_keeps_the_first() {
     let place = TestDirectory::new();
     let mut first = place.file(record(peer(), running()));
     first.write(first.record().at_stage(Stage::Acknowledge)).unwrap();
@@ -355,7 +355,7 @@ fn a_second_move_of_the_same_id_is_refused_and_leaves_the_first() {
 }
 
 #[test]
-fn a_qemu_that_one_side_could_not_identify_is_known_by_its_socket() {
+fn unidentified_qemu_is_compared_by_socket() {
     let known = running();
     let MoveEnd::Qemu { socket, .. } = known.clone() else { unreachable!() };
     let unknown = MoveEnd::Qemu { socket, pid: None, start_time: None };

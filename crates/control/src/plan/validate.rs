@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_without_a_way_are_refused() {
+    fn pairs_without_a_transfer_are_refused() {
         let memory = Source::Memory(towline_migration::synthetic::Shape::of_length(64 << 20));
         let (image, running) = (Source::Image("a.img".into()), Source::Qmp("a.qmp".into()));
         let (file, tcp) =
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_runs_on_leaves_its_copy_paused() {
+    fn copy_of_a_resumed_source_stays_paused() {
         let task = |run| Task::Copy { transfer: TransferOptions::default(), run, resume: true, base: None };
         let source = Source::Qmp("a.qmp".into());
         let (request, lanes) = validate(&source, &qmp(), &Request::new(task(None))).unwrap();
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn a_move_that_keeps_nothing_is_refused() {
+    fn move_to_a_destination_that_keeps_nothing_is_refused() {
         let (transfer, devices) = (TransferOptions::default(), Vec::new());
         let task = Task::Move { transfer, run: None, detach_vsock: true, devices };
         let request = Request::new(task);

@@ -259,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn its_facts_are_forgotten_and_no_others() {
+    fn only_facts_about_vsocks_are_removed() {
         let device = |kind: &str| facts::QemuDevice { kind: kind.into(), ..facts::QemuDevice::default() };
         let mut facts = facts::Qemu {
             blocked_reasons: ["0000:01:00.0/vhost-user-vsock", "0000:00:02.0/nvme"]

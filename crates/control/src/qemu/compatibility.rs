@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn backends_are_read_and_nics_are_not() {
+    fn netdevs_are_parsed_and_nics_skipped() {
         let text = "net0: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:56\n \\ n0: index=0,type=user,net=10.0.2.0\n\
              alone: index=0,type=tap,ifname=t0\n";
         let found: Vec<_> = netdevs(text).into_iter().map(|netdev| (netdev.id, netdev.kind)).collect();
@@ -276,14 +276,14 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_numbers_or_text() {
+    fn pci_addresses_are_numbers_or_text() {
         assert_eq!(pci_address(&json!(250)), Some("1f.2".into()));
         assert_eq!(pci_address(&json!("02.0")), Some("02.0".into()));
         assert_eq!(pci_address(&json!(-1)), None);
     }
 
     #[test]
-    fn feature_words_that_are_none_are_left_out() {
+    fn invalid_feature_words_are_skipped() {
         let words =
             json!([{ "cpuid-register": "ECX", "cpuid-input-eax": 1, "features": 5 }, { "features": 1 }]);
         let found = feature_words(&words);

@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn values_lose_their_other_forms() {
+    fn values_have_one_notation() {
         let devices = parse(TEXT);
         let value = |index: usize, name: &str| devices[index].properties.get(name).map(String::as_str);
         assert_eq!(value(0, "timers"), Some("3"));
@@ -276,7 +276,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn never_panics(text in "( {0,6}(bus: a|type PCI|type IDE|dev: d, id \"x\"|addr = 1|unit = é|, port 1)\n){0,40}") {
+        fn parser_never_panics(text in "( {0,6}(bus: a|type PCI|type IDE|dev: d, id \"x\"|addr = 1|unit = é|, port 1)\n){0,40}") {
             let _ = parse(&text);
         }
     }

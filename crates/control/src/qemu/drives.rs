@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locks_are_told_by_their_bytes() {
+    fn lock_state_follows_from_the_locked_bytes() {
         let line = |bytes: &str| {
             format!(
                 "1: POSIX  ADVISORY  WRITE 7 08:01:9 0 EOF\n2: OFDLCK ADVISORY  READ -1 00:1f:42 {bytes}\n"
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_without_a_medium_is_none() {
+    fn drive_without_a_medium_is_skipped() {
         let answer = serde_json::json!([
             { "device": "cd", "removable": true },
             { "device": "", "qdev": "/machine/peripheral/d/virtio-backend", "inserted":

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_columns_of_7_2() {
+    fn parses_the_columns_of_7_2() {
         let expected = vec![
             block("pc.ram", 2 << 20, 64 << 20, 64 << 20),
             block("", 4096, 2 << 20, 2 << 20),
@@ -144,12 +144,12 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_columns_of_10_0_and_names_with_spaces() {
+    fn parses_the_columns_of_10_0_and_names_with_spaces() {
         assert_eq!(parse(TEXT_10_0), Ok(vec![block("a name 0x1", 1 << 30, 0x20000, 0x200000)]));
     }
 
     #[test]
-    fn names_what_it_cannot_read() {
+    fn errors_quote_the_invalid_line() {
         let found = "unknown command: 'info ramblock'".to_owned();
         assert_eq!(parse(&found), Err(RamBlockError::Heading { found }));
         let heading = TEXT_7_2.lines().next().unwrap();
@@ -160,7 +160,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn never_panics(text in "(.*\n)?( *Block Name *PSize( Used| Total| HVA| é){0,5}\n)?(.*\n){0,3}") {
+        fn parser_never_panics(text in "(.*\n)?( *Block Name *PSize( Used| Total| HVA| é){0,5}\n)?(.*\n){0,3}") {
             let _ = parse(&text);
         }
     }

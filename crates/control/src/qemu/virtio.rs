@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_old_qemus_number_is_a_new_ones_name() {
+    fn feature_bit_of_an_old_qemu_gets_the_name_of_a_new_one() {
         let old = json!({ "transports": [], "dev-features": [], "unknown-dev-features": 1_u64 << 40 });
         let new =
             json!({ "transports": ["VIRTIO_F_RING_RESET: Driver can reset a queue"], "dev-features": [] });

@@ -148,7 +148,7 @@ fn two_towlines_keep_every_guest_once() {
 
 /// Every known fault is found when it is injected.
 #[test]
-fn faults_that_are_put_back_are_found() {
+fn injected_faults_are_found() {
     let faults = [
         Fault::CancelAfterCommit,
         Fault::UndoesCommitted,

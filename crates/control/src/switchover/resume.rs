@@ -336,7 +336,7 @@ mod tests {
 
     /// Neither evidence nor a choice starts a guest that runs, or is about to run, at the other end.
     #[test]
-    fn nothing_runs_a_guest_that_is_seen_at_the_other_end() {
+    fn guest_seen_at_the_other_end_is_never_started() {
         let choices = [Choice::Run(Side::Source), Choice::Run(Side::Destination)];
         for case in cases() {
             let finishes =
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn no_choice_ends_a_guest_that_runs_or_the_only_copy() {
+    fn no_choice_ends_a_running_guest_or_the_only_copy() {
         for case in cases() {
             if case.apply(Choice::Discard(Side::Source)) == Ok(ResumeAction::Quit(Side::Source)) {
                 assert_eq!(case.source, Some(SourceStatus::Completed), "{case:?}");
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_may_have_run_at_a_lost_destination_is_not_run_at_its_source_unasked() {
+    fn guest_that_may_have_run_at_a_lost_destination_needs_a_choice() {
         for case in cases() {
             assert_ne!(case.next_action(), ResumeAction::RunSource, "{case:?}");
         }

@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_share_a_disk_are_refused_and_nobody_else() {
+    fn only_clones_that_share_a_disk_are_refused() {
         let all = [qemu(0, &["a"]), qemu(2, &["b", "c"]), qemu(3, &["d"]), qemu(5, &["c"])];
         let found = compare(&all);
         let refused: Vec<_> =
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clones_have_in_common_is_told() {
+    fn shared_addresses_and_ids_of_clones_are_noted() {
         let with = |index, mac: &str, id: Option<&str>| CloneQemu {
             macs: vec![mac.into()],
             generation_id: id.map(Into::into),
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_one_whatever_its_name() {
+    fn file_identity_does_not_depend_on_its_path() {
         let directory = std::env::temp_dir();
         let own = i32::try_from(std::process::id()).unwrap();
         let path = directory.join(format!("towline-qemus-{own}"));

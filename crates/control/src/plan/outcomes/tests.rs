@@ -12,7 +12,7 @@ macro_rules! rows {
         })*
 
         #[test]
-        fn no_two_sentences_are_alike() {
+        fn sentences_are_distinct() {
             let mut texts = vec![$($text),*];
             texts.sort_unstable();
             let count = texts.len();
@@ -64,7 +64,7 @@ rows! {
 }
 
 #[test]
-fn an_image_has_the_rows_of_a_qemu_for_all_else() {
+fn other_rows_of_an_image_are_those_of_a_qemu() {
     assert_eq!(
         GuestLocation::UnresolvedOfImage(Unresolved::PeerUnknown).row(),
         GuestLocation::Unresolved(Unresolved::PeerUnknown).row()
@@ -72,7 +72,7 @@ fn an_image_has_the_rows_of_a_qemu_for_all_else() {
 }
 
 #[test]
-fn a_safe_guest_is_where_it_was_kept() {
+fn safe_guest_is_at_its_source() {
     let ids = [SourceCategory::Qemu, SourceCategory::Image, SourceCategory::Process]
         .map(|keeper| GuestState::Safe.row(keeper).id);
     assert_eq!(ids, ["at-source", "in-image", "ended-with-process"]);
@@ -80,7 +80,7 @@ fn a_safe_guest_is_where_it_was_kept() {
 }
 
 #[test]
-fn a_source_that_is_driven_is_named() {
+fn driven_source_is_named() {
     let state = GuestState::unresolved_at(Unresolved::SourceExited, "/run/a.qmp");
     assert_eq!(
         state.text(SourceCategory::Qemu),
@@ -94,7 +94,7 @@ fn a_source_that_is_driven_is_named() {
 }
 
 #[test]
-fn what_went_well_is_told_of_both_ends() {
+fn success_texts_describe_both_ends() {
     use DestinationState as D;
     let sources = [SourceState::Running, SourceState::Paused, SourceState::Ended, SourceState::Unchanged];
     assert_eq!(

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lost_connection_and_a_damaged_image_are_told_apart() {
+    fn lost_connection_and_damaged_image_have_different_outcomes() {
         let lost =
             || towline_migration::Error::Ended { peer: "unix:/run/vm/b.sock".into(), awaiting: "a request" };
         assert_eq!(stopped(lost().into()).guest, GuestState::needs_attention(GuestLocation::PostcopyPaused));
