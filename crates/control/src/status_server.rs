@@ -11,6 +11,8 @@
 //! Out of scope: starting a copy, which is the command line's. Capabilities are fixed by the command line too,
 //! because lanes cannot change during a copy. Rate and downtime can ([`Tuning`]).
 
+mod state;
+
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
@@ -22,7 +24,8 @@ use towline_qmp::{Commands, Emitter, Refusal, Server};
 
 use crate::lock::lock;
 use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
-use crate::statistics::{self, Metric, StatsObject, StatsSource};
+use crate::statistics::{self, StatsObject, StatsSource};
+use state::{State, lane_metrics, milliseconds};
 
 const NAMES: [&str; 11] = [
     "query-status",
@@ -37,8 +40,6 @@ const NAMES: [&str; 11] = [
     "query-name",
     "quit",
 ];
-/// Size of the pages that are counted.
-const PAGE_BYTES: u64 = 4096;
 
 /// See the module's text.
 #[derive(Debug)]
@@ -71,35 +72,9 @@ struct Parameters {
     downtime_limit: Duration,
 }
 
-#[derive(Debug)]
-struct State {
-    begun: Instant,
-    status: &'static str,
-    /// The guest runs at its source, as far as this side knows.
-    running: bool,
-    progress: Progress,
-    lanes: Vec<LaneSends>,
-    /// Start of the memory transfer.
-    transfer: Option<Instant>,
-    ended: Option<Duration>,
-    downtime_ms: Option<u64>,
-    error: Option<String>,
-}
-
 impl StatusServer {
     /// A server for a copy named `name` with these options, which `cancel` ends.
     pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
-        let state = State {
-            begun: Instant::now(),
-            status: "setup",
-            running: true,
-            progress: Progress::default(),
-            lanes: Vec::new(),
-            transfer: None,
-            ended: None,
-            downtime_ms: None,
-            error: None,
-        };
         Self {
             cancel: cancel.clone(),
             name: name.into(),
@@ -111,7 +86,7 @@ impl StatusServer {
             },
             switched: if options.is_postcopy() { "postcopy-active" } else { "device" },
             tuning: options.tuning.clone(),
-            state: Mutex::new(state),
+            state: Mutex::new(State::new()),
             emitter: OnceLock::new(),
         }
     }
@@ -171,29 +146,6 @@ impl StatusServer {
         if let Some(emitter) = self.emitter.get() {
             emitter.emit(event, data.as_object().cloned().unwrap_or_default());
         }
-    }
-
-    fn query_migrate(&self) -> Value {
-        let state = self.state();
-        let mut answer = json!({ "status": state.status });
-        let total = state.ended.unwrap_or_else(|| state.begun.elapsed());
-        answer["total-time"] = milliseconds(total);
-        if let Some(transfer) = state.transfer {
-            answer["setup-time"] = milliseconds(transfer - state.begun);
-            answer["ram"] = ram(&state.progress, total.saturating_sub(transfer - state.begun));
-        }
-        let optional = [
-            ("downtime", state.downtime_ms.map(Value::from)),
-            ("expected-downtime", state.progress.expected_downtime.map(milliseconds)),
-            ("cpu-throttle-percentage", state.progress.throttle_percent.map(Value::from)),
-            ("error-desc", state.error.clone().map(Value::from)),
-        ];
-        for (key, value) in optional {
-            if let Some(value) = value {
-                answer[key] = value;
-            }
-        }
-        answer
     }
 
     fn set_capabilities(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
@@ -300,10 +252,10 @@ impl StatsSource for StatusServer {
         let lane = |(index, lane): (usize, &LaneSends)| StatsObject {
             kind: "migration-lane",
             labels: vec![("lane", index.to_string())],
-            metrics: of_lane(lane),
+            metrics: lane_metrics(lane),
         };
         let lanes = state.lanes.iter().enumerate().map(lane);
-        let copy = StatsObject { kind: "migration", labels: Vec::new(), metrics: of_copy(&state) };
+        let copy = StatsObject { kind: "migration", labels: Vec::new(), metrics: state.metrics() };
         std::iter::once(copy).chain(lanes).collect()
     }
 }
@@ -324,7 +276,7 @@ impl Commands for StatusServer {
                 };
                 Ok(json!({ "running": state.running, "status": status }))
             }
-            "query-migrate" => Ok(self.query_migrate()),
+            "query-migrate" => Ok(self.state().query_migrate()),
             "query-stats" => statistics::query(&self.statistics(), arguments),
             "query-stats-schemas" => statistics::schemas(&self.statistics(), arguments),
             "query-migrate-capabilities" => {
@@ -369,93 +321,4 @@ fn capabilities(options: &Request) -> Vec<Capability> {
         ),
     ];
     known.map(|(name, state, option)| Capability { name, state, option }).into()
-}
-
-/// Metrics of the whole copy.
-fn of_copy(state: &State) -> Vec<Metric> {
-    let (progress, moved) = (&state.progress, &state.progress.moved);
-    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
-    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
-    let took = state.ended.unwrap_or_else(|| state.begun.elapsed());
-    let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-    vec![
-        Metric::gauge(
-            "running",
-            "1 while the guest runs, as far as this side can tell",
-            state.running.into(),
-        ),
-        Metric::gauge("ended", "1 when the copy is over", state.ended.is_some().into()),
-        Metric::gauge(
-            "failed",
-            "1 when it was not done",
-            matches!(state.status, "failed" | "cancelled").into(),
-        ),
-        Metric::gauge("time", "since it was begun, until it ended", took).in_milliseconds(),
-        Metric::gauge("total-bytes", "the guest's RAM", moved.total).in_bytes(),
-        Metric::gauge("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
-        Metric::gauge(
-            "dirty-rate-bytes",
-            "what the guest writes in a second",
-            progress.dirty_rate.unwrap_or(0),
-        )
-        .in_bytes(),
-        Metric::byte_counter("transferred-bytes", "on all channels", moved.transferred),
-        Metric::byte_counter("multifd-bytes", "on lanes", moved.multifd_bytes),
-        Metric::counter("normal", "pages that went with content", moved.normal),
-        Metric::counter("duplicate", "pages that went as zero", moved.duplicate),
-        Metric::counter("passes", "passes over the memory", progress.pass.unwrap_or(moved.dirty_sync_count)),
-        Metric::counter(
-            "vectored-calls",
-            "system calls that moved pages of several buffers",
-            moved.vectored_calls,
-        ),
-        Metric::counter("plain-calls", "system calls that moved pages through one buffer", moved.plain_calls),
-        Metric::counter(
-            "spliced-calls",
-            "system calls that moved pages within the kernel",
-            moved.spliced_calls,
-        ),
-        Metric::counter("checksums-written", "packets that went with a checksum", moved.checksums_written),
-        Metric::counter(
-            "checksums-verified",
-            "packets that were compared with one",
-            moved.checksums_verified,
-        ),
-    ]
-}
-
-/// Metrics of a lane to the destination.
-fn of_lane(lane: &LaneSends) -> Vec<Metric> {
-    vec![
-        Metric::counter("plain-packets", "packets that the kernel copies", lane.plain.packets),
-        Metric::byte_counter("plain-bytes", "pages in these", lane.plain.bytes),
-        Metric::counter("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
-        Metric::byte_counter("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
-        Metric::counter("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
-        Metric::counter("copied", "calls of these that the kernel copied all the same", lane.copied),
-        Metric::counter("switches", "changes between the two ways", lane.switches),
-    ]
-}
-
-/// Counters, and the rates that QEMU derives from them.
-fn ram(progress: &Progress, took: Duration) -> Value {
-    let moved = &progress.moved;
-    let entries = moved.entries().into_iter().map(|(name, value)| (name, value.into()));
-    let mut ram: Map<String, Value> = entries.collect();
-    ram.insert("page-size".into(), PAGE_BYTES.into());
-    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
-    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
-    ram.insert("remaining".into(), remaining.into());
-    let seconds = took.as_secs_f64();
-    let rate = progress.rate.map_or(moved.transferred as f64 / seconds.max(1e-3), |rate| rate as f64);
-    ram.insert("mbps".into(), (rate * 8.0 / 1e6).into());
-    ram.insert("dirty-pages-rate".into(), (progress.dirty_rate.unwrap_or(0) / PAGE_BYTES).into());
-    if let Some(pass) = progress.pass {
-        ram.insert("dirty-sync-count".into(), pass.into());
-    }
-    Value::Object(ram)
-}
-
-fn milliseconds(time: Duration) -> Value {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).into()
 }

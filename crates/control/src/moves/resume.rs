@@ -274,9 +274,9 @@ impl Resume {
         }
         for file in &mut self.files {
             if matches!(file.record().source, MoveEnd::Qemu { .. }) {
-                super::record_left_source(file)?
+                super::record_left_source(file)?;
             } else {
-                file.remove()?
+                file.remove()?;
             }
         }
         Ok(Resumed { id: self.record.id, done: self.done, undecided: None })

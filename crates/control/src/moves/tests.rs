@@ -191,9 +191,7 @@ fn record_on_a_full_disk_leaves_the_previous_one() {
     let mounted =
         Command::new("mount").args(["-t", "tmpfs", "-o", "size=32k,mode=755", "tmpfs"]).arg(base).output();
     if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED record_on_a_full_disk_leaves_the_previous_one: only root may mount a file system"
-        );
+        eprintln!("SKIPPED record_on_a_full_disk_leaves_the_previous_one: only root may mount a file system");
         return;
     }
     let outcome = std::panic::catch_unwind(|| without_room(&place));

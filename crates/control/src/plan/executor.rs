@@ -12,12 +12,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use towline_migration::probe_link;
-use towline_protocol::session::{FromDestination, FromSource, GuestPlacement, Run as WireRun};
 
 use super::context::Context;
 use super::destination::StartFailure;
 use super::endpoint::{DestinationEndpoint, Rollback, SourceControl};
-use super::error::needs_attention;
 use super::error::{Error, Failure};
 use super::outcomes::{GuestLocation, GuestState, SourceCategory};
 use super::peer::{PeerSession, Received};
@@ -26,8 +24,8 @@ use super::report::{DestinationState, SourceState};
 use super::shared_switchover::{SharedSwitchover, source_link};
 use super::source::{CopyEnd, GuestAction, QmpSource};
 use crate::switchover::{
-    Decision, DestinationStatus, Directive, Input, Outcome, PeerMessage, Placement, RunRequest, SourceLink,
-    SourceStatus, StartResult, Unresolved,
+    Decision, DestinationStatus, Directive, Input, Outcome, PeerMessage, Placement, SourceLink, SourceStatus,
+    StartResult, Unresolved,
 };
 
 /// Timeout for a source to notice its closed stream, before its migration is cancelled.
@@ -217,10 +215,8 @@ impl Executor<'_> {
     fn await_peer(&mut self) -> Input {
         loop {
             let found = match (&mut self.source_peer, &mut self.destination_peer) {
-                (Some(peer), _) if self.ends.switchover.state().awaits_outcome() => {
-                    peer.receive_outcome().map(from_wire_outcome)
-                }
-                (_, Some(peer)) => peer.receive_report().map(from_wire_report),
+                (Some(peer), _) if self.ends.switchover.state().awaits_outcome() => peer.receive_outcome(),
+                (_, Some(peer)) => peer.receive_report(),
                 _ => return Input::PeerLost,
             };
             match found {
@@ -240,20 +236,13 @@ impl Executor<'_> {
 
     fn send(&mut self, message: PeerMessage) -> Input {
         let sent = match (message, &self.source_peer, &self.destination_peer) {
-            (PeerMessage::Completed(run), _, Some(peer)) => {
-                peer.send_outcome(FromSource::Completed(to_wire_run(run)))
-            }
-            (PeerMessage::Aborted, _, Some(peer)) => peer.send_outcome(FromSource::Aborted),
-            (PeerMessage::Placed(placement), Some(peer), _) => {
-                peer.send_report(&FromDestination::Settled(to_wire_placement(placement)))
-            }
+            (PeerMessage::Completed(run), _, Some(peer)) => peer.send_completed(run),
+            (PeerMessage::Aborted, _, Some(peer)) => peer.send_aborted(),
+            (PeerMessage::Placed(placement), Some(peer), _) => peer.send_placement(placement),
             (PeerMessage::NotRun, Some(peer), _) => {
                 let reason = self.ends.error.as_ref().map(Error::to_string).unwrap_or_default();
                 // The source's operator may start it there as soon as this arrives.
-                self.ends
-                    .switchover
-                    .retract()
-                    .and_then(|()| peer.send_report(&FromDestination::NotRun(reason)))
+                self.ends.switchover.retract().and_then(|()| peer.send_not_run(reason))
             }
             _ => Ok(()),
         };
@@ -424,76 +413,5 @@ impl Executor<'_> {
             source.keep_settings();
         }
         Failure { error: Box::new(error), guest, notes: self.notes }
-    }
-}
-
-/// Restores or ends the source of a guest that runs elsewhere. Returns its state and the downtime in
-/// milliseconds.
-pub(super) fn release_source(
-    source: &mut QmpSource,
-    context: &Context<'_>,
-) -> Result<(SourceState, Option<u64>), Failure> {
-    if context.options.ends_source() {
-        let ended = source
-            .quit()
-            .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceNotEnded)))?;
-        return Ok((SourceState::Ended, ended));
-    }
-    let released = source
-        .restore(GuestAction::Leave, CopyEnd::Complete)
-        .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceUnknown)))?;
-    released.notes.iter().for_each(|note| context.observer.notice(note));
-    Ok((SourceState::Paused, released.downtime_ms))
-}
-
-impl<T> Received<T> {
-    fn map<U>(self, to: impl FnOnce(T) -> U) -> Received<U> {
-        match self {
-            Self::Frame(frame) => Received::Frame(to(frame)),
-            Self::Nothing => Received::Nothing,
-            Self::Lost(error) => Received::Lost(error),
-        }
-    }
-}
-
-fn from_wire_outcome(frame: FromSource) -> PeerMessage {
-    match frame {
-        FromSource::Completed(WireRun::AsItWas) => PeerMessage::Completed(RunRequest::AsItWas),
-        FromSource::Completed(WireRun::Run) => PeerMessage::Completed(RunRequest::Run),
-        FromSource::Completed(WireRun::Pause) => PeerMessage::Completed(RunRequest::Pause),
-        // A second greeting carries no outcome, and no towline sends it.
-        FromSource::Aborted | FromSource::Hello(_) => PeerMessage::Aborted,
-    }
-}
-
-fn from_wire_report(frame: FromDestination) -> PeerMessage {
-    match frame {
-        FromDestination::Settled(settled) => PeerMessage::Placed(match settled {
-            GuestPlacement::Running => Placement::Running,
-            GuestPlacement::Paused => Placement::Paused,
-            GuestPlacement::Loaded => Placement::Loaded,
-            GuestPlacement::Stored => Placement::Stored,
-        }),
-        FromDestination::NotRun(reason) => {
-            tracing::warn!(reason, "the destination's towline could not run the guest");
-            PeerMessage::NotRun
-        }
-    }
-}
-
-fn to_wire_run(run: RunRequest) -> WireRun {
-    match run {
-        RunRequest::AsItWas => WireRun::AsItWas,
-        RunRequest::Run => WireRun::Run,
-        RunRequest::Pause => WireRun::Pause,
-    }
-}
-
-fn to_wire_placement(placement: Placement) -> GuestPlacement {
-    match placement {
-        Placement::Running => GuestPlacement::Running,
-        Placement::Paused => GuestPlacement::Paused,
-        Placement::Loaded => GuestPlacement::Loaded,
-        Placement::Stored => GuestPlacement::Stored,
     }
 }

@@ -97,9 +97,9 @@ impl QmpDestination {
         self.settings = Some(AppliedSettings::apply(&mut self.qemu, &settings)?);
         if runs {
             // Set while it waits: it runs even if it was started with -S.
-            self.qemu.cont()?
+            self.qemu.cont()?;
         } else {
-            self.qemu.stop()?
+            self.qemu.stop()?;
         }
         let path = self.stream_path();
         let version = &self.facts().version.qemu;

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::switchover::{DestinationKind, SourceKind};
+use crate::switchover::{DestinationKind, SourceKind, Unresolved};
 use towline_migration::Snapshot;
 use towline_qmp::commands::{MigrationInfo, MigrationStatus, RamStats};
 
@@ -22,14 +22,14 @@ use super::super::destination::{QmpDestination, RecoveryState};
 use super::super::endpoint::{QemuDestination, SourceControl, query_failed};
 use super::super::error::{Error, Failure, needs_attention};
 use super::super::error_origin;
-use super::super::executor::{self as ends, Ends, conclude};
+use super::super::executor::{Ends, conclude};
 use super::super::outcomes::GuestLocation;
 use super::super::progress::Phase;
 use super::super::report::PostcopyReport;
-use super::super::report::{DestinationState, Report};
+use super::super::report::{DestinationState, Report, SourceState};
 use super::super::request::PostcopyOptions;
 use super::super::shared_switchover::SharedSwitchover;
-use super::super::source::QmpSource;
+use super::super::source::{CopyEnd, GuestAction, QmpSource};
 use super::stored::{BREAK_AFTER, RECOVER_TIMEOUT};
 
 /// Interval of queries to the QEMUs.
@@ -244,12 +244,31 @@ impl LivePostcopy<'_> {
             self.report.running_after = Some(self.context.elapsed());
             self.context.observer.phase(Phase::Running);
         }
-        let (source, exact_ms) = ends::release_source(&mut self.source, self.context)?;
+        let (source, exact_ms) = release_source(&mut self.source, self.context)?;
         let downtime_ms = exact_ms.or(downtime_ms);
         let state = if runs { DestinationState::Running } else { DestinationState::Paused };
         let report = self.context.build_report(self.moved, source, state);
         Ok(Report { downtime_ms, postcopy: Some(self.report), ..report })
     }
+}
+
+/// Restores or ends the source of a guest that runs elsewhere. Returns its state and the downtime in
+/// milliseconds.
+fn release_source(
+    source: &mut QmpSource,
+    context: &Context<'_>,
+) -> Result<(SourceState, Option<u64>), Failure> {
+    if context.options.ends_source() {
+        let ended = source
+            .quit()
+            .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceNotEnded)))?;
+        return Ok((SourceState::Ended, ended));
+    }
+    let released = source
+        .restore(GuestAction::Leave, CopyEnd::Complete)
+        .map_err(|error| needs_attention(error, GuestLocation::Unresolved(Unresolved::SourceUnknown)))?;
+    released.notes.iter().for_each(|note| context.observer.notice(note));
+    Ok((SourceState::Paused, released.downtime_ms))
 }
 
 /// Returns true if the source has sent everything except memory, and cannot run its guest any more.
