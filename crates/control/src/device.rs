@@ -16,7 +16,7 @@ use towline_compat::facts::Device as DeviceFacts;
 use towline_compat::{Facts, Subject as FactsSubject, limits};
 use towline_qmp::{Commands, Refusal};
 
-use crate::statistics::{self, StatsObject, StatsSource, known, text};
+use crate::statistics::{self, StatsObject, StatsSource, check_names, text_argument};
 
 const NAMES: [&str; 8] = [
     "query-status",
@@ -83,7 +83,7 @@ impl DeviceStatusServer {
 
     /// The device that the argument names; without it, the only one.
     fn device(&self, arguments: &Map<String, Value>, argument: &str) -> Result<&dyn ManagedDevice, Refusal> {
-        let found = match text(arguments, argument)? {
+        let found = match text_argument(arguments, argument)? {
             Some(name) => self.devices.iter().find(|device| device.name() == name),
             None => self.devices.first().filter(|_| self.devices.len() == 1),
         };
@@ -94,51 +94,51 @@ impl DeviceStatusServer {
     }
 
     fn version(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id"])?;
+        check_names(arguments, &["id"])?;
         let device = self.device(arguments, "id")?;
         let facts = device.facts();
         match (facts.unmigratable, facts.migration_version) {
             (None, Some(version)) => Ok(json!({ "type": facts.device_type, "version": version })),
-            (why, _) => Err(refused(device, ENODEV, &why.unwrap_or_default())),
+            (reason, _) => Err(refused(device, ENODEV, &reason.unwrap_or_default())),
         }
     }
 
     fn check(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id", "type", "version"])?;
+        check_names(arguments, &["id", "type", "version"])?;
         let device = self.device(arguments, "id")?;
         let missing = |name| Refusal::because(format!("Parameter '{name}' is missing"));
-        let kind = text(arguments, "type")?.ok_or_else(|| missing("type"))?;
-        let version = text(arguments, "version")?.ok_or_else(|| missing("version"))?;
+        let kind = text_argument(arguments, "type")?.ok_or_else(|| missing("type"))?;
+        let version = text_argument(arguments, "version")?.ok_or_else(|| missing("version"))?;
         let facts = device.facts();
         if kind != facts.device_type {
-            let why =
+            let reason =
                 format!("the source's device is of type {kind:?}, this one of type {:?}", facts.device_type);
-            return Err(refused(device, EINVAL, &why));
+            return Err(refused(device, EINVAL, &reason));
         }
-        if let Some(why) = &facts.unmigratable {
-            return Err(refused(device, ENODEV, why));
+        if let Some(reason) = &facts.unmigratable {
+            return Err(refused(device, ENODEV, reason));
         }
         if version.len() > limits::MIGRATION_VERSION_BYTES_MAX {
-            let why = format!(
+            let reason = format!(
                 "a version of {} bytes, expected at most {}",
                 version.len(),
                 limits::MIGRATION_VERSION_BYTES_MAX
             );
-            return Err(refused(device, EINVAL, &why));
+            return Err(refused(device, EINVAL, &reason));
         }
         // An attribute's reader may keep the newline.
         let version = version.strip_suffix('\n').unwrap_or(version);
-        device.accepts(version).map(|()| json!({})).map_err(|why| refused(device, EINVAL, &why))
+        device.accepts(version).map(|()| json!({})).map_err(|reason| refused(device, EINVAL, &reason))
     }
 
     fn facts(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["id"])?;
+        check_names(arguments, &["id"])?;
         let facts = Facts::from(FactsSubject::Device(self.device(arguments, "id")?.facts()));
         serde_json::from_slice(&facts.to_json()).map_err(|error| Refusal::because(error.to_string()))
     }
 
     fn set_link(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-        known(arguments, &["name", "up"])?;
+        check_names(arguments, &["name", "up"])?;
         let device = self.device(arguments, "name")?;
         let up = arguments.get("up").and_then(Value::as_bool);
         let up = up.ok_or_else(|| Refusal::because("Parameter 'up' expects a boolean"))?;
@@ -164,7 +164,7 @@ impl Commands for DeviceStatusServer {
 
     fn execute(&self, name: &str, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         match name {
-            "query-status" => known(arguments, &[]).map(|()| self.status()),
+            "query-status" => check_names(arguments, &[]).map(|()| self.status()),
             "query-stats" => statistics::query(&StatsSource::statistics(self), arguments),
             "query-stats-schemas" => statistics::schemas(&StatsSource::statistics(self), arguments),
             "query-migration-version" => self.version(arguments),
@@ -172,7 +172,7 @@ impl Commands for DeviceStatusServer {
             "query-device-facts" => self.facts(arguments),
             "set_link" => self.set_link(arguments),
             "quit" => {
-                known(arguments, &[])?;
+                check_names(arguments, &[])?;
                 (self.quit)();
                 Ok(json!({}))
             }
@@ -182,9 +182,9 @@ impl Commands for DeviceStatusServer {
 }
 
 /// Logs the reason too: the client may show the errno only.
-fn refused(device: &dyn ManagedDevice, errno: &str, why: &str) -> Refusal {
-    tracing::warn!(device = device.name(), errno, why, "migration_version");
-    Refusal::because(format!("{errno}: {why}"))
+fn refused(device: &dyn ManagedDevice, errno: &str, reason: &str) -> Refusal {
+    tracing::warn!(device = device.name(), errno, reason, "migration_version");
+    Refusal::because(format!("{errno}: {reason}"))
 }
 
 #[cfg(test)]

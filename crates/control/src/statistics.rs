@@ -120,48 +120,44 @@ pub trait StatsSource: Send + Sync {
 }
 
 /// Executes `query-stats`: `target` is the kind (all if it is absent), `providers` as in QEMU.
-pub(crate) fn query(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-    known(arguments, &["target", "providers"])?;
-    let target = text(arguments, "target")?;
+pub(crate) fn query(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    check_names(arguments, &["target", "providers"])?;
+    let target = text_argument(arguments, "target")?;
     if let Some(target) = target.filter(|target| !KINDS.contains(target)) {
         return Err(Refusal::because(format!("Parameter 'target' does not accept value '{target}'")));
     }
-    let Some(names) = wanted(arguments)? else { return Ok(json!([])) };
-    let is_wanted = |number: &&Metric| names.as_ref().is_none_or(|names| names.contains(&number.name));
-    let one = |subject: &StatsObject| {
-        let stats = subject.metrics.iter().filter(is_wanted);
+    let Some(names) = selected_names(arguments)? else { return Ok(json!([])) };
+    let is_selected = |metric: &&Metric| names.as_ref().is_none_or(|names| names.contains(&metric.name));
+    let one = |object: &StatsObject| {
+        let stats = object.metrics.iter().filter(is_selected);
         let stats: Value =
-            stats.map(|number| json!({ "name": number.name, "value": number.value })).collect();
-        json!({ "provider": PROVIDER, "qom-path": subject.path(), "stats": stats })
+            stats.map(|metric| json!({ "name": metric.name, "value": metric.value })).collect();
+        json!({ "provider": PROVIDER, "qom-path": object.path(), "stats": stats })
     };
-    Ok(subjects
-        .iter()
-        .filter(|subject| target.is_none_or(|target| subject.kind == target))
-        .map(one)
-        .collect())
+    Ok(objects.iter().filter(|object| target.is_none_or(|target| object.kind == target)).map(one).collect())
 }
 
 /// Executes `query-stats-schemas`.
-pub(crate) fn schemas(subjects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
-    known(arguments, &["provider"])?;
-    if text(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
+pub(crate) fn schemas(objects: &[StatsObject], arguments: &Map<String, Value>) -> Result<Value, Refusal> {
+    check_names(arguments, &["provider"])?;
+    if text_argument(arguments, "provider")?.is_some_and(|provider| provider != PROVIDER) {
         return Ok(json!([]));
     }
     let mut kinds: Vec<&StatsObject> = Vec::new();
-    for subject in subjects {
-        if kinds.iter().all(|kind| kind.kind != subject.kind) {
-            kinds.push(subject);
+    for object in objects {
+        if kinds.iter().all(|kind| kind.kind != object.kind) {
+            kinds.push(object);
         }
     }
-    let schema = |subject: &&StatsObject| {
-        let stats: Value = subject.metrics.iter().map(Metric::schema).collect();
-        json!({ "provider": PROVIDER, "target": subject.kind, "stats": stats })
+    let schema = |object: &&StatsObject| {
+        let stats: Value = object.metrics.iter().map(Metric::schema).collect();
+        json!({ "provider": PROVIDER, "target": object.kind, "stats": stats })
     };
     Ok(kinds.iter().map(schema).collect())
 }
 
 /// Refuses arguments that a command does not have.
-pub(crate) fn known(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), Refusal> {
+pub(crate) fn check_names(arguments: &Map<String, Value>, names: &[&str]) -> Result<(), Refusal> {
     match arguments.keys().find(|key| !names.contains(&key.as_str())) {
         None => Ok(()),
         Some(key) => Err(Refusal::because(format!("Parameter '{key}' is unexpected"))),
@@ -169,7 +165,10 @@ pub(crate) fn known(arguments: &Map<String, Value>, names: &[&str]) -> Result<()
 }
 
 /// A text argument, if it is present.
-pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<Option<&'a str>, Refusal> {
+pub(crate) fn text_argument<'a>(
+    arguments: &'a Map<String, Value>,
+    name: &str,
+) -> Result<Option<&'a str>, Refusal> {
     match arguments.get(name) {
         None => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
@@ -179,7 +178,7 @@ pub(crate) fn text<'a>(arguments: &'a Map<String, Value>, name: &str) -> Result<
 
 /// Names in `providers`: `None` if our provider is not among them, `Some(None)` for all metrics.
 #[allow(clippy::type_complexity, reason = "the provider and its names are both optional")]
-fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
+fn selected_names(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, Refusal> {
     let Some(providers) = arguments.get("providers") else { return Ok(Some(None)) };
     let wrong = || Refusal::because("Invalid parameter type for 'providers', expected: array");
     let ours = providers.as_array().ok_or_else(wrong)?.iter().find(|one| one["provider"] == PROVIDER);
@@ -190,7 +189,7 @@ fn wanted(arguments: &Map<String, Value>) -> Result<Option<Option<Vec<&str>>>, R
 mod tests {
     use super::*;
 
-    fn subjects() -> Vec<StatsObject> {
+    fn objects() -> Vec<StatsObject> {
         let queue = |way: &str, packets| StatsObject {
             kind: "net-queue",
             labels: vec![("tap", "vm0".into()), ("way", way.into()), ("queue", "0".into())],
@@ -203,21 +202,21 @@ mod tests {
         vec![queue("rx", 3), queue("tx", 5)]
     }
 
-    fn ask(arguments: &Value) -> Result<Value, Refusal> {
-        query(&subjects(), arguments.as_object().unwrap())
+    fn execute(arguments: &Value) -> Result<Value, Refusal> {
+        query(&objects(), arguments.as_object().unwrap())
     }
 
     #[test]
     fn statistics_have_qemus_format() {
-        let all = ask(&json!({})).unwrap();
+        let all = execute(&json!({})).unwrap();
         assert_eq!(all[1]["qom-path"], "/net-queue/vm0/tx/0");
         assert_eq!(all[1]["stats"][1], json!({ "name": "bytes", "value": 10 }));
-        assert_eq!(all, ask(&json!({ "target": "net-queue" })).unwrap());
+        assert_eq!(all, execute(&json!({ "target": "net-queue" })).unwrap());
         let one = json!({ "providers": [{ "provider": "towline", "names": ["pending"] }] });
-        let one = ask(&one).unwrap();
+        let one = execute(&one).unwrap();
         assert_eq!(one[0]["stats"], json!([{ "name": "pending", "value": 1 }]));
-        assert_eq!(ask(&json!({ "providers": [{ "provider": "kvm" }] })).unwrap(), json!([]));
-        let schemas = schemas(&subjects(), &Map::new()).unwrap();
+        assert_eq!(execute(&json!({ "providers": [{ "provider": "kvm" }] })).unwrap(), json!([]));
+        let schemas = schemas(&objects(), &Map::new()).unwrap();
         assert_eq!(schemas.as_array().unwrap().len(), 1, "{schemas}");
         assert_eq!(
             schemas[0]["stats"][1],
@@ -233,7 +232,7 @@ mod tests {
             (json!({ "providers": 1 }), "expected: array"),
             (json!({ "vcpus": [] }), "'vcpus' is unexpected"),
         ] {
-            let Err(Refusal::Because(found)) = ask(&arguments) else { panic!("not refused: {text}") };
+            let Err(Refusal::Because(found)) = execute(&arguments) else { panic!("not refused: {text}") };
             assert!(found.contains(text), "{found}");
         }
     }

@@ -111,7 +111,7 @@ impl StatusServer {
         };
         {
             let mut state = self.state();
-            state.ended = Some(state.begun.elapsed());
+            state.ended = Some(state.started.elapsed());
             match outcome {
                 Ok(report) => {
                     state.progress.moved = report.moved;

@@ -48,7 +48,7 @@ impl ManagedDevice for Fake {
     }
 }
 
-fn monitor(names: &[&'static str], unmigratable: bool) -> (DeviceStatusServer, Arc<AtomicBool>) {
+fn server(names: &[&'static str], unmigratable: bool) -> (DeviceStatusServer, Arc<AtomicBool>) {
     let up = Arc::new(AtomicBool::new(true));
     let fake = |name: &&'static str| -> Box<dyn ManagedDevice> {
         Box::new(Fake { name, unmigratable, up: Arc::clone(&up) })
@@ -56,8 +56,8 @@ fn monitor(names: &[&'static str], unmigratable: bool) -> (DeviceStatusServer, A
     (DeviceStatusServer::new(names.iter().map(fake).collect(), || ()), up)
 }
 
-fn ask(monitor: &DeviceStatusServer, command: &str, arguments: &Value) -> Result<Value, String> {
-    monitor.execute(command, arguments.as_object().unwrap()).map_err(|refusal| match refusal {
+fn execute(server: &DeviceStatusServer, command: &str, arguments: &Value) -> Result<Value, String> {
+    server.execute(command, arguments.as_object().unwrap()).map_err(|refusal| match refusal {
         Refusal::Because(text) => text,
         Refusal::Unknown => panic!("{command} is unknown"),
     })
@@ -65,11 +65,11 @@ fn ask(monitor: &DeviceStatusServer, command: &str, arguments: &Value) -> Result
 
 #[test]
 fn version_is_reported_and_that_of_the_source_checked() {
-    let (here, _) = monitor(&["vm0"], false);
-    let version = ask(&here, "query-migration-version", &json!({})).unwrap();
+    let (here, _) = server(&["vm0"], false);
+    let version = execute(&here, "query-migration-version", &json!({})).unwrap();
     assert_eq!(version, json!({ "type": "net", "version": "fake 1 mq=4" }));
     let check = |kind: &str, version: &str| {
-        ask(&here, "check-migration-version", &json!({ "type": kind, "version": version }))
+        execute(&here, "check-migration-version", &json!({ "type": kind, "version": version }))
     };
     assert_eq!(check("net", "fake 1 mq=2\n"), Ok(json!({})));
     assert!(check("net", "fake 2").unwrap_err().starts_with("EINVAL: \"fake 2\" is not a"));
@@ -81,7 +81,7 @@ fn version_is_reported_and_that_of_the_source_checked() {
         "EINVAL: the source's device is of type \"vsock\", this one of type \"net\""
     );
     assert!(
-        ask(&here, "check-migration-version", &json!({ "type": "net" }))
+        execute(&here, "check-migration-version", &json!({ "type": "net" }))
             .unwrap_err()
             .contains("'version' is missing")
     );
@@ -89,33 +89,38 @@ fn version_is_reported_and_that_of_the_source_checked() {
 
 #[test]
 fn unmigratable_device_returns_enodev() {
-    let (here, _) = monitor(&["vm0"], true);
-    assert_eq!(ask(&here, "query-migration-version", &json!({})).unwrap_err(), "ENODEV: it was started so");
+    let (here, _) = server(&["vm0"], true);
+    assert_eq!(
+        execute(&here, "query-migration-version", &json!({})).unwrap_err(),
+        "ENODEV: it was started so"
+    );
     let version = json!({ "type": "net", "version": "fake 1 mq=2" });
-    assert!(ask(&here, "check-migration-version", &version).unwrap_err().starts_with("ENODEV: "));
+    assert!(execute(&here, "check-migration-version", &version).unwrap_err().starts_with("ENODEV: "));
 }
 
 #[test]
 fn one_of_several_devices_is_selected_by_name() {
-    let (here, up) = monitor(&["vm0", "vm1"], false);
-    let unnamed = ask(&here, "query-migration-version", &json!({})).unwrap_err();
+    let (here, up) = server(&["vm0", "vm1"], false);
+    let unnamed = execute(&here, "query-migration-version", &json!({})).unwrap_err();
     assert_eq!(unnamed, "Parameter 'id' expects one of vm0, vm1");
-    ask(&here, "query-migration-version", &json!({ "id": "vm1" })).unwrap();
-    ask(&here, "set_link", &json!({ "name": "vm1", "up": false })).unwrap();
+    execute(&here, "query-migration-version", &json!({ "id": "vm1" })).unwrap();
+    execute(&here, "set_link", &json!({ "name": "vm1", "up": false })).unwrap();
     assert!(!up.load(Relaxed));
-    assert!(ask(&here, "set_link", &json!({ "name": "vm1", "up": "no" })).unwrap_err().contains("a boolean"));
-    let stats = ask(&here, "query-stats", &json!({ "target": "net-queue" })).unwrap();
+    assert!(
+        execute(&here, "set_link", &json!({ "name": "vm1", "up": "no" })).unwrap_err().contains("a boolean")
+    );
+    let stats = execute(&here, "query-stats", &json!({ "target": "net-queue" })).unwrap();
     assert_eq!(stats[1]["qom-path"], "/net-queue/vm1");
     assert_eq!(
-        ask(&here, "query-status", &json!({})).unwrap(),
+        execute(&here, "query-status", &json!({})).unwrap(),
         json!({ "running": true, "status": "running" })
     );
 }
 
 #[test]
 fn device_facts_can_be_parsed() {
-    let (here, _) = monitor(&["vm0"], false);
-    let facts = ask(&here, "query-device-facts", &json!({})).unwrap();
+    let (here, _) = server(&["vm0"], false);
+    let facts = execute(&here, "query-device-facts", &json!({})).unwrap();
     let facts = Facts::parse(facts.to_string().as_bytes()).unwrap();
     let FactsSubject::Device(device) = facts.subject else { panic!("{facts:?}") };
     assert_eq!(device.migration_version.as_deref(), Some("fake 1 mq=4"));
@@ -124,8 +129,8 @@ fn device_facts_can_be_parsed() {
 #[test]
 fn quit_calls_the_callback() {
     let quits = Arc::new(AtomicBool::new(false));
-    let asked = Arc::clone(&quits);
-    let here = DeviceStatusServer::new(Vec::new(), move || asked.store(true, Relaxed));
-    ask(&here, "quit", &json!({})).unwrap();
+    let flag = Arc::clone(&quits);
+    let here = DeviceStatusServer::new(Vec::new(), move || flag.store(true, Relaxed));
+    execute(&here, "quit", &json!({})).unwrap();
     assert!(quits.load(Relaxed));
 }

@@ -146,25 +146,25 @@ struct Resume {
 impl Resume {
     fn run(mut self, mut choice: Option<Choice>) -> Result<Resumed, Error> {
         self.done.extend(self.source.repaired().into_iter().chain(self.destination.repaired()));
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let case = self.examine();
             let action = match choice {
                 Some(chosen) => match case.apply(chosen) {
                     Ok(action) => action,
-                    Err(why @ (ResumeBlocker::SourceUnknown | ResumeBlocker::DestinationUnknown))
-                        if begun.elapsed() < EXAMINE_TIMEOUT =>
+                    Err(reason @ (ResumeBlocker::SourceUnknown | ResumeBlocker::DestinationUnknown))
+                        if started.elapsed() < EXAMINE_TIMEOUT =>
                     {
-                        ResumeAction::Wait(why)
+                        ResumeAction::Wait(reason)
                     }
-                    Err(why) => {
-                        return Err(Error::Refused { text: text::refusal(chosen, why, &self.record) });
+                    Err(reason) => {
+                        return Err(Error::Refused { text: text::refusal(chosen, reason, &self.record) });
                     }
                 },
                 None => self.next_action(&case),
             };
             match action {
-                ResumeAction::Wait(_) if begun.elapsed() < EXAMINE_TIMEOUT => {
+                ResumeAction::Wait(_) if started.elapsed() < EXAMINE_TIMEOUT => {
                     thread::sleep(EXAMINE_INTERVAL);
                     continue;
                 }
@@ -174,7 +174,7 @@ impl Resume {
                 ResumeAction::RunDestination => self.run_destination()?,
                 ResumeAction::RunSource => return self.run_source(),
                 ResumeAction::Quit(side) => self.quit(side)?,
-                ResumeAction::AtDestination(placed) => return self.at_destination(placed, case),
+                ResumeAction::AtDestination(placement) => return self.at_destination(placement, case),
                 ResumeAction::AtSource => return self.at_source(),
                 ResumeAction::Gone => return self.gone(),
             }
@@ -251,8 +251,8 @@ impl Resume {
     }
 
     /// Completes the move: its source is ended if that was requested.
-    fn at_destination(mut self, placed: Placement, case: InterruptedMove) -> Result<Resumed, Error> {
-        let state = if placed == Placement::Running {
+    fn at_destination(mut self, placement: Placement, case: InterruptedMove) -> Result<Resumed, Error> {
+        let state = if placement == Placement::Running {
             "runs the guest"
         } else {
             "holds the guest, paused, as requested"
@@ -269,7 +269,7 @@ impl Resume {
             return self.finished();
         }
         self.done.push(format!("{} is paused (postmigrate), with an older state of it", self.record.source));
-        if placed != Placement::Running {
+        if placement != Placement::Running {
             return self.finished();
         }
         for file in &mut self.files {

@@ -101,7 +101,7 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
              end that (`towline resume {id} --forget`, then `quit`). If it did not: `towline resume {id} --run-here=destination`"
         ),
         ResumeBlocker::DestinationStopped => format!(
-            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` says why): it is not run or ended from here. \
+            "{destination} holds the guest, which stopped there by itself or is being sent on (`query-status` shows why): it is not run or ended from here. \
              Act by its monitor, end the source if it is left, and then `towline resume {id} --forget`"
         ),
         ResumeBlocker::BothMayRun => format!(
@@ -134,12 +134,12 @@ pub(super) fn explain(blocker: ResumeBlocker, record: &MoveRecord) -> String {
 }
 
 /// Reason for which a choice is refused.
-pub(super) fn refusal(choice: Choice, why: ResumeBlocker, record: &MoveRecord) -> String {
+pub(super) fn refusal(choice: Choice, reason: ResumeBlocker, record: &MoveRecord) -> String {
     let end = |side: Side| match side {
         Side::Source => &record.source,
         Side::Destination => &record.destination,
     };
-    let text = explain(why, record);
+    let text = explain(reason, record);
     match choice {
         Choice::Run(side) => format!("the guest is not run at {}: {text}", end(side)),
         Choice::Discard(side) => format!("{} is not ended: {text}", end(side)),

@@ -22,7 +22,7 @@ const MEGABIT_BYTES: f64 = 1e6 / 8.0;
 /// Convergence of one source.
 #[derive(Debug)]
 pub(super) struct Convergence {
-    begun: Instant,
+    started: Instant,
     sampler: Sampler,
     policy: Policy,
     /// Maximum throttle of the guest in percent; `None` if it is not throttled.
@@ -39,7 +39,7 @@ impl Convergence {
             || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
         Self {
-            begun: Instant::now(),
+            started: Instant::now(),
             sampler: Sampler::default(),
             policy: Policy::new(limits),
             throttle_max: throttles.then_some(max.into()),
@@ -62,7 +62,7 @@ impl Convergence {
             return Ok(());
         };
         let sample = Sample {
-            at: self.begun.elapsed(),
+            at: self.started.elapsed(),
             dirty_sync_count: ram.dirty_sync_count,
             transferred: ram.transferred,
             remaining: ram.remaining,

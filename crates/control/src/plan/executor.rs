@@ -352,13 +352,13 @@ impl Executor<'_> {
     }
 
     fn end(mut self, outcome: Outcome) -> Result<SwitchoverReport, Failure> {
-        let said = match outcome {
+        let message = match outcome {
             Outcome::Unresolved(unresolved) => {
                 self.unresolved_state(unresolved).text(SourceCategory::Qemu).into_owned()
             }
             Outcome::Completed(_) | Outcome::Safe => String::new(),
         };
-        self.notes.extend(self.ends.switchover.ended(outcome, &said));
+        self.notes.extend(self.ends.switchover.ended(outcome, &message));
         let placement = match outcome {
             Outcome::Completed(placement) => placement,
             Outcome::Safe => return Err(self.failure(GuestState::Safe)),

@@ -53,10 +53,11 @@ pub(super) fn copy(
         }
         // The half that failed by itself has the reason; the other one only lost its connection.
         Ok(Err(error)) => Err(match sent {
-            Err(why)
-                if error_origin::is_local(&why) || matches!(error, towline_migration::Error::Cancelled) =>
+            Err(reason)
+                if error_origin::is_local(&reason)
+                    || matches!(error, towline_migration::Error::Cancelled) =>
             {
-                why
+                reason
             }
             _ => error.into(),
         }),

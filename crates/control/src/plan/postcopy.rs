@@ -216,7 +216,7 @@ impl<'a> Restore<'a> {
 
     /// Serves the guest over one connection, and watches it.
     fn serve(&mut self, running: Running<'a>, runs: bool) -> Result<(), ConnectionLost> {
-        let (watcher, done, begun) = (thread::current(), AtomicBool::new(false), Instant::now());
+        let (watcher, done, started) = (thread::current(), AtomicBool::new(false), Instant::now());
         thread::scope(|scope| {
             let worker = scope.spawn(|| {
                 let served = running.serve();
@@ -227,7 +227,7 @@ impl<'a> Restore<'a> {
             while !done.load(Ordering::Acquire) && !worker.is_finished() {
                 self.poll(runs);
                 let starts = runs && self.destination.is_driven() && self.report.running_after.is_none();
-                let closely = starts && begun.elapsed() < START_POLL_TIME;
+                let closely = starts && started.elapsed() < START_POLL_TIME;
                 thread::park_timeout(if closely { START_POLL_INTERVAL } else { POLL_INTERVAL });
             }
             match worker.join() {
@@ -258,9 +258,9 @@ impl<'a> Restore<'a> {
 
     /// Connects again after a lost connection; `None` if the destination has everything.
     fn recover(&mut self, lost: Option<ConnectionLost>) -> Result<Option<Running<'a>>, Failure> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut had_loaded = true;
-        let mut why = match lost {
+        let mut reason = match lost {
             Some(ConnectionLost { error, had_loaded: loaded }) => {
                 had_loaded = loaded;
                 self.report.recoveries += 1;
@@ -273,26 +273,26 @@ impl<'a> Restore<'a> {
             match self.destination.recovery_state() {
                 Ok(RecoveryState::Completed) => return Ok(None),
                 Ok(RecoveryState::Failed(text)) => {
-                    return Err(self.destination.load_failure(why, &text, had_loaded));
+                    return Err(self.destination.load_failure(reason, &text, had_loaded));
                 }
                 Ok(RecoveryState::Listening(address)) => match self.try_recover(&address) {
                     Ok(running) => {
-                        self.context.observer.notice(&format!("{why}; connected again"));
+                        self.context.observer.notice(&format!("{reason}; connected again"));
                         return Ok(Some(running));
                     }
-                    Err(Error::Migration(error)) => why = error,
+                    Err(Error::Migration(error)) => reason = error,
                     Err(error) => tracing::debug!(%error, "not recovered yet"),
                 },
                 Ok(RecoveryState::NotReady) => {}
                 Err(error) => return Err(self.destination.monitor_failure(error, had_loaded)),
             }
-            if begun.elapsed() >= BREAK_AFTER && !was_notified {
+            if started.elapsed() >= BREAK_AFTER && !was_notified {
                 was_notified = true;
-                self.destination.reconnect_manually(&why, self.context);
+                self.destination.reconnect_manually(&reason, self.context);
             }
-            let is_over = self.destination.is_driven() && begun.elapsed() >= RECOVER_TIMEOUT;
-            if is_over || self.context.cancel.is_cancelled() && begun.elapsed() >= BREAK_AFTER {
-                let error = Error::NotRecovered { source: why, waited: begun.elapsed() };
+            let is_over = self.destination.is_driven() && started.elapsed() >= RECOVER_TIMEOUT;
+            if is_over || self.context.cancel.is_cancelled() && started.elapsed() >= BREAK_AFTER {
+                let error = Error::NotRecovered { source: reason, waited: started.elapsed() };
                 return Err(self.destination.interrupted(error));
             }
             thread::sleep(RECOVER_INTERVAL);

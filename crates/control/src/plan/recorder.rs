@@ -84,8 +84,10 @@ impl Recorder {
                 }
                 return state.keep(message);
             }
-            Outcome::Unresolved(held) if held.is_open() => return state.keep(message),
-            Outcome::Completed(placed) if leaves_paused_guest(placed, machine) => state.leave(id, machine),
+            Outcome::Unresolved(unresolved) if unresolved.is_open() => return state.keep(message),
+            Outcome::Completed(placement) if leaves_paused_guest(placement, machine) => {
+                state.leave(id, machine)
+            }
             _ => state.file.as_mut().map_or(Ok(()), RecordFile::remove),
         };
         ended.err().map(|error| format!("the record of this finished move is not up to date: {error}"))
@@ -146,10 +148,10 @@ fn guest_plan(machine: &Switchover) -> GuestPlan {
 }
 
 /// Returns true if the source stays paused with a guest that was paused before, or that runs elsewhere now.
-fn leaves_paused_guest(placed: Placement, machine: &Switchover) -> bool {
+fn leaves_paused_guest(placement: Placement, machine: &Switchover) -> bool {
     let request = machine.request();
     let is_live = machine.guest() != GuestRunState::Stopped;
-    let runs_there = matches!(placed, Placement::Running | Placement::Loaded)
+    let runs_there = matches!(placement, Placement::Running | Placement::Loaded)
         && (is_live || request.run == RunRequest::Run);
     let stays = request.after != SourceAction::Quit && !machine.has_source_exited();
     machine.drives_source() && stays && (runs_there || !is_live)

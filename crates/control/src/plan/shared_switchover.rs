@@ -78,8 +78,8 @@ impl SharedSwitchover {
     }
 
     /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
-    pub(super) fn ended(&self, outcome: Outcome, said: &str) -> Option<String> {
-        self.recorder.end(self.id(), outcome, &self.state(), said)
+    pub(super) fn ended(&self, outcome: Outcome, message: &str) -> Option<String> {
+        self.recorder.end(self.id(), outcome, &self.state(), message)
     }
 
     /// Passes a point of no return, after its decision has been recorded.

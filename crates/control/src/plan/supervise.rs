@@ -26,7 +26,7 @@ pub(super) fn supervise<T: Send>(
     let watcher = thread::current();
     // Not the thread's end, which comes a moment after it woke us.
     let done = AtomicBool::new(false);
-    let mut asked = false;
+    let mut cancel_handled = false;
     thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let result = work();
@@ -39,8 +39,8 @@ pub(super) fn supervise<T: Send>(
             if done.load(Ordering::Acquire) {
                 break;
             }
-            if cancel.is_cancelled() && !asked {
-                asked = true;
+            if cancel.is_cancelled() && !cancel_handled {
+                cancel_handled = true;
                 // Not if the guest may already run at its destination.
                 if switchover.cancel() {
                     session.fail(towline_migration::Error::Cancelled);

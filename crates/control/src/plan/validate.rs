@@ -249,7 +249,7 @@ fn check_zero_copy_send(
     if options.zero_copy_send != ZeroCopySend::On {
         return Ok(());
     }
-    let why = match destination {
+    let reason = match destination {
         Destination::Stream(Address::Tcp { .. }) => return zero_copy_over_tcp(options, lanes),
         // Within this process, lanes are TCP over the loopback interface.
         Destination::Memory(_) if !matches!(source, Source::Qmp(_) | Source::Stream(_)) => {
@@ -264,7 +264,7 @@ fn check_zero_copy_send(
         }
         _ => "nothing is sent to DEST".to_owned(),
     };
-    Err(zero_copy_refused(&why))
+    Err(zero_copy_refused(&reason))
 }
 
 fn zero_copy_over_tcp(options: &Request, lanes: usize) -> Result<(), Error> {

@@ -25,7 +25,7 @@ use crate::qemu::Qemu;
 /// Prefix of its types, one of which supports legacy virtio.
 const KIND: &str = "vhost-user-vsock";
 /// QOM containers of devices with and without a user-defined id.
-const PLACES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 /// Properties that are restored, if they can be read.
 const PROPERTIES: [&str; 5] = ["chardev", "seqpacket", "iommu_platform", "ats", "packed"];
 /// Timeout for the guest to release a device: an attention button takes five seconds.
@@ -48,7 +48,7 @@ pub(super) struct Vsock {
 pub(super) struct DetachedVsocks {
     all: Vec<Vsock>,
     /// Number of vsocks for which the guest got an unplug request.
-    asked: usize,
+    unplugged: usize,
     /// Entries in the source's journal, of unplugged devices.
     entries: Vec<JournalEntry>,
 }
@@ -70,20 +70,20 @@ impl DetachedVsocks {
     /// Finds the vsocks of a QEMU.
     pub(super) fn find(qemu: &mut Qemu) -> Result<Self, Error> {
         let mut all = Vec::new();
-        for place in PLACES {
-            for (name, driver) in children(qemu, place)? {
+        for container in CONTAINERS {
+            for (name, driver) in children(qemu, container)? {
                 if driver.starts_with(KIND) {
-                    all.push(Vsock::read(qemu, place, name, driver)?);
+                    all.push(Vsock::read(qemu, container, name, driver)?);
                 }
             }
         }
-        Ok(Self { all, asked: 0, entries: Vec::new() })
+        Ok(Self { all, unplugged: 0, entries: Vec::new() })
     }
 
     /// Refuses a destination at which they could not be attached.
     pub(super) fn check(&self, waiting: &mut Qemu) -> Result<(), Error> {
         let mut reasons = Vec::new();
-        let there = children(waiting, PLACES[0])?;
+        let there = children(waiting, CONTAINERS[0])?;
         if let Some((name, _)) = there.iter().find(|(_, driver)| driver.starts_with(KIND)) {
             reasons.push(format!(
                 "{name} is there already: start it without; it is attached when the guest is there"
@@ -114,7 +114,7 @@ impl DetachedVsocks {
 
     /// Unplugs them from the guest.
     pub(super) fn detach(&mut self, qemu: &mut Qemu, cancel: &Cancel) -> Result<(), Error> {
-        while let Some(vsock) = self.all.get(self.asked) {
+        while let Some(vsock) = self.all.get(self.unplugged) {
             let refused = |text: String, qemu: &Qemu| Error::NotDetached {
                 socket: qemu.socket().to_owned(),
                 device: vsock.to_string(),
@@ -134,7 +134,7 @@ impl DetachedVsocks {
                 }
                 Err(error) => return Err(error.into()),
             }
-            self.asked += 1;
+            self.unplugged += 1;
             let deadline = Instant::now() + UNPLUG_TIMEOUT;
             while vsock.is_there(qemu)? {
                 if cancel.is_cancelled() {
@@ -154,7 +154,7 @@ impl DetachedVsocks {
 
     /// Attaches the detached devices, at either end.
     pub(super) fn attach(&self, qemu: &mut Qemu) -> Result<(), Error> {
-        for vsock in &self.all[..self.asked] {
+        for vsock in &self.all[..self.unplugged] {
             if vsock.is_there(qemu)? {
                 return Err(Error::NotAttached {
                     socket: qemu.socket().into(),
@@ -171,8 +171,8 @@ impl DetachedVsocks {
 }
 
 impl Vsock {
-    fn read(qemu: &mut Qemu, place: &str, name: String, driver: String) -> Result<Self, Error> {
-        let path = format!("{place}/{name}");
+    fn read(qemu: &mut Qemu, container: &str, name: String, driver: String) -> Result<Self, Error> {
+        let path = format!("{container}/{name}");
         let bus = get(qemu, &path, "parent_bus")?;
         // The last part of the bus's path is its name.
         let bus = bus.as_str().and_then(|bus| bus.rsplit('/').next()).unwrap_or_default().to_owned();
@@ -185,14 +185,14 @@ impl Vsock {
                 Err(error) => return Err(error),
             }
         }
-        let id = (place == PLACES[0]).then_some(name);
+        let id = (container == CONTAINERS[0]).then_some(name);
         Ok(Self { driver, id, path, bus, properties })
     }
 
     fn is_there(&self, qemu: &mut Qemu) -> Result<bool, Error> {
-        let Some((place, name)) = self.path.rsplit_once('/') else { return Ok(false) };
+        let Some((container, name)) = self.path.rsplit_once('/') else { return Ok(false) };
         let listed =
-            children(qemu, place)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
+            children(qemu, container)?.iter().any(|(found, driver)| found == name && *driver == self.driver);
         Ok(listed || qemu.migration()?.blocked_reasons.iter().any(|reason| is_vsock_blocker(reason)))
     }
 

@@ -70,8 +70,8 @@ impl Qemu {
     /// not an error.
     pub fn compat_facts(&mut self) -> Result<facts::Qemu, Error> {
         self.refresh()?;
-        let cpus = self.ask(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
-        let mut devices = self.monitor("info qtree")?.map(|text| device_tree::parse(&text));
+        let cpus = self.query(|qemu| Ok(qemu.client.execute(&QueryCpusFast)?))?;
+        let mut devices = self.human_command("info qtree")?.map(|text| device_tree::parse(&text));
         if let Some(devices) = &mut devices {
             self.virtio(devices)?;
         }
@@ -84,40 +84,44 @@ impl Qemu {
             Some(cpus) => Some(self.cpus(&cpus)?),
             None => None,
         };
-        known.netdevs = self.monitor("info network")?.map(|text| netdevs(&text));
-        known.kvm = self.raw("query-kvm", None)?.and_then(|answer| answer["enabled"].as_bool());
-        known.memory_backends = self.raw("query-memdev", None)?.map(|answer| memory_backends(&answer));
-        known.drives = self.raw("query-block", None)?.map(|answer| drives::drives(&answer));
+        known.netdevs = self.human_command("info network")?.map(|text| netdevs(&text));
+        known.kvm = self.query_raw("query-kvm", None)?.and_then(|reply| reply["enabled"].as_bool());
+        known.memory_backends = self.query_raw("query-memdev", None)?.map(|reply| memory_backends(&reply));
+        known.drives = self.query_raw("query-block", None)?.map(|reply| drives::drives(&reply));
         known.machine_properties = Some(self.machine_properties()?);
         Ok(known)
     }
 
     /// Returns true if KVM runs the guest's processors; false if QEMU does not report it.
     pub(crate) fn is_kvm(&mut self) -> Result<bool, Error> {
-        Ok(self.raw("query-kvm", None)?.is_some_and(|answer| answer["enabled"] == true))
+        Ok(self.query_raw("query-kvm", None)?.is_some_and(|reply| reply["enabled"] == true))
     }
 
     /// Returns `None` if QEMU refuses the query.
-    fn ask<T>(&mut self, question: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
-        match question(self) {
-            Ok(answer) => Ok(Some(answer)),
+    fn query<T>(&mut self, query: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<Option<T>, Error> {
+        match query(self) {
+            Ok(reply) => Ok(Some(reply)),
             Err(Error::Qmp(qmp::Error::Refusal { .. } | qmp::Error::Shape { .. })) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    fn raw(&mut self, command: &str, arguments: Option<Map<String, Value>>) -> Result<Option<Value>, Error> {
-        self.ask(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
+    fn query_raw(
+        &mut self,
+        command: &str,
+        arguments: Option<Map<String, Value>>,
+    ) -> Result<Option<Value>, Error> {
+        self.query(|qemu| Ok(qemu.client.execute_raw(command, arguments)?))
     }
 
-    fn monitor(&mut self, line: &str) -> Result<Option<String>, Error> {
+    fn human_command(&mut self, line: &str) -> Result<Option<String>, Error> {
         let command = HumanMonitorCommand { command_line: line.into() };
-        self.ask(|qemu| Ok(qemu.client.execute(&command)?))
+        self.query(|qemu| Ok(qemu.client.execute(&command)?))
     }
 
     fn property(&mut self, path: &str, property: &str) -> Result<Option<Value>, Error> {
         let Value::Object(arguments) = json!({ "path": path, "property": property }) else { return Ok(None) };
-        self.raw("qom-get", Some(arguments))
+        self.query_raw("qom-get", Some(arguments))
     }
 
     fn machine_properties(&mut self) -> Result<BTreeMap<String, Value>, Error> {
@@ -166,12 +170,12 @@ impl Qemu {
         if (version.major, version.minor) >= VIRTIO_STATUS_ABORTS_SINCE {
             return Ok(());
         }
-        let Some(Value::Array(listed)) = self.raw("x-query-virtio", None)? else { return Ok(()) };
+        let Some(Value::Array(listed)) = self.query_raw("x-query-virtio", None)? else { return Ok(()) };
         for path in listed.iter().filter_map(|entry| entry["path"].as_str()) {
             let Some(place) = self.virtio_place(path)? else { continue };
             let Some(device) = devices.iter_mut().find(|device| device.place == place) else { continue };
             let Value::Object(arguments) = json!({ "path": path }) else { continue };
-            if let Some(status) = self.raw("x-query-virtio-status", Some(arguments))? {
+            if let Some(status) = self.query_raw("x-query-virtio-status", Some(arguments))? {
                 let offered = virtio::names(&status["host-features"]);
                 device.virtio =
                     Some(Virtio { offered, negotiated: virtio::names(&status["guest-features"]) });
@@ -242,7 +246,7 @@ fn feature_words(words: &Value) -> Vec<FeatureWord> {
     words.as_array().into_iter().flatten().filter_map(word).collect()
 }
 
-fn memory_backends(answer: &Value) -> Vec<MemoryBackend> {
+fn memory_backends(reply: &Value) -> Vec<MemoryBackend> {
     let is_on = |value: &Value| value.as_bool().unwrap_or_default();
     let backend = |entry: &Value| MemoryBackend {
         id: entry["id"].as_str().unwrap_or_default().to_owned(),
@@ -250,7 +254,7 @@ fn memory_backends(answer: &Value) -> Vec<MemoryBackend> {
         prealloc: is_on(&entry["prealloc"]),
         share: is_on(&entry["share"]),
     };
-    answer.as_array().into_iter().flatten().map(backend).collect()
+    reply.as_array().into_iter().flatten().map(backend).collect()
 }
 
 /// ` \ n0: index=0,type=user,net=10.0.2.0` in `info network`; NICs are devices, and not listed again.

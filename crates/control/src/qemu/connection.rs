@@ -18,7 +18,7 @@ use crate::journal::{self, Journal, JournalEntry, UndoRecord};
 use crate::process::{Process, ProcessState};
 
 /// Timeout of a query to which QEMU may not reply for a while.
-const SILENCE_MAX: Duration = Duration::from_millis(500);
+const QUERY_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A QEMU whose monitor is connected.
 #[derive(Debug)]
@@ -142,14 +142,14 @@ impl Qemu {
     /// Those of `query` except a timeout.
     pub fn try_query<T>(
         &mut self,
-        ask: impl FnOnce(&mut Self) -> Result<T, Error>,
+        query: impl FnOnce(&mut Self) -> Result<T, Error>,
     ) -> Result<Option<T>, Error> {
         let deadline = self.client.deadline();
-        self.client.set_deadline(SILENCE_MAX);
-        let answer = ask(self);
+        self.client.set_deadline(QUERY_TIMEOUT);
+        let reply = query(self);
         self.client.set_deadline(deadline);
-        match answer {
-            Ok(answer) => Ok(Some(answer)),
+        match reply {
+            Ok(reply) => Ok(Some(reply)),
             Err(Error::Qmp(qmp::Error::Timeout { .. })) => Ok(None),
             Err(error) => Err(error),
         }

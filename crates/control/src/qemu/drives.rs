@@ -25,9 +25,9 @@ const VIRTIO_CHILD: &str = "/virtio-backend";
 type Locks = LazyCell<String>;
 
 /// The drives that have a medium.
-pub(super) fn drives(answer: &Value) -> Vec<Drive> {
+pub(super) fn drives(reply: &Value) -> Vec<Drive> {
     let locks: Locks = LazyCell::new(locks);
-    answer.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
+    reply.as_array().into_iter().flatten().filter_map(|entry| drive(entry, &locks)).collect()
 }
 
 /// All locks of this host; empty if they cannot be read.
@@ -115,12 +115,12 @@ mod tests {
 
     #[test]
     fn drive_without_a_medium_is_skipped() {
-        let answer = serde_json::json!([
+        let reply = serde_json::json!([
             { "device": "cd", "removable": true },
             { "device": "", "qdev": "/machine/peripheral/d/virtio-backend", "inserted":
                 { "drv": "raw", "ro": false, "image": { "filename": "/nowhere/x", "virtual-size": 5 } } }
         ]);
-        let found = drives(&answer);
+        let found = drives(&reply);
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].device.as_str(), found[0].virtual_bytes), ("/machine/peripheral/d", 5));
         assert_eq!(found[0].lock, Lock::Unknown);

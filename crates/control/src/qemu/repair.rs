@@ -33,7 +33,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(3);
 const CANCELLABLE: [MigrationStatus; 3] =
     [MigrationStatus::SETUP, MigrationStatus::ACTIVE, MigrationStatus::PRE_SWITCHOVER];
 /// Maximum difference between the recorded start of a migration and the one that its age implies.
-const BEGUN_WITHIN_MS: u64 = 5000;
+const START_TOLERANCE_MS: u64 = 5000;
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Result of undoing one change.
@@ -71,13 +71,13 @@ impl Qemu {
     pub fn migrate(&mut self, command: &Migrate) -> Result<(), Error> {
         let to = serde_json::to_value(&command.target).map(|target| target.to_string()).unwrap_or_default();
         let entry = self.record(&UndoRecord::migration(to));
-        let begun = self.client.execute(command);
-        if matches!(begun, Err(qmp::Error::Refusal { .. }))
+        let accepted = self.client.execute(command);
+        if matches!(accepted, Err(qmp::Error::Refusal { .. }))
             && let Some(entry) = entry
         {
             entry.done();
         }
-        begun?;
+        accepted?;
         Ok(())
     }
 
@@ -102,12 +102,12 @@ impl Qemu {
 
     fn put_back(&mut self, journal: &Journal, owner: i32) -> Result<RepairReport, Error> {
         let records = journal.records();
-        let begun = records.iter().filter_map(|(_, record)| match record {
+        let started = records.iter().filter_map(|(_, record)| match record {
             UndoRecord::Migration { begun_ms, .. } => Some(*begun_ms),
             _ => None,
         });
-        let begun: Vec<u64> = begun.collect();
-        let busy = self.wait_until_idle(&begun)?;
+        let started: Vec<u64> = started.collect();
+        let busy = self.wait_until_idle(&started)?;
         let mut repaired =
             RepairReport { socket: self.socket().to_owned(), owner, done: Vec::new(), left: Vec::new() };
         for (entry, record) in records {
@@ -130,8 +130,8 @@ impl Qemu {
 
     /// Waits until no migration is in progress, and cancels one that was started at one of these times. Returns
     /// the reason if one still is.
-    fn wait_until_idle(&mut self, begun: &[u64]) -> Result<Option<String>, Error> {
-        let began = Instant::now();
+    fn wait_until_idle(&mut self, started: &[u64]) -> Result<Option<String>, Error> {
+        let start = Instant::now();
         let mut cancelled = false;
         loop {
             let migration = self.migration()?;
@@ -145,13 +145,13 @@ impl Qemu {
             if self.facts.incoming == Incoming::Listening {
                 return Ok(Some("it waits for a guest".into()));
             }
-            let is_ours = || begun.iter().any(|begun| was_begun_at(&migration, *begun));
+            let is_ours = || started.iter().any(|started| was_started_at(&migration, *started));
             if !cancelled && CANCELLABLE.contains(&status) && is_ours() && !self.is_completing()? {
                 self.client.execute(&MigrateCancel)?;
                 cancelled = true;
             }
             let limit = if cancelled || status.is_final() { CLEANUP_TIMEOUT } else { END_TIMEOUT };
-            if began.elapsed() >= limit {
+            if start.elapsed() >= limit {
                 let waited = limit.as_secs();
                 return Ok(Some(format!("its migration has not ended within {waited} s (status {status})")));
             }
@@ -259,10 +259,10 @@ impl Qemu {
 
 /// Returns true if this migration, which is in progress, is the one that was started then, and not a later one
 /// of another party.
-fn was_begun_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
+fn was_started_at(migration: &MigrationInfo, begun_ms: u64) -> bool {
     // QEMU reports its age once it is set up.
     let age_ms = migration.total_time.and_then(|age| u64::try_from(age).ok()).unwrap_or_default();
-    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= BEGUN_WITHIN_MS
+    now_ms().saturating_sub(age_ms).abs_diff(begun_ms) <= START_TOLERANCE_MS
 }
 
 impl<T: Clone + PartialEq + fmt::Display> ChangedValue<T> {

@@ -14,7 +14,7 @@ const PAGE_BYTES: u64 = 4096;
 /// Progress of a copy.
 #[derive(Debug)]
 pub(super) struct State {
-    pub(super) begun: Instant,
+    pub(super) started: Instant,
     pub(super) status: &'static str,
     /// The guest runs at its source, as far as this side knows.
     pub(super) running: bool,
@@ -31,7 +31,7 @@ impl State {
     /// The state of a copy that starts now.
     pub(super) fn new() -> Self {
         Self {
-            begun: Instant::now(),
+            started: Instant::now(),
             status: "setup",
             running: true,
             progress: Progress::default(),
@@ -45,12 +45,12 @@ impl State {
 
     /// Reply to `query-migrate`.
     pub(super) fn query_migrate(&self) -> Value {
-        let mut answer = json!({ "status": self.status });
-        let total = self.ended.unwrap_or_else(|| self.begun.elapsed());
-        answer["total-time"] = milliseconds(total);
+        let mut reply = json!({ "status": self.status });
+        let total = self.ended.unwrap_or_else(|| self.started.elapsed());
+        reply["total-time"] = milliseconds(total);
         if let Some(transfer) = self.transfer {
-            answer["setup-time"] = milliseconds(transfer - self.begun);
-            answer["ram"] = ram(&self.progress, total.saturating_sub(transfer - self.begun));
+            reply["setup-time"] = milliseconds(transfer - self.started);
+            reply["ram"] = ram(&self.progress, total.saturating_sub(transfer - self.started));
         }
         let optional = [
             ("downtime", self.downtime_ms.map(Value::from)),
@@ -60,10 +60,10 @@ impl State {
         ];
         for (key, value) in optional {
             if let Some(value) = value {
-                answer[key] = value;
+                reply[key] = value;
             }
         }
-        answer
+        reply
     }
 
     /// Metrics of the whole copy.
@@ -71,7 +71,7 @@ impl State {
         let (progress, moved) = (&self.progress, &self.progress.moved);
         let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
         let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
-        let took = self.ended.unwrap_or_else(|| self.begun.elapsed());
+        let took = self.ended.unwrap_or_else(|| self.started.elapsed());
         let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         vec![
             Metric::gauge(

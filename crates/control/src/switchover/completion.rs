@@ -31,11 +31,11 @@ impl Switchover {
     pub(super) fn reporting(&mut self, input: Input) -> Directive {
         match input {
             Input::Done => Directive::AwaitPeer,
-            Input::Peer(PeerMessage::Placed(placed)) if self.request.source == SourceKind::Towline => {
-                self.stage = Stage::Releasing(placed);
-                Directive::Send(PeerMessage::Placed(placed))
+            Input::Peer(PeerMessage::Placed(placement)) if self.request.source == SourceKind::Towline => {
+                self.stage = Stage::Releasing(placement);
+                Directive::Send(PeerMessage::Placed(placement))
             }
-            Input::Peer(PeerMessage::Placed(placed)) => self.release(placed),
+            Input::Peer(PeerMessage::Placed(placement)) => self.release(placement),
             Input::Peer(PeerMessage::NotRun) => {
                 Directive::End(Outcome::Unresolved(Unresolved::PeerDidNotRun))
             }
@@ -44,7 +44,7 @@ impl Switchover {
     }
 
     pub(super) fn starting(&mut self, input: Input) -> Directive {
-        let held = match input {
+        let unresolved = match input {
             Input::Started(StartResult::Live) => return self.finalize(Placement::Running),
             Input::Started(StartResult::StoppedAgain) => Unresolved::StoppedAgain,
             Input::Started(StartResult::Refused) if self.is_source_gone() => Unresolved::DestinationOnly,
@@ -53,7 +53,7 @@ impl Switchover {
             Input::Started(StartResult::Exited) => Unresolved::DestinationLost,
             _ => Unresolved::DestinationUnknown,
         };
-        self.end_unresolved(held)
+        self.end_unresolved(unresolved)
     }
 
     /// Returns true if no QEMU at the source holds the guest.
@@ -61,12 +61,12 @@ impl Switchover {
         self.source_exited
     }
 
-    pub(super) fn finalize(&mut self, placed: Placement) -> Directive {
-        self.stage = Stage::Finalizing(placed);
+    pub(super) fn finalize(&mut self, placement: Placement) -> Directive {
+        self.stage = Stage::Finalizing(placement);
         Directive::FinalizeDestination
     }
 
-    pub(super) fn finalizing(&mut self, input: Input, placed: Placement) -> Directive {
+    pub(super) fn finalizing(&mut self, input: Input, placement: Placement) -> Directive {
         match input {
             Input::Destination(DestinationStatus::Exited) if self.is_source_gone() => {
                 Directive::End(Outcome::Unresolved(Unresolved::BothExited))
@@ -79,22 +79,22 @@ impl Switchover {
             }
             Input::NotDone => Directive::End(Outcome::Unresolved(Unresolved::DestinationUnknown)),
             _ if self.request.source == SourceKind::Towline => {
-                self.stage = Stage::Releasing(placed);
-                Directive::Send(PeerMessage::Placed(placed))
+                self.stage = Stage::Releasing(placement);
+                Directive::Send(PeerMessage::Placed(placement))
             }
-            _ => self.release(placed),
+            _ => self.release(placement),
         }
     }
 
-    pub(super) fn release(&mut self, placed: Placement) -> Directive {
+    pub(super) fn release(&mut self, placement: Placement) -> Directive {
         if self.request.source != SourceKind::Qemu || self.source_exited {
-            return Directive::End(Outcome::Completed(placed));
+            return Directive::End(Outcome::Completed(placement));
         }
-        self.stage = Stage::Releasing(placed);
+        self.stage = Stage::Releasing(placement);
         match self.request.after {
             SourceAction::Quit => Directive::QuitSource,
             SourceAction::Resume
-                if !matches!(placed, Placement::Running | Placement::Loaded) && self.guest.is_live() =>
+                if !matches!(placement, Placement::Running | Placement::Loaded) && self.guest.is_live() =>
             {
                 Directive::ResumeSource
             }
@@ -102,16 +102,16 @@ impl Switchover {
         }
     }
 
-    pub(super) fn releasing(&mut self, input: Input, placed: Placement) -> Directive {
-        let held = match (input, self.request.source, self.request.after) {
+    pub(super) fn releasing(&mut self, input: Input, placement: Placement) -> Directive {
+        let unresolved = match (input, self.request.source, self.request.after) {
             (Input::NotDone, SourceKind::Qemu, SourceAction::Quit) => Unresolved::SourceNotEnded,
             (Input::NotDone, SourceKind::Qemu, SourceAction::Resume) => Unresolved::SourceNotResumed,
             (Input::Source(SourceStatus::Exited), _, SourceAction::Resume) => Unresolved::StoredOnly,
             (Input::NotDone, SourceKind::Qemu, SourceAction::KeepPaused) => {
-                return Directive::End(Outcome::Completed(placed));
+                return Directive::End(Outcome::Completed(placement));
             }
-            _ => return Directive::End(Outcome::Completed(placed)),
+            _ => return Directive::End(Outcome::Completed(placement)),
         };
-        Directive::End(Outcome::Unresolved(held))
+        Directive::End(Outcome::Unresolved(unresolved))
     }
 }

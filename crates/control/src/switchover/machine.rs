@@ -141,11 +141,11 @@ impl Switchover {
             Stage::TakingOver => self.taking_over(input),
             Stage::Reporting => self.reporting(input),
             Stage::Starting => self.starting(input),
-            Stage::Finalizing(placed) => self.finalizing(input, placed),
-            Stage::Releasing(placed) => self.releasing(input, placed),
+            Stage::Finalizing(placement) => self.finalizing(input, placement),
+            Stage::Releasing(placement) => self.releasing(input, placement),
             Stage::Restoring => self.restoring(input),
             Stage::Withdrawing => self.withdrawing(),
-            Stage::ReportingNotRun(held) => Directive::End(Outcome::Unresolved(held)),
+            Stage::ReportingNotRun(unresolved) => Directive::End(Outcome::Unresolved(unresolved)),
             Stage::Ended(outcome) => Directive::End(outcome),
         };
         if let Directive::End(outcome) = directive {
@@ -250,14 +250,14 @@ impl Switchover {
     }
 
     pub(super) fn acknowledged(&mut self, input: Input) -> Directive {
-        let held = self.stage == Stage::AcknowledgedUnconfirmed;
+        let unresolved = self.stage == Stage::AcknowledgedUnconfirmed;
         match input {
             Input::Delivered | Input::Done => self.await_source(),
             Input::Failed | Input::NotDone if self.request.source == SourceKind::Qemu => self.await_source(),
             // The acknowledgement could not be sent or its connection broke: it is not known whether it
             // arrived.
             Input::Failed | Input::NotDone => self.undecided(),
-            Input::Source(SourceStatus::Completed) if held => {
+            Input::Source(SourceStatus::Completed) if unresolved => {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
             }
             Input::Source(SourceStatus::Completed) => self.complete(),
@@ -267,7 +267,7 @@ impl Switchover {
             Input::Source(SourceStatus::HasGuest) => self.source_has_guest(),
             Input::Source(SourceStatus::Exited) => {
                 self.source_exited = true;
-                if held {
+                if unresolved {
                     Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
                 } else {
                     self.complete()
@@ -280,7 +280,7 @@ impl Switchover {
             }
             Input::Source(SourceStatus::Unknown) => Directive::QuerySource,
             Input::SourceLink(SourceLink::Open) => Directive::ProbeSourceLink,
-            Input::SourceLink(SourceLink::Closed) if held => {
+            Input::SourceLink(SourceLink::Closed) if unresolved => {
                 Directive::End(Outcome::Unresolved(Unresolved::DestinationMayRun))
             }
             Input::SourceLink(SourceLink::Closed) => self.complete(),
@@ -315,7 +315,7 @@ impl Switchover {
 
     /// Neither end is started: it is not known whether the source is done with the guest.
     pub(super) fn undecided(&self) -> Directive {
-        let held = match (self.request.source, self.request.destination) {
+        let unresolved = match (self.request.source, self.request.destination) {
             _ if self.stage == Stage::AcknowledgedUnconfirmed => Unresolved::DestinationMayRun,
             (_, DestinationKind::Stream | DestinationKind::Relayed) => Unresolved::DestinationMayRun,
             (_, DestinationKind::Stored) => Unresolved::SourceUnknown,
@@ -323,6 +323,6 @@ impl Switchover {
             (SourceKind::Qemu, DestinationKind::Qemu) => Unresolved::DestinationHolds,
             (_, DestinationKind::Qemu) => Unresolved::Undecided,
         };
-        Directive::End(Outcome::Unresolved(held))
+        Directive::End(Outcome::Unresolved(unresolved))
     }
 }

@@ -116,7 +116,7 @@ fn pairs() -> Vec<SwitchoverRequest> {
 
 fn check(name: &str, worlds: impl IntoIterator<Item = World>) -> (usize, usize) {
     let (mut states, mut depth) = (0, 0);
-    let begun = std::time::Instant::now();
+    let started = std::time::Instant::now();
     for world in worlds {
         let explored = explore(world);
         if let Some((text, steps)) = explored.violation {
@@ -124,7 +124,7 @@ fn check(name: &str, worlds: impl IntoIterator<Item = World>) -> (usize, usize) 
         }
         (states, depth) = (states + explored.states, depth.max(explored.depth));
     }
-    println!("{name}: {states} states, {depth} steps deep, {} mishaps, {:.1?}", budget(), begun.elapsed());
+    println!("{name}: {states} states, {depth} steps deep, {} mishaps, {:.1?}", budget(), started.elapsed());
     (states, depth)
 }
 

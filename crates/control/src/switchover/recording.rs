@@ -83,12 +83,12 @@ impl Switchover {
 
     /// The guest is not in order at its destination. The source's towline is sent a message only if it is
     /// certain that the guest does not run here; without one it reports that the destination may run it.
-    pub(super) fn end_unresolved(&mut self, held: Unresolved) -> Directive {
-        let is_certain = held == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
+    pub(super) fn end_unresolved(&mut self, unresolved: Unresolved) -> Directive {
+        let is_certain = unresolved == Unresolved::BothPaused || self.has_fault(Fault::ReportsNotRunUnseen);
         if self.request.source == SourceKind::Towline && is_certain {
-            self.stage = Stage::ReportingNotRun(held);
+            self.stage = Stage::ReportingNotRun(unresolved);
             return Directive::Send(PeerMessage::NotRun);
         }
-        Directive::End(Outcome::Unresolved(held))
+        Directive::End(Outcome::Unresolved(unresolved))
     }
 }

@@ -128,9 +128,9 @@ impl InterruptedMove {
             (SourceStatus::Completed | SourceStatus::Exited, DestinationStatus::Running) => {
                 ResumeAction::AtDestination(Placement::Running)
             }
-            (SourceStatus::Completed, DestinationStatus::Loaded) => self.placed_or_run(),
+            (SourceStatus::Completed, DestinationStatus::Loaded) => self.start_or_finish(),
             (SourceStatus::Exited, DestinationStatus::Loaded) if self.is_source_done() => {
-                self.placed_or_run()
+                self.start_or_finish()
             }
             (SourceStatus::Exited, DestinationStatus::Loaded) => {
                 ResumeAction::NeedsChoice(ResumeBlocker::SourceLost)
@@ -172,10 +172,10 @@ impl InterruptedMove {
     }
 
     fn at_destination(&self, destination: DestinationStatus) -> ResumeAction {
-        let is_ours = self.is_source_done();
+        let is_source_done = self.is_source_done();
         match destination {
             DestinationStatus::Running => ResumeAction::AtDestination(Placement::Running),
-            DestinationStatus::Loaded if is_ours => self.placed_or_run(),
+            DestinationStatus::Loaded if is_source_done => self.start_or_finish(),
             DestinationStatus::Loaded => ResumeAction::NeedsChoice(ResumeBlocker::SourceElsewhere),
             DestinationStatus::Stopped => ResumeAction::NeedsChoice(ResumeBlocker::DestinationStopped),
             DestinationStatus::Exited | DestinationStatus::Failed => ResumeAction::Gone,
@@ -190,7 +190,7 @@ impl InterruptedMove {
         self.decision >= Decision::Complete || self.fault.has(Fault::ResumesWithoutEvidence)
     }
 
-    fn placed_or_run(&self) -> ResumeAction {
+    fn start_or_finish(&self) -> ResumeAction {
         if self.runs { ResumeAction::RunDestination } else { ResumeAction::AtDestination(Placement::Paused) }
     }
 

@@ -144,16 +144,16 @@ impl RecordedQemu {
     pub(super) fn run(&mut self) -> Result<(), Error> {
         let qemu = self.qemu()?;
         qemu.cont()?;
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let status = qemu.try_query(Qemu::status)?;
             match status {
                 Some(status) if is_live(&status) => return Ok(()),
-                Some(status) if begun.elapsed() >= RUN_TIMEOUT => {
+                Some(status) if started.elapsed() >= RUN_TIMEOUT => {
                     let (socket, status) = (qemu.socket().to_owned(), status.status.as_str().to_owned());
                     return Err(Error::NotRunning { socket, status });
                 }
-                None if begun.elapsed() >= RUN_TIMEOUT => {
+                None if started.elapsed() >= RUN_TIMEOUT => {
                     let (socket, status) = (qemu.socket().to_owned(), "nothing".to_owned());
                     return Err(Error::NotRunning { socket, status });
                 }

@@ -17,7 +17,7 @@ use towline_qmp::{self as qmp, Client, Options};
 use super::super::error::Error;
 
 /// Timeout of each query.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of devices of one QEMU that are queried.
 const DEVICES_MAX: usize = 256;
 /// QOM containers of the devices of QEMU's command line.
@@ -65,15 +65,15 @@ enum Medium {
 
 /// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
 pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
-    let asked: Vec<CloneQemu> = thread::scope(|scope| {
-        let ask = |(index, monitor): (usize, &Option<&Path>)| {
+    let qemus: Vec<CloneQemu> = thread::scope(|scope| {
+        let query = |(index, monitor): (usize, &Option<&Path>)| {
             let path = monitor.map(Path::to_owned)?;
-            Some(scope.spawn(move || ask(index, &path)))
+            Some(scope.spawn(move || query(index, &path)))
         };
-        let asking: Vec<_> = monitors.iter().enumerate().filter_map(ask).collect();
-        asking.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
+        let queries: Vec<_> = monitors.iter().enumerate().filter_map(query).collect();
+        queries.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
     });
-    compare(&asked)
+    compare(&qemus)
 }
 
 fn compare(qemus: &[CloneQemu]) -> Conflicts {
@@ -131,15 +131,15 @@ fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
     qemus.iter().enumerate().filter_map(refusal).collect()
 }
 
-fn ask(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
-    let options = Options { deadline: ANSWER_WITHIN, greeting_deadline: ANSWER_WITHIN, ..Options::default() };
+fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
+    let options = Options { deadline: QUERY_TIMEOUT, greeting_deadline: QUERY_TIMEOUT, ..Options::default() };
     let mut client = Client::connect(path, &options)?;
     let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
     let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
     let generation_id = match client.execute_raw("query-vm-generation-id", None) {
-        Ok(answer) => answer["guid"].as_str().map(str::to_owned),
+        Ok(reply) => reply["guid"].as_str().map(str::to_owned),
         // It has no such device.
         Err(qmp::Error::Refusal { .. }) => None,
         Err(error) => return Err(error),

@@ -183,10 +183,10 @@ impl QemuDestination {
         context: &Context<'_>,
     ) -> Result<Snapshot, Error> {
         let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
-        let mut asked = Instant::now();
+        let mut queried_at = Instant::now();
         send(local.guest, &connections, switchover, context, &mut || {
-            if asked.elapsed() > SEND_INTERVAL {
-                asked = Instant::now();
+            if queried_at.elapsed() > SEND_INTERVAL {
+                queried_at = Instant::now();
                 self.qemu.check_not_failed()?;
             }
             Ok(())

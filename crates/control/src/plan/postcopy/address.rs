@@ -21,10 +21,10 @@ impl PostcopyDestination for AddressDestination {
         Ok(RecoveryState::Listening(self.0.clone()))
     }
 
-    fn reconnect_manually(&mut self, why: &towline_migration::Error, context: &Context<'_>) {
+    fn reconnect_manually(&mut self, reason: &towline_migration::Error, context: &Context<'_>) {
         let address = &self.0;
         context.observer.notice(&format!(
-            "{why}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, send it `migrate-recover` with that uri"
+            "{reason}; the guest waits at its destination; {address} is tried again and again: if its QEMU does not listen there any more, send it `migrate-recover` with that uri"
         ));
     }
 }

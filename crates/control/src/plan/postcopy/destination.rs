@@ -41,7 +41,7 @@ pub(super) trait PostcopyDestination {
     fn recovery_state(&mut self) -> Result<RecoveryState, Error>;
 
     /// Called when it does not listen again by itself.
-    fn reconnect_manually(&mut self, why: &towline_migration::Error, context: &Context<'_>);
+    fn reconnect_manually(&mut self, reason: &towline_migration::Error, context: &Context<'_>);
 
     /// Rolls back before the guest runs. Returns the error, or the destination's own reason if that is better,
     /// and notices.
@@ -55,9 +55,9 @@ pub(super) trait PostcopyDestination {
     }
 
     /// The failure of a destination that reported that it could not take the guest.
-    fn load_failure(&mut self, why: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
+    fn load_failure(&mut self, reason: towline_migration::Error, text: &str, had_loaded: bool) -> Failure {
         let _ = (text, had_loaded);
-        self.interrupted(why.into())
+        self.interrupted(reason.into())
     }
 
     /// The failure of a destination whose monitor is lost.

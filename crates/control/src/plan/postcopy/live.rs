@@ -49,10 +49,10 @@ pub(in super::super) fn migrate(
     let switchover = SharedSwitchover::new(SourceKind::Qemu, DestinationKind::Qemu, context.options);
     context.observer.phase(Phase::Connect);
     // It stays paused until the source has switched to postcopy, or completes without it.
-    let begun = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
-    let begun = begun
+    let started = target.start_postcopy(options.preempt, false, context.lanes, context.options.compression);
+    let started = started
         .and_then(|address| source.start_postcopy(&address, options.preempt, context.lanes, context.options));
-    let switched = match begun.and_then(|()| switch_over(&mut source, context)) {
+    let switched = match started.and_then(|()| switch_over(&mut source, context)) {
         Ok(switched) => switched,
         Err(error) => {
             let error = target.explain(error);
@@ -180,7 +180,7 @@ impl LivePostcopy<'_> {
 
     /// Recovers the connection between the QEMUs: the destination listens again, and the source resumes.
     fn recover(&mut self) -> Result<(), Failure> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut was_told = false;
         self.report.recoveries += 1;
         loop {
@@ -198,15 +198,15 @@ impl LivePostcopy<'_> {
                     Err(error) if error_origin::is_monitor_lost(&error) => return Err(self.lost(error)),
                     Err(error) => tracing::debug!(%error, "the source does not resume yet"),
                 },
-                Ok(RecoveryState::NotReady) if begun.elapsed() >= BREAK_AFTER && !was_told => {
+                Ok(RecoveryState::NotReady) if started.elapsed() >= BREAK_AFTER && !was_told => {
                     was_told = true;
                     self.target.pause_migration();
                 }
                 Ok(RecoveryState::NotReady) => {}
                 Err(error) => return Err(self.lost(error)),
             }
-            if begun.elapsed() >= RECOVER_TIMEOUT {
-                let error = Error::NotConnectedAgain { waited: begun.elapsed() };
+            if started.elapsed() >= RECOVER_TIMEOUT {
+                let error = Error::NotConnectedAgain { waited: started.elapsed() };
                 return Err(self.lost(error));
             }
             thread::sleep(QUERY_INTERVAL);

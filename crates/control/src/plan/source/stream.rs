@@ -50,11 +50,11 @@ impl QmpSource {
             self.resumed = true;
         }
         self.started = true;
-        let begun = self.qemu.migrate(migrate);
-        if matches!(begun, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
+        let accepted = self.qemu.migrate(migrate);
+        if matches!(accepted, Err(qemu::Error::Qmp(qmp::Error::Refusal { .. }))) {
             self.started = false;
         }
-        begun?;
+        accepted?;
         Ok(())
     }
 
@@ -76,26 +76,26 @@ impl QmpSource {
                 watcher.unpark();
                 connections
             });
-            let (mut why, mut cancelled) = (None, None);
+            let (mut reason, mut cancelled) = (None, None);
             while !waiter.is_finished() {
                 thread::park_timeout(CONNECT_QUERY_INTERVAL);
-                if why.is_none() && !ends.is_cancelled() {
-                    why = self.check_not_failed().err();
+                if reason.is_none() && !ends.is_cancelled() {
+                    reason = self.check_not_failed().err();
                 }
                 if cancel.is_cancelled() {
                     cancelled.get_or_insert_with(Instant::now);
                 }
-                if why.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CANCELLED_CONNECT_TIMEOUT) {
+                if reason.is_some() || cancelled.is_some_and(|at| at.elapsed() >= CANCELLED_CONNECT_TIMEOUT) {
                     ends.cancel();
                 }
             }
-            match (waiter.join(), why) {
+            match (waiter.join(), reason) {
                 (Ok(Ok(connections)), _) if cancelled.is_some() => {
                     connections.refuse();
                     Err(Error::Cancelled)
                 }
                 (Ok(Ok(connections)), _) => Ok(connections),
-                (Ok(Err(_)), Some(why)) => Err(why),
+                (Ok(Err(_)), Some(reason)) => Err(reason),
                 (Ok(Err(error)), None) => Err(error.into()),
                 (Err(panic), _) => std::panic::resume_unwind(panic),
             }
