@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   source       prepare ─────────► start ─► transfer ─────────► disconnect ─► control ─► close
-//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize ─► attach_vsocks · roll_back
+//!   destination     └─► (opened) ─► connect ─► sink · receive_guest ─► query_status ─► start_guest ─► finalize
+//!                                                                       after a failure: roll_back ◄─┴─► attach_vsocks
 //! ```
 
 use std::sync::Arc;
