@@ -5,10 +5,9 @@ use std::path::Path;
 use super::lexer::{Kind, tokens};
 
 /// Directories that still have the old words; to be removed from here one by one.
-const PENDING: [&str; 10] = [
+const PENDING: [&str; 9] = [
     "bench",
     "crates/cli",
-    "crates/control",
     "crates/image",
     "crates/net",
     "crates/vhost-user",
