@@ -46,7 +46,7 @@ pub(super) fn left(record: &MoveRecord) -> String {
              resume it first (`cont`), if it may run"
         ),
         _ => format!(
-            "the guest of {source} is part of an undecided move to {destination}: `towline resume {id}` first"
+            "the guest of {source} is part of a move to {destination} that is undecided: `towline resume {id}` first"
         ),
     }
 }
