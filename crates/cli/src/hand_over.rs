@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use towline_channel::{Channel, connect};
-use towline_vhost_user::{Address, Cancel, Device, Listener, Offer, Record, ServeError, Service, hand_over};
+use towline_vhost_user::{
+    Address, Cancel, Device, InFlightRecord, Listener, ServeError, Service, UpgradeOffer, live_upgrade,
+};
 
 use crate::sockets::{check_peer, private};
 
@@ -20,11 +22,11 @@ const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// What a process that listens at this path offers; `None` if there is none, as at a first start or after a crash.
-pub(crate) fn predecessor(path: &Path) -> Result<Option<Offer>> {
+pub(crate) fn predecessor(path: &Path) -> Result<Option<UpgradeOffer>> {
     let never = Cancel::new()?;
     match connect(&Address::Unix(path.to_owned()), Instant::now() + CONNECT_WITHIN, &never) {
         Ok(channel) => {
-            let offer = check_peer(channel.as_ref()).and_then(|()| Ok(Offer::ask(channel)?));
+            let offer = check_peer(channel.as_ref()).and_then(|()| Ok(UpgradeOffer::request(channel)?));
             offer.map(Some).with_context(|| format!("--hand-over {}", path.display()))
         }
         Err(error) => {
@@ -145,7 +147,7 @@ pub(crate) enum Ended {
 pub(crate) fn serve(
     mut service: Service,
     (device, own): (&Arc<dyn Device>, &[BorrowedFd<'_>]),
-    record: &Record,
+    record: &InFlightRecord,
     (wishes, successors): (&Wishes, Option<Successors>),
     stays: impl Fn(),
 ) -> Result<Ended, ServeError> {
@@ -161,7 +163,7 @@ pub(crate) fn serve(
         let Some(channel) = lock(&wishes.0.successor).take() else { continue };
         let listener = successors.as_ref().and_then(Successors::fd);
         let own: Vec<BorrowedFd<'_>> = listener.into_iter().chain(own.iter().copied()).collect();
-        match hand_over(service, (device, &own), record, channel.as_ref()) {
+        match live_upgrade(service, device, &own, record, channel.as_ref()) {
             Ok(()) => {
                 // Its socket's file is the successor's.
                 let _ = ManuallyDrop::new(successors);

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Device, Frontends, Listener, Offer, Service};
+use towline_vhost_user::{Device, Frontends, Listener, Service, UpgradeOffer};
 
 use crate::args::Switch;
 use crate::backend::{NOT_PASSED, lacks_socket};
@@ -136,7 +136,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
         return Ok(Exit::Usage);
     }
     let mut offer = args.hand_over.as_deref().map(hand_over::predecessor).transpose()?.flatten();
-    let mut given = offer.as_mut().map(Offer::take_own).unwrap_or_default();
+    let mut given = offer.as_mut().map(UpgradeOffer::take_device_fds).unwrap_or_default();
     // The first is the socket at which the next successor asks.
     let asked = if given.is_empty() { None } else { Some(given.remove(0)) };
     let taps = match (&offer, &args.tap) {
@@ -158,7 +158,7 @@ pub(crate) fn run(args: &NetArgs) -> Result<Exit> {
     }
     let options = Options {
         cpus: args.cpus.clone(),
-        poll: Duration::from_micros(args.poll_us),
+        busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
         device_state: args.device_state == Switch::On,
     };
@@ -281,7 +281,7 @@ fn tell(net: &Net, json: bool) {
     if json {
         let pairs: Vec<Value> = pairs
             .iter()
-            .zip(net.modes())
+            .zip(net.transmit_modes())
             .map(|([receive, transmit], mode)| {
                 let mut transmit = object(transmit);
                 transmit["mode"] = mode.name().into();
@@ -297,7 +297,7 @@ fn tell(net: &Net, json: bool) {
             console::notice(&format!("net {} {way} {index}: {}", net.taps().name(), line(queue)));
         }
         if net.uses_xdp() {
-            let (transmit, mode) = (&pair[1], net.modes()[index]);
+            let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
             console::notice(&format!(
                 "net {} tx {index}: {} now; {} frames read by the device, {} by reference, {} pending",
                 net.taps().name(),

@@ -27,21 +27,21 @@ impl ManagedDevice for Card {
     }
 
     fn facts(&self) -> facts::Device {
-        let rings = features::OURS & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
+        let rings = features::COMMON & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
         // Those that a guest uses, and before there is one all that there are.
         let queues = match self.net.pairs_in_use() {
-            0 => self.net.queue_number(),
+            0 => self.net.reported_queue_num(),
             in_use => in_use,
         };
         facts::Device {
             device_type: self.net.name().into(),
             features: feature_names(self.net.features() | rings).collect(),
-            negotiated: feature_names(self.net.features_taken()).collect(),
+            negotiated: feature_names(self.net.negotiated_features()).collect(),
             queues: u16::try_from(queues).unwrap_or(u16::MAX),
             ring_size_max: RING_SIZE_MAX,
             mtu: self.net.taps().mtu().and_then(|mtu| mtu.try_into().ok()).unwrap_or(0),
-            state_version: if self.net.has_state() { STATE_VERSION.into() } else { 0 },
-            state_version_min: if self.net.has_state() { STATE_VERSION_MIN.into() } else { 0 },
+            state_version: if self.net.has_device_state() { STATE_VERSION.into() } else { 0 },
+            state_version_min: if self.net.has_device_state() { STATE_VERSION_MIN.into() } else { 0 },
             migration_version: self.version.clone().ok(),
             unmigratable: self.version.clone().err(),
             ..facts::Device::default()
@@ -67,7 +67,7 @@ impl ManagedDevice for Card {
             Vec::new(),
             "net",
             vec![
-                Metric::gauge("link", "1 while the link is up", self.net.is_linked().into()),
+                Metric::gauge("link", "1 while the link is up", self.net.is_link_up().into()),
                 Metric::gauge(
                     "pairs-in-use",
                     "queue pairs that the guest receives from",
@@ -120,13 +120,15 @@ fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
 
 fn dropped(reason: DropReason) -> (&'static str, &'static str) {
     match reason {
-        DropReason::Down => ("dropped-down", "frames dropped because the host's interface is down"),
+        DropReason::InterfaceDown => {
+            ("dropped-interface-down", "frames dropped because the host's interface is down")
+        }
         DropReason::Malformed => {
             ("dropped-malformed", "frames dropped because the kernel does not take them")
         }
         DropReason::TooLong => ("dropped-too-long", "frames dropped because they do not fit"),
         DropReason::NoRoom => ("dropped-no-room", "frames dropped because the kernel had no room"),
         DropReason::Refused => ("dropped-refused", "frames dropped because the tap is gone, or refuses"),
-        DropReason::Unlinked => ("dropped-unlinked", "frames dropped because the link is down"),
+        DropReason::LinkDown => ("dropped-link-down", "frames dropped because the link is down"),
     }
 }

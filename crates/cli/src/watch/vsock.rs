@@ -6,7 +6,7 @@ use towline_compat::facts;
 use towline_control::device::ManagedDevice;
 use towline_control::statistics::{Metric, StatsObject};
 use towline_vhost_user::{Device, RING_SIZE_MAX};
-use towline_vsock::{ConnectionReport, LineStatistics, Report, STATE_VERSION, Vsock};
+use towline_vsock::{ConnectionReport, ConnectionStatistics, Report, STATE_VERSION, Vsock};
 
 /// See the module.
 struct Guest {
@@ -31,7 +31,7 @@ impl Guest {
             ("peer", connection.peer_cid.to_string()),
             ("peer_port", connection.peer_port.to_string()),
         ];
-        StatsObject { kind: "vsock-connection", labels, metrics: line(&connection.line).into() }
+        StatsObject { kind: "vsock-connection", labels, metrics: line(&connection.statistics).into() }
     }
 }
 
@@ -69,7 +69,7 @@ impl ManagedDevice for Guest {
             labels: vec![("guest", self.cid.to_string())],
             metrics: metrics(&report),
         };
-        std::iter::once(guest).chain(report.connections().map(|one| self.connection(&one))).collect()
+        std::iter::once(guest).chain(report.connections.iter().map(|one| self.connection(one))).collect()
     }
 
     fn set_link(&self, _: bool) -> Result<(), String> {
@@ -82,8 +82,12 @@ fn metrics(report: &Report) -> Vec<Metric> {
     let mut metrics = vec![
         Metric::gauge("connections", "connections that there are", all.connections),
         Metric::gauge("connections-peak", "the most that there were at a time", all.connections_peak),
-        Metric::gauge("kept-bytes", "bytes kept for sockets that do not take them", report.kept as u64)
-            .in_bytes(),
+        Metric::gauge(
+            "buffered-bytes",
+            "bytes kept for sockets that do not take them",
+            report.buffered_bytes as u64,
+        )
+        .in_bytes(),
         Metric::gauge(
             "memory-reserved-bytes",
             "memory that connections are given, of --memory-limit",
@@ -95,11 +99,15 @@ fn metrics(report: &Report) -> Vec<Metric> {
             "times that a message for the guest waited for memory",
             all.memory_waits,
         ),
-        Metric::gauge("lent", "packets that the kernel reads in the guest's memory", all.lent),
+        Metric::gauge(
+            "zero-copy-in-flight",
+            "packets that the kernel reads in the guest's memory",
+            all.zero_copy_in_flight,
+        ),
         Metric::counter(
-            "taken-back",
+            "zero-copy-resets",
             "connections reset because it still did when the ring stopped",
-            all.taken_back,
+            all.zero_copy_resets,
         ),
         Metric::counter(
             "requests-from-guest",
@@ -120,21 +128,25 @@ fn metrics(report: &Report) -> Vec<Metric> {
         Metric::counter("credit-updates-received", "such of the guest", table.credit_updates_received),
         Metric::counter("sends", "calls that sent to sockets", all.sends),
         Metric::counter("receives", "calls that received from sockets", all.receives),
-        Metric::counter("blocked", "times that a socket took less than there was", all.blocked),
-        Metric::counter("stalled", "times that the guest had no credit", all.stalled),
-        Metric::counter("starved", "times that the guest's ring had no buffer", all.starved),
+        Metric::counter("socket-full", "times that a socket took less than there was", all.socket_full),
+        Metric::counter("out-of-credit", "times that the guest had no credit", all.out_of_credit),
+        Metric::counter("rx-ring-empty", "times that the guest's ring had no buffer", all.rx_ring_empty),
     ];
-    metrics.extend(line(&all.lines));
+    metrics.extend(line(&all.totals));
     metrics
 }
 
 /// What went over connections.
-fn line(line: &LineStatistics) -> [Metric; 6] {
+fn line(line: &ConnectionStatistics) -> [Metric; 6] {
     [
         Metric::byte_counter("to-host-bytes", "to the host side", line.bytes_to_host),
         Metric::byte_counter("to-guest-bytes", "to the guest", line.bytes_to_guest),
         Metric::byte_counter("copied-bytes", "copied because a side was behind", line.bytes_copied),
-        Metric::byte_counter("lent-bytes", "to the host side, read in the guest's memory", line.bytes_lent),
+        Metric::byte_counter(
+            "zero-copy-bytes",
+            "to the host side, read in the guest's memory",
+            line.bytes_zero_copy,
+        ),
         Metric::counter("from-guest-packets", "packets from the guest", line.packets_from_guest),
         Metric::counter("to-guest-packets", "packets to the guest", line.packets_to_guest),
     ]

@@ -29,7 +29,7 @@ pub(in super::super) fn open(
     let image = match options.postcopy() {
         None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
         // Once its guest runs it cannot be cancelled: the guest needs its memory.
-        Some(_) => StoredImage::open(location, None).map_err(failed)?.given_back(),
+        Some(_) => StoredImage::open(location, None).map_err(failed)?.retained_until_release(),
     };
     image.notice().iter().for_each(|text| observer.notice(text));
     Ok(image)
@@ -81,7 +81,7 @@ impl DestinationEndpoint for StoreDestination {
 
     fn finalize(&mut self, context: &Context<'_>) -> Result<Vec<String>, Error> {
         if let Self::Writer(writer) = self {
-            context.set_uploaded(writer.tally());
+            context.set_uploaded(writer.uploaded());
         }
         Ok(Vec::new())
     }
