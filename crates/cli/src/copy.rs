@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::monitor::Monitor;
-use towline_control::plan::{self, Destination, Observer, Recipient, Request, Source};
-use towline_control::statistics::Counting;
+use towline_control::plan::{self, CloneTarget, Destination, Observer, Request, Source};
+use towline_control::statistics::StatsSource;
+use towline_control::status_server::StatusServer;
 
 use crate::Exit;
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
@@ -101,16 +101,16 @@ fn watched(
     cancel: &Cancel,
     observer: &dyn Observer,
     watch: &WatchArgs,
-) -> Result<plan::Outcome> {
+) -> Result<plan::CopyResult> {
     if !watch.is_wanted() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
-    let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
+    let monitor = Arc::new(StatusServer::new(format!("towline {}", std::process::id()), options, cancel));
     let serve = |path: &PathBuf| {
         private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
     };
     let server = watch.qmp.as_ref().map(serve).transpose()?;
-    let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
+    let counting = Arc::clone(&monitor) as Arc<dyn StatsSource>;
     let watched = watch.with(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
     monitor.ended(copied.as_ref());
@@ -132,11 +132,11 @@ fn clones(
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| Recipient { destination, observer: reporter })
+        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter })
         .collect();
     // The worst that became of any of them.
     let exit = Mutex::new(Exit::Done);
-    let ended = |index: usize, copied: &plan::Outcome| {
+    let ended = |index: usize, copied: &plan::CopyResult| {
         reporters[index].finish();
         // Held while it is told, so that what is said of one stands together.
         let mut exit = exit.lock().unwrap_or_else(PoisonError::into_inner);

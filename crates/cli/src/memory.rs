@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use towline_control::plan::MemoryRoom;
+use towline_control::plan::MemoryOptions;
 use towline_migration::synthetic::{Backing, BlockHash, Outcome, Shape};
 
 use crate::progress::Reporter;
@@ -66,7 +66,7 @@ impl Memory {
     }
 
     /// Room for a guest.
-    pub(crate) fn room(&self) -> Result<MemoryRoom, String> {
+    pub(crate) fn room(&self) -> Result<MemoryOptions, String> {
         let of_source = [
             ("dirty", self.dirty_rate.is_some()),
             ("zero", self.zero_percent.is_some()),
@@ -77,13 +77,13 @@ impl Memory {
             return Err(format!("mem:{}: {key} is for a SOURCE; what arrives says what it is", self.text));
         }
         match (self.length, self.backing) {
-            (length, None) => Ok(MemoryRoom { length, is_huge: false }),
+            (length, None) => Ok(MemoryOptions { length, is_huge: false }),
             (None, Some(_)) => Err(format!("mem:{}: backing needs a size, as mem:2G", self.text)),
             (_, Some(Backing::Private)) => Err(format!(
                 "mem:{}: a DEST with a size is a memfd; leave the size out for private memory",
                 self.text
             )),
-            (length, Some(backing)) => Ok(MemoryRoom { length, is_huge: backing == Backing::HugeTlb }),
+            (length, Some(backing)) => Ok(MemoryOptions { length, is_huge: backing == Backing::HugeTlb }),
         }
     }
 
@@ -177,10 +177,10 @@ mod tests {
 
     #[test]
     fn room_is_given_a_size_or_takes_the_guests() {
-        assert_eq!(memory("").room(), Ok(MemoryRoom::default()));
+        assert_eq!(memory("").room(), Ok(MemoryOptions::default()));
         assert_eq!(
             memory("1G,backing=hugetlb").room(),
-            Ok(MemoryRoom { length: Some(1 << 30), is_huge: true })
+            Ok(MemoryOptions { length: Some(1 << 30), is_huge: true })
         );
         assert!(memory("1G,dirty=1M").room().unwrap_err().contains("dirty is for a SOURCE"));
         assert!(memory(",backing=memfd").room().unwrap_err().contains("backing needs a size"));

@@ -1,7 +1,7 @@
 //! How a copy or a move ended, for people and in JSON, and the exit code that says so.
 
 use serde_json::{Value, json};
-use towline_control::plan::{self, Error, Failure, Keeper, PostcopyReport, Report};
+use towline_control::plan::{self, Error, Failure, PostcopyReport, Report, SourceCategory};
 use towline_image::checksum::CHUNK_BYTES;
 use towline_image::{Increment, Uploaded};
 
@@ -48,7 +48,7 @@ impl Outcome<'_> {
                 "compression-ratio": report.compression_ratio(),
                 "zero-copy-send": report.zero_copy_send.to_string(),
                 "lanes": sends::json(&report.lane_sends),
-                "handed-over": report.handed_over,
+                "handed-over": report.loaded_by_qemu,
                 "source-state": source,
                 "destination-state": state,
                 "ram": ram(moved),
@@ -83,7 +83,7 @@ impl Outcome<'_> {
                 count(uploaded.zero_chunks)
             ));
         }
-        match report.handed_over {
+        match report.loaded_by_qemu {
             true => reporter.line(&format!(
                 "  moved        by QEMU, {} channels, from the image itself",
                 report.multifd_channels
@@ -131,9 +131,9 @@ impl Outcome<'_> {
     /// It failed.
     pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
         let keeper = match self.source {
-            Endpoint::Memory(_) => Keeper::Process,
-            source if source.is_image() => Keeper::Image,
-            _ => Keeper::Qemu,
+            Endpoint::Memory(_) => SourceCategory::Process,
+            source if source.is_image() => SourceCategory::Image,
+            _ => SourceCategory::Qemu,
         };
         let (row, guest) = (failure.guest.row(keeper), failure.guest.text(keeper));
         let exit = match failure.error.as_ref() {
@@ -177,7 +177,7 @@ impl Outcome<'_> {
     }
 
     /// All copies have ended.
-    pub(crate) fn all(&self, outcomes: &[plan::Outcome], exit: Exit) {
+    pub(crate) fn all(&self, outcomes: &[plan::CopyResult], exit: Exit) {
         let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
         let failed = outcomes.len() - done;
         self.reporter.event("all", json!({ "completed": done, "failed": failed, "exit": exit.code() }));

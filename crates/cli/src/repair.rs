@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::json;
 use towline_control::moves;
 use towline_control::plan::Source;
-use towline_control::qemu::{Qemu, Repaired};
+use towline_control::qemu::{Qemu, RepairReport};
 use towline_image::leftover::{self, Partial};
 use towline_qmp::Options;
 
@@ -62,8 +62,8 @@ fn tell_undecided(path: &std::path::Path) {
     }
 }
 
-fn tell(reporter: &Reporter, repaired: &Repaired) -> Exit {
-    let Repaired { socket, owner, done, left, .. } = repaired;
+fn tell(reporter: &Reporter, repaired: &RepairReport) -> Exit {
+    let RepairReport { socket, owner, done, left, .. } = repaired;
     let exit = if left.is_empty() { Exit::Done } else { Exit::Safe };
     let fields =
         json!({ "socket": socket, "owner-pid": owner, "done": done, "left": left, "exit": exit.code() });

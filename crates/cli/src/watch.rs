@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use towline_control::device::{DeviceMonitor, Managed};
-use towline_control::statistics::Counting;
+use towline_control::device::{DeviceStatusServer, ManagedDevice};
+use towline_control::statistics::StatsSource;
 use towline_qmp::{Commands, Server};
 
 use crate::metrics::Metrics;
@@ -52,10 +52,10 @@ impl WatchArgs {
     /// Lets these devices be watched, and ended by `quit`.
     pub(crate) fn devices(
         &self,
-        devices: Vec<Box<dyn Managed>>,
+        devices: Vec<Box<dyn ManagedDevice>>,
         quit: impl Fn() + Send + Sync + 'static,
     ) -> Result<Watched> {
-        let monitor = Arc::new(DeviceMonitor::new(devices, quit));
+        let monitor = Arc::new(DeviceStatusServer::new(devices, quit));
         let server = match &self.qmp {
             Some(path) => {
                 let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
@@ -64,11 +64,11 @@ impl WatchArgs {
             }
             None => None,
         };
-        self.with(server, &(monitor as Arc<dyn Counting>))
+        self.with(server, &(monitor as Arc<dyn StatsSource>))
     }
 
     /// Beside a server that there is, metrics if they are wanted.
-    pub(crate) fn with(&self, server: Option<Server>, counting: &Arc<dyn Counting>) -> Result<Watched> {
+    pub(crate) fn with(&self, server: Option<Server>, counting: &Arc<dyn StatsSource>) -> Result<Watched> {
         let metrics = self
             .metrics
             .map(|address| Metrics::start(address, counting).with_context(|| format!("--metrics {address}")));

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use towline_channel::Address;
-use towline_control::journal::Directory;
+use towline_control::journal::RuntimeDirectory;
 use towline_control::plan::{Destination, Request, Source};
 
 use super::{Policy, Ports, directory};
@@ -48,7 +48,7 @@ pub(crate) fn of_copy(
     policy.write.push(std::env::temp_dir());
     if matches!(source, Source::Qmp(_)) || destinations.iter().any(|one| matches!(one, Destination::Qmp(_))) {
         // Where the journals of QEMUs are. If there is no such place, whoever needs it says so.
-        policy.write.extend(Directory::open().ok().map(|directory| directory.path().to_owned()));
+        policy.write.extend(RuntimeDirectory::open().ok().map(|directory| directory.path().to_owned()));
     }
     policy.source(source)?;
     for destination in destinations {

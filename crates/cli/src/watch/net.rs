@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use towline_compat::facts;
-use towline_control::device::Managed;
-use towline_control::statistics::{Number, Subject};
+use towline_control::device::ManagedDevice;
+use towline_control::statistics::{Metric, StatsObject};
 use towline_net::{DropReason, Net, QueueStatistics, STATE_VERSION, STATE_VERSION_MIN, feature_names};
 use towline_vhost_user::{Device, RING_SIZE_MAX, features};
 
@@ -16,12 +16,12 @@ struct Card {
 }
 
 /// A card to be watched.
-pub(crate) fn card(net: &Arc<Net>) -> Box<dyn Managed> {
+pub(crate) fn card(net: &Arc<Net>) -> Box<dyn ManagedDevice> {
     let version = net.migration_version().map_err(|refusal| refusal.to_string());
     Box::new(Card { net: Arc::clone(net), version })
 }
 
-impl Managed for Card {
+impl ManagedDevice for Card {
     fn name(&self) -> String {
         self.net.taps().name().to_owned()
     }
@@ -56,19 +56,19 @@ impl Managed for Card {
         self.net.accepts(version).map_err(|refusal| refusal.to_string())
     }
 
-    fn statistics(&self) -> Vec<Subject> {
+    fn statistics(&self) -> Vec<StatsObject> {
         let tap = self.net.taps().name();
-        let of = |labels: Vec<(&'static str, String)>, kind, numbers| Subject {
+        let of = |labels: Vec<(&'static str, String)>, kind, metrics| StatsObject {
             kind,
             labels: [vec![("tap", tap.to_owned())], labels].concat(),
-            numbers,
+            metrics,
         };
         let card = of(
             Vec::new(),
             "net",
             vec![
-                Number::level("link", "1 while the link is up", self.net.is_link_up().into()),
-                Number::level(
+                Metric::gauge("link", "1 while the link is up", self.net.is_link_up().into()),
+                Metric::gauge(
                     "pairs-in-use",
                     "queue pairs that the guest receives from",
                     self.net.pairs_in_use() as u64,
@@ -78,7 +78,7 @@ impl Managed for Card {
         let pairs = self.net.statistics();
         let queues = pairs.iter().enumerate().flat_map(|(index, pair)| {
             ["rx", "tx"].into_iter().zip(pair).map(move |(way, queue)| {
-                of(vec![("way", way.into()), ("queue", index.to_string())], "net-queue", numbers(queue))
+                of(vec![("way", way.into()), ("queue", index.to_string())], "net-queue", metrics(queue))
             })
         });
         std::iter::once(card).chain(queues).collect()
@@ -91,31 +91,31 @@ impl Managed for Card {
 }
 
 /// What is counted of a queue; `rx` is what the guest receives.
-fn numbers(queue: &QueueStatistics) -> Vec<Number> {
-    let mut numbers = vec![
-        Number::events("packets", "frames and super-frames", queue.packets),
-        Number::bytes("bytes", "their bytes, without virtio headers", queue.bytes),
-        Number::events("batches", "times that the used index was moved", queue.batches),
-        Number::events("notifications", "times that the guest was woken", queue.notifications),
-        Number::events(
+fn metrics(queue: &QueueStatistics) -> Vec<Metric> {
+    let mut metrics = vec![
+        Metric::counter("packets", "frames and super-frames", queue.packets),
+        Metric::byte_counter("bytes", "their bytes, without virtio headers", queue.bytes),
+        Metric::counter("batches", "times that the used index was moved", queue.batches),
+        Metric::counter("notifications", "times that the guest was woken", queue.notifications),
+        Metric::counter(
             "notifications-suppressed",
             "times that the guest did not want to be woken",
             queue.notifications_suppressed,
         ),
-        Number::events("copied", "frames that this process or the kernel copied", queue.copied),
-        Number::events("zero-copy", "frames that the device read from the guest's memory", queue.zero_copy),
-        Number::events(
+        Metric::counter("copied", "frames that this process or the kernel copied", queue.copied),
+        Metric::counter("zero-copy", "frames that the device read from the guest's memory", queue.zero_copy),
+        Metric::counter(
             "referenced",
             "frames that the kernel was shown in the guest's memory",
             queue.referenced,
         ),
-        Number::level("pending", "frames that the kernel has now", queue.pending),
+        Metric::gauge("pending", "frames that the kernel has now", queue.pending),
     ];
-    numbers.extend(DropReason::ALL.map(|reason| {
+    metrics.extend(DropReason::ALL.map(|reason| {
         let (name, about) = dropped(reason);
-        Number::events(name, about, queue.dropped(reason))
+        Metric::counter(name, about, queue.dropped(reason))
     }));
-    numbers
+    metrics
 }
 
 fn dropped(reason: DropReason) -> (&'static str, &'static str) {

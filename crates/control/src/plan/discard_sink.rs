@@ -1,58 +1,60 @@
-//! A sink that keeps nothing: for `null:`, and to inspect a guest that is on its way.
+//! A sink that discards the memory: for `null:`, and to inspect a guest in its stream.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use towline_migration::{Pages, Sink, Stream};
 use towline_protocol::configuration::Configuration;
 use towline_protocol::device_state::DeviceState;
 use towline_protocol::{BlockIndex, PageRef, RamBlock};
 
-/// What was seen of a guest. Its source is told that it failed, so the guest runs on there.
+use crate::lock::lock;
+
+/// Summary of a stream. Its source gets an error, so that the guest runs on there.
 #[derive(Debug, Default)]
-pub struct Survey {
-    seen: Mutex<Seen>,
+pub struct DiscardSink {
+    summary: Mutex<StreamSummary>,
 }
 
-/// What a stream said of its guest.
+/// Contents of a stream without its memory.
 #[derive(Debug, Default, Clone)]
-pub struct Seen {
+pub struct StreamSummary {
     /// Machine type and capabilities.
     pub configuration: Option<Configuration>,
-    /// The RAM blocks.
+    /// RAM blocks.
     pub blocks: Vec<RamBlock>,
-    /// The device state, at the end.
+    /// Device state, at the end of the stream.
     pub device_state: Option<DeviceState>,
 }
 
-/// Tells the engine not to acknowledge.
+/// Keeps the engine from acknowledging.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing keeps this guest (null:), so its source is not told that it arrived")]
+#[error("null: discards the guest, so its source is not acknowledged")]
 struct NothingKept;
 
-impl Survey {
-    /// What was seen so far.
-    pub fn seen(&self) -> Seen {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+impl DiscardSink {
+    /// The summary so far.
+    pub fn summary(&self) -> StreamSummary {
+        lock(&self.summary).clone()
     }
 
-    /// True when the whole stream came.
+    /// Returns true if the whole stream has arrived.
     pub fn is_complete(&self) -> bool {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).device_state.is_some()
+        lock(&self.summary).device_state.is_some()
     }
 
-    fn note(&self, note: impl FnOnce(&mut Seen)) {
-        note(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
+    fn note(&self, note: impl FnOnce(&mut StreamSummary)) {
+        note(&mut lock(&self.summary));
     }
 }
 
-impl Sink for Survey {
+impl Sink for DiscardSink {
     fn configuration(&self, configuration: &Configuration) -> towline_migration::Result<()> {
-        self.note(|seen| seen.configuration = Some(configuration.clone()));
+        self.note(|summary| summary.configuration = Some(configuration.clone()));
         Ok(())
     }
 
     fn blocks(&self, blocks: &[RamBlock]) -> towline_migration::Result<()> {
-        self.note(|seen| seen.blocks = blocks.to_vec());
+        self.note(|summary| summary.blocks = blocks.to_vec());
         Ok(())
     }
 
@@ -70,7 +72,7 @@ impl Sink for Survey {
     }
 
     fn device_state(&self, state: DeviceState) -> towline_migration::Result<()> {
-        self.note(|seen| seen.device_state = Some(state));
+        self.note(|summary| summary.device_state = Some(state));
         Ok(())
     }
 

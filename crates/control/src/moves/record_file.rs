@@ -1,10 +1,10 @@
-//! The files of records: written as a whole, locked by who works on the move.
+//! Files of records: replaced as a whole, and locked by the towline that works on the move.
 //!
 //! ```text
 //!   .move-ID-ROLE.json.PID-N: created, locked, written, fsync ─► rename to move-ID-ROLE.json ─► fsync of the directory
 //! ```
-//! Each state of a record is a file of its own, which has our lock before it gets its name, and takes the place of the one before. So a
-//! record is whole or not there, and whoever opens it finds a lock for as long as its owner lives.
+//! Each state of a record is a file of its own, which is locked before it is named, and replaces the previous
+//! one. So a record is complete or missing, and locked as long as its owner lives.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -21,38 +21,38 @@ use rustix::io::Errno;
 use rustix::process::{geteuid, getpid};
 use std::os::unix::fs::MetadataExt as _;
 
-use super::record::{self, Record};
+use super::record::{self, MoveRecord};
 use super::{Error, Id};
-use crate::journal::{Directory, is_named, read};
+use crate::journal::{RuntimeDirectory, is_named, read};
 
-/// How often a record that its owner replaced in the same moment is opened again.
+/// Maximum number of attempts to open a record that its owner is replacing.
 const ATTEMPTS_MAX: u32 = 16;
-/// How often, and at which interval, a lock is tried that another process may have for a moment.
+/// Attempts, and their interval, to take a lock that another process may have for a moment.
 const LOCK_ATTEMPTS: u32 = 10;
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
-/// A file that did not get its name within this time never will.
+/// Age from which a file without its final name is abandoned.
 const UNNAMED_MAX: Duration = Duration::from_secs(60);
 
-/// Distinguishes the files that one process is about to name.
+/// Makes temporary names unique within a process.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// The record of one move, which this process works on.
 #[derive(Debug)]
-pub(crate) struct Ledger {
-    directory: Directory,
-    record: Record,
-    /// The file that has our lock and the record's name; `None`: nothing is recorded yet.
+pub(crate) struct RecordFile {
+    directory: RuntimeDirectory,
+    record: MoveRecord,
+    /// The locked file under the record's name; `None` until the first write.
     file: Option<File>,
 }
 
-impl Ledger {
-    /// Of a move that nothing is recorded of yet.
-    pub(crate) fn new(directory: Directory, record: Record) -> Self {
+impl RecordFile {
+    /// A record that is not written yet.
+    pub(crate) fn new(directory: RuntimeDirectory, record: MoveRecord) -> Self {
         Self { directory, record, file: None }
     }
 
-    /// Takes the record of this name over, which no other process may work on.
-    pub(super) fn open(directory: &Directory, name: &str) -> Result<Self, Error> {
+    /// Takes over the record of this name, which no other process may work on.
+    pub(super) fn open(directory: &RuntimeDirectory, name: &str) -> Result<Self, Error> {
         let path = directory.path().join(name);
         let failed = |source: io::Error| Error::Io { path: path.clone(), source };
         for _ in 0..ATTEMPTS_MAX {
@@ -67,56 +67,51 @@ impl Ledger {
             }
             return Ok(Self { directory: directory.clone(), record, file: Some(file) });
         }
-        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced over and over")))
+        Err(failed(io::Error::new(io::ErrorKind::ResourceBusy, "it is replaced repeatedly")))
     }
 
-    /// What it says.
-    pub(crate) fn record(&self) -> &Record {
+    /// The record.
+    pub(crate) fn record(&self) -> &MoveRecord {
         &self.record
     }
 
-    /// Makes this the record, durably.
+    /// Replaces the record durably.
     ///
     /// # Errors
-    /// [`Error::Io`]. Then either is found later, this one or the one before.
-    pub(crate) fn write(&mut self, record: Record) -> Result<(), Error> {
+    /// [`Error::Io`]. [`Self::record`] is then the one on disk: the new one if only the sync of the directory
+    /// failed, in which case a crash of the host may leave the old one.
+    pub(crate) fn write(&mut self, record: MoveRecord) -> Result<(), Error> {
         let name = record.name();
         let path = self.directory.path().join(&name);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let unnamed = format!(".{name}.{}-{number}", getpid().as_raw_pid());
-        match self.replace(&record, &unnamed, &name) {
-            Ok(()) => {
-                self.record = record;
-                Ok(())
-            }
-            Err(source) => {
-                // It is not there if it has its name.
-                let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
-                Err(Error::Io { path, source })
-            }
-        }
+        self.replace(record, &unnamed, &name).map_err(|source| {
+            // This fails if the file was renamed.
+            let _ = unlinkat(self.directory.fd(), &unnamed, AtFlags::empty());
+            Error::Io { path, source }
+        })
     }
 
-    fn replace(&mut self, record: &Record, unnamed: &str, name: &str) -> io::Result<()> {
+    fn replace(&mut self, record: MoveRecord, unnamed: &str, name: &str) -> io::Result<()> {
         let directory = self.directory.fd();
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let mut file = File::from(openat(directory, unnamed, flags, Mode::RUSR | Mode::WUSR)?);
         flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        let text = serde_json::to_string(record)?;
+        let text = serde_json::to_string(&record)?;
         file.write_all(text.as_bytes())?;
         file.write_all(b"\n")?;
         file.sync_all()?;
         match self.file {
             Some(_) => renameat(directory, unnamed, directory, name)?,
-            // Of another move, whose towline was given the same id by its peer.
+            // A record of this name may be of another move, whose towline got the same id from its peer.
             None => renameat_with(directory, unnamed, directory, name, RenameFlags::NOREPLACE)?,
         }
-        // It has its name, whatever becomes of the next step.
-        self.file = Some(file);
+        // The file has its name, whatever becomes of the sync.
+        (self.file, self.record) = (Some(file), record);
         Ok(fsync(self.directory.fd())?)
     }
 
-    /// Nothing is left to be decided.
+    /// Removes the record: nothing is undecided.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -136,7 +131,8 @@ impl Ledger {
     }
 }
 
-/// Locks a record; `false`: another process has it. One that only looks whether it is locked has it for a moment.
+/// Locks a record; `false` if another process has the lock. A process that only checks for a lock holds one for
+/// a moment.
 fn lock(file: &File) -> io::Result<bool> {
     for _ in 0..LOCK_ATTEMPTS {
         match flock(file, FlockOperation::NonBlockingLockExclusive) {
@@ -148,14 +144,14 @@ fn lock(file: &File) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Whether a towline works on it.
-pub(super) fn is_locked(directory: &Directory, name: &str) -> bool {
+/// Returns true if a towline works on it.
+pub(super) fn is_locked(directory: &RuntimeDirectory, name: &str) -> bool {
     let Ok(file) = open(directory, name) else { return false };
     flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::AGAIN)
 }
 
-/// All records of a directory, and why others cannot be read.
-pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
+/// All records of a directory, and errors of those that cannot be read.
+pub(super) fn list(directory: &RuntimeDirectory) -> (Vec<MoveRecord>, Vec<Error>) {
     let (mut records, mut bad) = (Vec::new(), Vec::new());
     for name in directory.names() {
         if !record::is_name(&name) {
@@ -164,7 +160,7 @@ pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
         }
         match look(directory, &name) {
             Ok(record) => records.push(record),
-            // Removed meanwhile.
+            // It was removed meanwhile.
             Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
             Err(error) => bad.push(error),
         }
@@ -173,18 +169,18 @@ pub(super) fn list(directory: &Directory) -> (Vec<Record>, Vec<Error>) {
     (records, bad)
 }
 
-fn look(directory: &Directory, name: &str) -> Result<Record, Error> {
+fn look(directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
     let failed = |source| Error::Io { path: directory.path().join(name), source };
     parse(&mut open(directory, name).map_err(failed)?, directory, name)
 }
 
-fn open(directory: &Directory, name: &str) -> io::Result<File> {
+fn open(directory: &RuntimeDirectory, name: &str) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     Ok(File::from(openat(directory.fd(), name, flags, Mode::empty())?))
 }
 
-/// Only what we have written ourselves decides about guests.
-fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, Error> {
+/// Only files of our own may decide about guests.
+fn parse(file: &mut File, directory: &RuntimeDirectory, name: &str) -> Result<MoveRecord, Error> {
     let path: PathBuf = directory.path().join(name);
     let failed = |source| Error::Io { path: path.clone(), source };
     let metadata = file.metadata().map_err(failed)?;
@@ -193,17 +189,17 @@ fn parse(file: &mut File, directory: &Directory, name: &str) -> Result<Record, E
         return Err(refused(format!("it belongs to user {}", metadata.uid())));
     }
     if !metadata.is_file() || metadata.mode() & 0o022 != 0 {
-        return Err(refused("it is no file that only its owner can write".into()));
+        return Err(refused("it is not a file that only its owner can write".into()));
     }
-    let record = Record::parse(&read(file).map_err(failed)?).map_err(refused)?;
+    let record = MoveRecord::parse(&read(file).map_err(failed)?).map_err(refused)?;
     if record.name() != name {
         return Err(refused(format!("it is of move {}", record.id)));
     }
     Ok(record)
 }
 
-/// Removes what a towline left that was killed before its file got its name.
-fn remove_unnamed(directory: &Directory, name: &str) {
+/// Removes the file of a towline that was killed before the rename.
+fn remove_unnamed(directory: &RuntimeDirectory, name: &str) {
     let is_unnamed = name.strip_prefix('.').is_some_and(|rest| rest.starts_with("move-"));
     if !is_unnamed {
         return;
@@ -211,15 +207,15 @@ fn remove_unnamed(directory: &Directory, name: &str) {
     let Ok(file) = open(directory, name) else { return };
     let age = file.metadata().and_then(|found| found.modified()).ok();
     let age = age.and_then(|at| SystemTime::now().duration_since(at).ok());
-    // A younger one is about to be locked by its owner.
+    // A newer file is about to be locked by its owner.
     let is_old = age.is_some_and(|age| age > UNNAMED_MAX);
     if is_old && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
         let _ = unlinkat(directory.fd(), name, AtFlags::empty());
     }
 }
 
-/// The names of the records of a move.
-pub(super) fn names_of(directory: &Directory, id: &Id) -> Vec<String> {
+/// Names of the records of a move.
+pub(super) fn names_of(directory: &RuntimeDirectory, id: &Id) -> Vec<String> {
     let (records, _) = list(directory);
-    records.iter().filter(|record| record.id == *id).map(Record::name).collect()
+    records.iter().filter(|record| record.id == *id).map(MoveRecord::name).collect()
 }

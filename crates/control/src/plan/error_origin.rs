@@ -1,5 +1,5 @@
-//! Whose failure it was that ended a stream: the first error names a connection, and the connection one of the two QEMUs.
-//! What the other QEMU then says of itself is a consequence, and would only hide the reason.
+//! Origin of an error that ended a stream: the first error names a connection, and the connection one of the
+//! two QEMUs. What the other QEMU then reports is a consequence, and would only hide the reason.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use towline_qmp as qmp;
 use super::error::Error;
 use crate::qemu;
 
-/// Whether `error` is of the monitor at `monitor`, or of the stream over the socket at `stream`.
-pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
+/// Returns true if `error` comes from the monitor at `monitor`, or from the stream over the socket at `stream`.
+pub(super) fn is_from(error: &Error, monitor: &str, stream: &Path) -> bool {
     match error {
         Error::Channel(error) => peer(error).is_some_and(|peer| is_socket(peer, stream)),
         Error::Migration(error) => stream_peer(error).is_some_and(|peer| is_socket(peer, stream)),
@@ -21,27 +21,27 @@ pub(super) fn is_of(error: &Error, monitor: &str, stream: &Path) -> bool {
     }
 }
 
-/// Whether nothing more can be learned from this monitor.
-pub(super) fn is_gone(error: &Error) -> bool {
+/// Returns true if the monitor is disconnected.
+pub(super) fn is_monitor_lost(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if error.is_disconnected())
 }
 
-/// Whether QEMU did not answer in time, and may later.
-pub(super) fn is_silent(error: &Error) -> bool {
+/// Returns true if QEMU did not reply in time; it may later.
+pub(super) fn is_timeout(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Timeout { .. })))
 }
 
-/// Whether QEMU answered, and would not.
+/// Returns true if QEMU refused the command.
 pub(super) fn is_refusal(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(qmp::Error::Refusal { .. })))
 }
 
-/// Whether the guest could not be read.
-pub(super) fn is_of_guest(error: &MigrationError) -> bool {
+/// Returns true if the guest could not be read.
+pub(super) fn is_guest_error(error: &MigrationError) -> bool {
     matches!(error, MigrationError::Guest(_))
 }
 
-/// Whether a thread ended because the user wanted to stop.
+/// Returns true if a thread ended because of a cancellation.
 pub(super) fn is_cancelled(error: &MigrationError) -> bool {
     match error {
         MigrationError::Cancelled => true,
@@ -50,8 +50,8 @@ pub(super) fn is_cancelled(error: &MigrationError) -> bool {
     }
 }
 
-/// Whether it is neither end of the stream: the user's wish, the image's damage, a full disk.
-pub(super) fn is_ours(error: &Error) -> bool {
+/// Returns true if neither end of the stream failed: a cancellation, a damaged image, a full disk.
+pub(super) fn is_local(error: &Error) -> bool {
     fn is(error: &MigrationError) -> bool {
         match error {
             MigrationError::Guest(_) | MigrationError::Cancelled => true,
@@ -66,9 +66,9 @@ pub(super) fn is_ours(error: &Error) -> bool {
     }
 }
 
-/// Says of lanes to somebody else's destination what it may mean that they are lost: one that wants fewer takes or keeps no
-/// others, and one that expects another compression none of these.
-pub(super) fn lanes_lost(error: Error, lanes: usize, compression: Compression) -> Error {
+/// Adds the probable reason to the loss of lanes at a destination that another party drives: it expects fewer
+/// lanes, and accepts or keeps no others, or it expects another compression.
+pub(super) fn explain_lane_loss(error: Error, lanes: usize, compression: Compression) -> Error {
     let compression = compression.method().name();
     match error {
         Error::Migration(MigrationError::Channel(ChannelError::Timeout {
@@ -85,13 +85,13 @@ pub(super) fn lanes_lost(error: Error, lanes: usize, compression: Compression) -
     }
 }
 
-/// Whether it is of a stream's connection to this peer.
-pub(super) fn peer_is(error: &Error, peer: &str) -> bool {
+/// Returns true if the error comes from a stream's connection to this peer.
+pub(super) fn is_from_peer(error: &Error, peer: &str) -> bool {
     matches!(error, Error::Migration(error) if stream_peer(error) == Some(peer))
 }
 
-/// Whether this monitor did not answer, rather than refuse something.
-pub(super) fn is_unreached(error: &Error) -> bool {
+/// Returns true if the monitor could not be reached, rather than refused a command.
+pub(super) fn is_monitor_unreachable(error: &Error) -> bool {
     matches!(error, Error::Qemu(qemu::Error::Qmp(error)) if !matches!(error, qmp::Error::Refusal { .. }))
 }
 

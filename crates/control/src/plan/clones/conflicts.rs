@@ -1,7 +1,7 @@
-//! The waiting QEMUs of several clones beside each other: what must not be common to them, and what will be.
+//! Conflicts between the QEMUs that several clones are to run in: shared disks, MAC addresses, generation ids.
 //!
-//! Only QMP is asked, each QEMU for a short time: one that does not answer is not compared, and its own copy says why it
-//! cannot be had. [`compare`] is pure.
+//! Uses QMP only, with a short timeout: a QEMU that does not reply is not compared, and its own copy fails with
+//! the reason. [`compare`] is pure.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::Metadata;
@@ -16,35 +16,35 @@ use towline_qmp::{self as qmp, Client, Options};
 
 use super::super::error::Error;
 
-/// How long a QEMU may take for each answer here.
-const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-/// Devices of one QEMU that are looked at.
+/// Timeout of each query.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(2);
+/// Maximum number of devices of one QEMU that are queried.
 const DEVICES_MAX: usize = 256;
-/// Where QEMU keeps the devices of its command line.
+/// QOM containers of the devices of QEMU's command line.
 const CONTAINERS: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
-/// What was found.
+/// Conflicts that were found.
 #[derive(Debug, Default)]
-pub(super) struct Found {
-    /// Destinations that must not have a clone, by their place in the list.
+pub(super) struct Conflicts {
+    /// Destinations that must not get a clone, by their index.
     pub(super) refused: Vec<(usize, Error)>,
-    /// What somebody who makes clones should know.
+    /// Notices for the user.
     pub(super) notes: Vec<String>,
 }
 
-/// What is known of one waiting QEMU.
+/// Facts about one waiting QEMU.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Neighbour {
-    /// Its place in the list of destinations.
+struct CloneQemu {
+    /// Index in the list of destinations.
     index: usize,
     socket: String,
     drives: Vec<Drive>,
-    /// MAC addresses of its network cards, as its command line has them.
+    /// MAC addresses of its network cards, from its command line.
     macs: Vec<String>,
     generation_id: Option<String>,
 }
 
-/// A drive that can be written.
+/// A writable drive.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Drive {
     name: String,
@@ -52,59 +52,54 @@ struct Drive {
     medium: Medium,
 }
 
-/// What makes two drives one.
+/// Identity of a drive's storage.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Medium {
-    /// Device and inode of a file, whatever it is called.
+    /// Device and inode of a file, independent of its name.
     File(u64, u64),
-    /// A block device's number.
+    /// Number of a block device.
     Device(u64),
-    /// What QEMU calls it.
+    /// Name that QEMU has for it.
     Name(String),
 }
 
-/// Asks all QEMUs at once, by the monitors of those destinations that have one, and compares them.
-pub(super) fn look(monitors: &[Option<&Path>]) -> Found {
-    let asked: Vec<Neighbour> = thread::scope(|scope| {
-        let ask = |(index, monitor): (usize, &Option<&Path>)| {
+/// Queries all QEMUs at once, by the monitors of the destinations that have one, and compares them.
+pub(super) fn find(monitors: &[Option<&Path>]) -> Conflicts {
+    let qemus: Vec<CloneQemu> = thread::scope(|scope| {
+        let query = |(index, monitor): (usize, &Option<&Path>)| {
             let path = monitor.map(Path::to_owned)?;
-            Some(scope.spawn(move || ask(index, &path)))
+            Some(scope.spawn(move || query(index, &path)))
         };
-        let asking: Vec<_> = monitors.iter().enumerate().filter_map(ask).collect();
-        asking.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
+        let queries: Vec<_> = monitors.iter().enumerate().filter_map(query).collect();
+        queries.into_iter().filter_map(|thread| thread.join().ok()?.ok()).collect()
     });
-    compare(&asked)
+    compare(&qemus)
 }
 
-fn compare(neighbours: &[Neighbour]) -> Found {
-    let mut found = Found { refused: shared_drives(neighbours), notes: Vec::new() };
-    if neighbours.len() < 2 {
+fn compare(qemus: &[CloneQemu]) -> Conflicts {
+    let mut found = Conflicts { refused: shared_drives(qemus), notes: Vec::new() };
+    if qemus.len() < 2 {
         return found;
     }
-    let with_cards = neighbours.iter().filter(|neighbour| !neighbour.macs.is_empty()).count();
+    let with_cards = qemus.iter().filter(|qemu| !qemu.macs.is_empty()).count();
     if with_cards > 1 {
-        let given: usize = neighbours.iter().map(|neighbour| neighbour.macs.len()).sum();
-        let different = neighbours
-            .iter()
-            .flat_map(|neighbour| &neighbour.macs)
-            .collect::<std::collections::HashSet<_>>()
-            .len();
+        let given: usize = qemus.iter().map(|qemu| qemu.macs.len()).sum();
+        let different =
+            qemus.iter().flat_map(|qemu| &qemu.macs).collect::<std::collections::HashSet<_>>().len();
         let whatever = if different == given { ", whatever `mac=` says here" } else { "" };
         found.notes.push(format!(
             "{with_cards} of the clones have network cards: each sends with the stored guest's MAC addresses{whatever}; keep them in networks of their own, or change them in each guest"
         ));
     }
-    let without = neighbours.iter().filter(|neighbour| neighbour.generation_id.is_none()).count();
+    let without = qemus.iter().filter(|qemu| qemu.generation_id.is_none()).count();
     if without > 0 {
         found.notes.push(format!(
-            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers go on alike until something else is mixed in"
+            "{without} of the clones have no vmgenid device (`-device vmgenid,guid=auto`, the stored guest needs it too): their random numbers stay the same until other entropy is mixed in"
         ));
     }
     let mut ids: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for neighbour in neighbours {
-        ids.entry(neighbour.generation_id.as_deref().unwrap_or_default())
-            .or_default()
-            .push(&neighbour.socket);
+    for qemu in qemus {
+        ids.entry(qemu.generation_id.as_deref().unwrap_or_default()).or_default().push(&qemu.socket);
     }
     for (id, sockets) in ids.iter().filter(|(id, sockets)| !id.is_empty() && sockets.len() > 1) {
         found.notes.push(format!(
@@ -115,41 +110,41 @@ fn compare(neighbours: &[Neighbour]) -> Found {
     found
 }
 
-/// Each destination that can write what another one can write too.
-fn shared_drives(neighbours: &[Neighbour]) -> Vec<(usize, Error)> {
+/// Destinations that can write a drive that another one can write too.
+fn shared_drives(qemus: &[CloneQemu]) -> Vec<(usize, Error)> {
     let mut users: HashMap<&Medium, Vec<usize>> = HashMap::new();
-    for (at, neighbour) in neighbours.iter().enumerate() {
-        neighbour.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
+    for (at, qemu) in qemus.iter().enumerate() {
+        qemu.drives.iter().for_each(|drive| users.entry(&drive.medium).or_default().push(at));
     }
-    let refusal = |(at, neighbour): (usize, &Neighbour)| {
-        neighbour.drives.iter().find_map(|drive| {
+    let refusal = |(at, qemu): (usize, &CloneQemu)| {
+        qemu.drives.iter().find_map(|drive| {
             let other = users[&drive.medium].iter().find(|&&other| other != at)?;
             let error = Error::SharedDrive {
-                socket: neighbour.socket.clone(),
+                socket: qemu.socket.clone(),
                 drive: drive.name.clone(),
                 file: drive.file.clone(),
-                other: neighbours[*other].socket.clone(),
+                other: qemus[*other].socket.clone(),
             };
-            Some((neighbour.index, error))
+            Some((qemu.index, error))
         })
     };
-    neighbours.iter().enumerate().filter_map(refusal).collect()
+    qemus.iter().enumerate().filter_map(refusal).collect()
 }
 
-fn ask(index: usize, path: &Path) -> Result<Neighbour, qmp::Error> {
-    let options = Options { deadline: ANSWER_WITHIN, greeting_deadline: ANSWER_WITHIN, ..Options::default() };
+fn query(index: usize, path: &Path) -> Result<CloneQemu, qmp::Error> {
+    let options = Options { deadline: QUERY_TIMEOUT, greeting_deadline: QUERY_TIMEOUT, ..Options::default() };
     let mut client = Client::connect(path, &options)?;
     let pid = client.peer_credentials().ok().map(|peer| peer.pid).filter(|&pid| pid > 0);
     let drives = client.execute(&towline_qmp::commands::QueryBlock)?;
     let drives = drives.iter().filter_map(|drive| writable(drive, pid)).collect();
     let macs = macs(&mut client)?;
     let generation_id = match client.execute_raw("query-vm-generation-id", None) {
-        Ok(answer) => answer["guid"].as_str().map(str::to_owned),
+        Ok(reply) => reply["guid"].as_str().map(str::to_owned),
         // It has no such device.
         Err(qmp::Error::Refusal { .. }) => None,
         Err(error) => return Err(error),
     };
-    Ok(Neighbour { index, socket: client.socket().to_owned(), drives, macs, generation_id })
+    Ok(CloneQemu { index, socket: client.socket().to_owned(), drives, macs, generation_id })
 }
 
 fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
@@ -163,25 +158,29 @@ fn writable(device: &BlockDevice, pid: Option<i32>) -> Option<Drive> {
     })
 }
 
-/// A file's identity where it can be seen from here as QEMU sees it, else its name.
+/// The identity of a file as QEMU sees it, or its name if the file cannot be seen from here.
 fn medium_of(file: &str, pid: Option<i32>) -> Medium {
     let seen = |path: String| std::fs::metadata(path).ok();
-    let through = |pid: i32| match file.starts_with('/') {
-        true => seen(format!("/proc/{pid}/root{file}")),
-        false => seen(format!("/proc/{pid}/cwd/{file}")),
+    let through = |pid: i32| {
+        if file.starts_with('/') {
+            seen(format!("/proc/{pid}/root{file}"))
+        } else {
+            seen(format!("/proc/{pid}/cwd/{file}"))
+        }
     };
     let found = pid.and_then(through).or_else(|| file.starts_with('/').then(|| seen(file.to_owned()))?);
     found.as_ref().map_or_else(|| Medium::Name(file.to_owned()), identity)
 }
 
 fn identity(metadata: &Metadata) -> Medium {
-    match metadata.file_type().is_block_device() {
-        true => Medium::Device(metadata.rdev()),
-        false => Medium::File(metadata.dev(), metadata.ino()),
+    if metadata.file_type().is_block_device() {
+        Medium::Device(metadata.rdev())
+    } else {
+        Medium::File(metadata.dev(), metadata.ino())
     }
 }
 
-/// The MAC addresses of the devices of QEMU's command line.
+/// MAC addresses of the devices of QEMU's command line.
 fn macs(client: &mut Client) -> Result<Vec<String>, qmp::Error> {
     let mut macs = Vec::new();
     for container in CONTAINERS {
@@ -214,20 +213,19 @@ fn child(property: &Value) -> Option<&str> {
 mod tests {
     use super::*;
 
-    fn neighbour(index: usize, files: &[&str]) -> Neighbour {
+    fn qemu(index: usize, files: &[&str]) -> CloneQemu {
         let drive = |file: &&str| Drive {
             name: "disk0".into(),
             file: (*file).into(),
             medium: Medium::Name((*file).into()),
         };
         let drives = files.iter().map(drive).collect();
-        Neighbour { index, socket: format!("{index}.qmp"), drives, ..Neighbour::default() }
+        CloneQemu { index, socket: format!("{index}.qmp"), drives, ..CloneQemu::default() }
     }
 
     #[test]
-    fn those_who_share_a_disk_are_refused_and_nobody_else() {
-        let all =
-            [neighbour(0, &["a"]), neighbour(2, &["b", "c"]), neighbour(3, &["d"]), neighbour(5, &["c"])];
+    fn only_clones_that_share_a_disk_are_refused() {
+        let all = [qemu(0, &["a"]), qemu(2, &["b", "c"]), qemu(3, &["d"]), qemu(5, &["c"])];
         let found = compare(&all);
         let refused: Vec<_> =
             found.refused.iter().map(|(index, error)| (*index, error.to_string())).collect();
@@ -240,11 +238,11 @@ mod tests {
     }
 
     #[test]
-    fn what_clones_have_in_common_is_told() {
-        let with = |index, mac: &str, id: Option<&str>| Neighbour {
+    fn shared_addresses_and_ids_of_clones_are_noted() {
+        let with = |index, mac: &str, id: Option<&str>| CloneQemu {
             macs: vec![mac.into()],
             generation_id: id.map(Into::into),
-            ..neighbour(index, &[])
+            ..qemu(index, &[])
         };
         let found =
             compare(&[with(0, "52:54:00:12:34:56", Some("x")), with(1, "52:54:00:12:34:56", Some("x"))]);
@@ -256,14 +254,14 @@ mod tests {
         let [cards, without] = &found.notes[..] else { panic!("{:?}", found.notes) };
         assert!(cards.contains("whatever `mac=` says here"), "{cards}");
         assert!(without.starts_with("1 of the clones have no vmgenid device"), "{without}");
-        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single one is no clone");
+        assert!(compare(&[with(0, "a", None)]).notes.is_empty(), "a single guest is not a clone");
     }
 
     #[test]
-    fn a_file_is_one_whatever_its_name() {
+    fn file_identity_does_not_depend_on_its_path() {
         let directory = std::env::temp_dir();
         let own = i32::try_from(std::process::id()).unwrap();
-        let path = directory.join(format!("towline-neighbours-{own}"));
+        let path = directory.join(format!("towline-qemus-{own}"));
         std::fs::write(&path, "").unwrap();
         let twisted = format!("{}/../{}", directory.display(), path.strip_prefix("/").unwrap().display());
         let (plain, other) = (medium_of(path.to_str().unwrap(), None), medium_of(&twisted, Some(own)));

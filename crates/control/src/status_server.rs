@@ -1,18 +1,20 @@
-//! One copy as QMP shows it: what `query-migrate` says, the events, and how it is cancelled.
+//! QMP server of one copy: `query-migrate`, events, statistics, and cancellation.
 //!
 //! ```text
-//! plan ── Observer ─► Monitor ◄─ Commands ── qmp::Server ── clients
+//! plan ── Observer ─► StatusServer ◄─ Commands ── qmp::Server ── clients
 //!                        └─ events ─────────────┘
 //! ```
 //!
-//! Everything is answered from what the plan last told, under a lock that is held for no longer than it takes to copy that, so an
-//! answer does not wait for data that moves.
+//! Every reply is built from the last progress of the plan, under a lock that is held only to copy that, so
+//! that a reply does not wait for the transfer.
 //!
-//! What it is not: a way to begin a copy; that is the command line. Capabilities are those of the command line too: what lanes are
-//! made of cannot change under way. Rate and downtime can ([`Tuning`]).
+//! Out of scope: starting a copy, which is the command line's. Capabilities are fixed by the command line too,
+//! because lanes cannot change during a copy. Rate and downtime can ([`Tuning`]).
+
+mod state;
 
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
@@ -20,8 +22,10 @@ use towline_channel::Cancel;
 use towline_migration::{LaneSends, Tuning, ZeroCopySend};
 use towline_qmp::{Commands, Emitter, Refusal, Server};
 
+use crate::lock::lock;
 use crate::plan::{Failure, Observer, Phase, Progress, Report, Request};
-use crate::statistics::{self, Counting, Number, Subject};
+use crate::statistics::{self, StatsObject, StatsSource};
+use state::{State, lane_metrics, milliseconds};
 
 const NAMES: [&str; 11] = [
     "query-status",
@@ -36,17 +40,15 @@ const NAMES: [&str; 11] = [
     "query-name",
     "quit",
 ];
-/// Bytes of the pages that are counted.
-const PAGE_BYTES: u64 = 4096;
 
-/// See the module.
+/// See the module's text.
 #[derive(Debug)]
-pub struct Monitor {
+pub struct StatusServer {
     cancel: Cancel,
     name: String,
     capabilities: Vec<Capability>,
     parameters: Parameters,
-    /// The status from the moment on that the guest stands still at its source.
+    /// Status from the moment on when the guest is stopped at its source.
     switched: &'static str,
     tuning: Tuning,
     state: Mutex<State>,
@@ -58,11 +60,11 @@ pub struct Monitor {
 struct Capability {
     name: &'static str,
     state: bool,
-    /// How a copy comes to have the other one.
+    /// Advice for another value.
     option: &'static str,
 }
 
-/// Those that it began with.
+/// Initial values of parameters.
 #[derive(Debug)]
 struct Parameters {
     multifd_channels: Option<usize>,
@@ -70,63 +72,37 @@ struct Parameters {
     downtime_limit: Duration,
 }
 
-#[derive(Debug)]
-struct State {
-    begun: Instant,
-    status: &'static str,
-    /// Whether the guest runs at its source, as far as this side can tell.
-    running: bool,
-    progress: Progress,
-    lanes: Vec<LaneSends>,
-    /// When memory began to move.
-    transfer: Option<Instant>,
-    ended: Option<Duration>,
-    downtime_ms: Option<u64>,
-    error: Option<String>,
-}
-
-impl Monitor {
-    /// For a copy called `name` with these options, which `cancel` ends.
+impl StatusServer {
+    /// A server for a copy named `name` with these options, which `cancel` ends.
     pub fn new(name: impl Into<String>, options: &Request, cancel: &Cancel) -> Self {
-        let state = State {
-            begun: Instant::now(),
-            status: "setup",
-            running: true,
-            progress: Progress::default(),
-            lanes: Vec::new(),
-            transfer: None,
-            ended: None,
-            downtime_ms: None,
-            error: None,
-        };
         Self {
             cancel: cancel.clone(),
             name: name.into(),
             capabilities: capabilities(options),
             parameters: Parameters {
-                multifd_channels: options.means().multifd_channels,
-                max_bandwidth: options.means().max_bandwidth,
+                multifd_channels: options.transfer_options().multifd_channels,
+                max_bandwidth: options.transfer_options().max_bandwidth,
                 downtime_limit: options.downtime_limit,
             },
             switched: if options.is_postcopy() { "postcopy-active" } else { "device" },
             tuning: options.tuning.clone(),
-            state: Mutex::new(state),
+            state: Mutex::new(State::new()),
             emitter: OnceLock::new(),
         }
     }
 
-    /// Listens at `path` for who asks, until the server is dropped.
+    /// Listens at `path` until the server is dropped.
     ///
     /// # Errors
     /// Those of [`Server::start`].
     pub fn serve(self: &Arc<Self>, path: &Path) -> towline_channel::Result<Server> {
         let server = Server::start(path, Arc::clone(self) as Arc<dyn Commands>)?;
-        // One server is enough; another one would have no events.
+        // Only the first server gets events.
         let _ = self.emitter.set(server.emitter());
         Ok(server)
     }
 
-    /// The copy is over; who asks now hears how it ended.
+    /// Sets the result of the copy.
     pub fn ended(&self, outcome: Result<&Report, &Failure>) {
         let status = match outcome {
             Ok(_) => "completed",
@@ -135,7 +111,7 @@ impl Monitor {
         };
         {
             let mut state = self.state();
-            state.ended = Some(state.begun.elapsed());
+            state.ended = Some(state.started.elapsed());
             match outcome {
                 Ok(report) => {
                     state.progress.moved = report.moved;
@@ -149,7 +125,7 @@ impl Monitor {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn becomes(&self, status: &'static str) {
@@ -172,29 +148,6 @@ impl Monitor {
         }
     }
 
-    fn query_migrate(&self) -> Value {
-        let state = self.state();
-        let mut answer = json!({ "status": state.status });
-        let total = state.ended.unwrap_or_else(|| state.begun.elapsed());
-        answer["total-time"] = milliseconds(total);
-        if let Some(transfer) = state.transfer {
-            answer["setup-time"] = milliseconds(transfer - state.begun);
-            answer["ram"] = ram(&state.progress, total.saturating_sub(transfer - state.begun));
-        }
-        let optional = [
-            ("downtime", state.downtime_ms.map(Value::from)),
-            ("expected-downtime", state.progress.expected_downtime.map(milliseconds)),
-            ("cpu-throttle-percentage", state.progress.throttle_percent.map(Value::from)),
-            ("error-desc", state.error.clone().map(Value::from)),
-        ];
-        for (key, value) in optional {
-            if let Some(value) = value {
-                answer[key] = value;
-            }
-        }
-        answer
-    }
-
     fn set_capabilities(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let list = arguments.get("capabilities").and_then(Value::as_array);
         for wanted in list.ok_or_else(|| Refusal::because("Parameter 'capabilities' is missing"))? {
@@ -213,13 +166,13 @@ impl Monitor {
         Ok(json!({}))
     }
 
-    /// Those that it has a say in; QEMU's others are `query-migrate-parameters` of its own monitor.
+    /// Parameters that apply to this copy; QEMU's others are in `query-migrate-parameters` of its own monitor.
     fn query_parameters(&self) -> Value {
         let max_bandwidth = self.tuning.max_bandwidth().unwrap_or(self.parameters.max_bandwidth);
         let downtime = self.tuning.downtime_limit().unwrap_or(self.parameters.downtime_limit);
         let mut parameters = json!({
             "downtime-limit": milliseconds(downtime),
-            // As in QEMU, 0 is no limit.
+            // As in QEMU, 0 is unlimited.
             "max-bandwidth": max_bandwidth.unwrap_or(0),
         });
         if let Some(lanes) = self.parameters.multifd_channels.filter(|&lanes| lanes > 0) {
@@ -228,7 +181,7 @@ impl Monitor {
         parameters
     }
 
-    /// All or none of them.
+    /// Sets all or none of them.
     fn set_parameters(&self, arguments: &Map<String, Value>) -> Result<Value, Refusal> {
         let known = self.query_parameters();
         for (name, value) in arguments {
@@ -243,7 +196,7 @@ impl Monitor {
                     Some(same) if same == value => {}
                     Some(found) => {
                         let text = format!(
-                            "{name} is {found} for this copy and cannot change under way: begin it anew with --{name} {value}"
+                            "{name} is {found} for this copy and cannot change under way: start it again with --{name} {value}"
                         );
                         return Err(Refusal::Because(text));
                     }
@@ -261,7 +214,7 @@ impl Monitor {
     }
 }
 
-impl Observer for Monitor {
+impl Observer for StatusServer {
     fn phase(&self, phase: Phase) {
         match phase {
             Phase::Prepare | Phase::Connect => {}
@@ -293,21 +246,21 @@ impl Observer for Monitor {
     }
 }
 
-impl Counting for Monitor {
-    fn statistics(&self) -> Vec<Subject> {
+impl StatsSource for StatusServer {
+    fn statistics(&self) -> Vec<StatsObject> {
         let state = self.state();
-        let lane = |(index, lane): (usize, &LaneSends)| Subject {
+        let lane = |(index, lane): (usize, &LaneSends)| StatsObject {
             kind: "migration-lane",
             labels: vec![("lane", index.to_string())],
-            numbers: of_lane(lane),
+            metrics: lane_metrics(lane),
         };
         let lanes = state.lanes.iter().enumerate().map(lane);
-        let copy = Subject { kind: "migration", labels: Vec::new(), numbers: of_copy(&state) };
+        let copy = StatsObject { kind: "migration", labels: Vec::new(), metrics: state.metrics() };
         std::iter::once(copy).chain(lanes).collect()
     }
 }
 
-impl Commands for Monitor {
+impl Commands for StatusServer {
     fn names(&self) -> &[&'static str] {
         &NAMES
     }
@@ -323,7 +276,7 @@ impl Commands for Monitor {
                 };
                 Ok(json!({ "running": state.running, "status": status }))
             }
-            "query-migrate" => Ok(self.query_migrate()),
+            "query-migrate" => Ok(self.state().query_migrate()),
             "query-stats" => statistics::query(&self.statistics(), arguments),
             "query-stats-schemas" => statistics::schemas(&self.statistics(), arguments),
             "query-migrate-capabilities" => {
@@ -346,111 +299,26 @@ impl Commands for Monitor {
 fn capabilities(options: &Request) -> Vec<Capability> {
     let postcopy = options.postcopy();
     let known = [
-        ("auto-converge", options.means().throttle, "begin it anew with or without --throttle"),
-        ("background-snapshot", options.is_snapshot(), "begin it anew with or without --live"),
+        ("auto-converge", options.transfer_options().throttle, "start it again with or without --throttle"),
+        ("background-snapshot", options.is_snapshot(), "start it again with or without --live"),
         ("events", true, "its events always come"),
         (
             "multifd",
-            options.means().multifd_channels != Some(0),
-            "begin it anew with another --multifd-channels",
+            options.transfer_options().multifd_channels != Some(0),
+            "start it again with another --multifd-channels",
         ),
         (
             "postcopy-preempt",
             postcopy.is_some_and(|postcopy| postcopy.preempt),
-            "begin it anew with or without --postcopy-preempt",
+            "start it again with or without --postcopy-preempt",
         ),
-        ("postcopy-ram", postcopy.is_some(), "begin it anew with or without --postcopy"),
-        ("return-path", options.return_path, "begin it anew with another --return-path"),
+        ("postcopy-ram", postcopy.is_some(), "start it again with or without --postcopy"),
+        ("return-path", options.return_path, "start it again with another --return-path"),
         (
             "zero-copy-send",
             options.zero_copy_send == ZeroCopySend::On,
-            "begin it anew with another --zero-copy-send",
+            "start it again with another --zero-copy-send",
         ),
     ];
     known.map(|(name, state, option)| Capability { name, state, option }).into()
-}
-
-/// What is counted of the whole.
-fn of_copy(state: &State) -> Vec<Number> {
-    let (progress, moved) = (&state.progress, &state.progress.moved);
-    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
-    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
-    let took = state.ended.unwrap_or_else(|| state.begun.elapsed());
-    let took = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-    vec![
-        Number::level(
-            "running",
-            "1 while the guest runs, as far as this side can tell",
-            state.running.into(),
-        ),
-        Number::level("ended", "1 when the copy is over", state.ended.is_some().into()),
-        Number::level(
-            "failed",
-            "1 when it was not done",
-            matches!(state.status, "failed" | "cancelled").into(),
-        ),
-        Number::level("time", "since it was begun, until it ended", took).in_milliseconds(),
-        Number::level("total-bytes", "the guest's RAM", moved.total).in_bytes(),
-        Number::level("remaining-bytes", "what is still to be sent", remaining).in_bytes(),
-        Number::level(
-            "dirty-rate-bytes",
-            "what the guest writes in a second",
-            progress.dirty_rate.unwrap_or(0),
-        )
-        .in_bytes(),
-        Number::bytes("transferred-bytes", "on all channels", moved.transferred),
-        Number::bytes("multifd-bytes", "on lanes", moved.multifd_bytes),
-        Number::events("normal", "pages that went with content", moved.normal),
-        Number::events("duplicate", "pages that went as zero", moved.duplicate),
-        Number::events("passes", "passes over the memory", progress.pass.unwrap_or(moved.dirty_sync_count)),
-        Number::events(
-            "vectored-calls",
-            "system calls that moved pages of several buffers",
-            moved.vectored_calls,
-        ),
-        Number::events("plain-calls", "system calls that moved pages through one buffer", moved.plain_calls),
-        Number::events(
-            "spliced-calls",
-            "system calls that moved pages within the kernel",
-            moved.spliced_calls,
-        ),
-        Number::events("checksums-written", "packets that went with a checksum", moved.checksums_written),
-        Number::events("checksums-verified", "packets that were compared with one", moved.checksums_verified),
-    ]
-}
-
-/// What is counted of a lane to the destination.
-fn of_lane(lane: &LaneSends) -> Vec<Number> {
-    vec![
-        Number::events("plain-packets", "packets that the kernel was told to copy", lane.plain.packets),
-        Number::bytes("plain-bytes", "pages in these", lane.plain.bytes),
-        Number::events("zero-copy-packets", "packets sent without a copy", lane.zero_copy.packets),
-        Number::bytes("zero-copy-bytes", "pages in these", lane.zero_copy.bytes),
-        Number::events("zero-copied", "calls of these that the kernel did not copy", lane.zero_copied),
-        Number::events("copied", "calls of these that the kernel copied all the same", lane.copied),
-        Number::events("switches", "changes between the two ways", lane.switches),
-    ]
-}
-
-/// The counters, and the rates that QEMU makes of them.
-fn ram(progress: &Progress, took: Duration) -> Value {
-    let moved = &progress.moved;
-    let entries = moved.entries().into_iter().map(|(name, value)| (name, value.into()));
-    let mut ram: Map<String, Value> = entries.collect();
-    ram.insert("page-size".into(), PAGE_BYTES.into());
-    let done = (moved.normal + moved.duplicate) * PAGE_BYTES;
-    let remaining = progress.remaining.unwrap_or_else(|| moved.total.saturating_sub(done));
-    ram.insert("remaining".into(), remaining.into());
-    let seconds = took.as_secs_f64();
-    let rate = progress.rate.map_or(moved.transferred as f64 / seconds.max(1e-3), |rate| rate as f64);
-    ram.insert("mbps".into(), (rate * 8.0 / 1e6).into());
-    ram.insert("dirty-pages-rate".into(), (progress.dirty_rate.unwrap_or(0) / PAGE_BYTES).into());
-    if let Some(pass) = progress.pass {
-        ram.insert("dirty-sync-count".into(), pass.into());
-    }
-    Value::Object(ram)
-}
-
-fn milliseconds(time: Duration) -> Value {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).into()
 }

@@ -1,4 +1,4 @@
-//! One end of a move that is being finished: its QEMU, if it is on this host and proven to be the one that was recorded.
+//! The QEMU of one end of an interrupted move, if it is on this host and proven to be the recorded one.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -6,32 +6,32 @@ use std::time::{Duration, Instant};
 use towline_qmp as qmp;
 use towline_qmp::commands::{MigrationStatus, RunState, Status};
 
-use super::super::{End, Error, Record};
+use super::super::{Error, MoveEnd, MoveRecord};
 use crate::qemu::{self, Qemu};
-use crate::switchover::{DestinationView, SourceView};
+use crate::switchover::{DestinationStatus, SourceStatus};
 
-/// How long a QEMU whose monitor is closed may take to exit.
+/// Timeout for the exit of a QEMU whose monitor is disconnected.
 const ENDED_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a guest that was told to run may take to.
+/// Timeout for a guest to run after `cont`.
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) enum Opened {
+pub(super) enum RecordedQemu {
     Qemu(Box<Qemu>),
     /// Its process has exited.
     Exited,
-    /// It is not known what it does: why.
+    /// Its state is not known, for this reason.
     Unknown(String),
     /// It is on another host, or an image.
     Elsewhere,
 }
 
-impl Opened {
-    /// Connects to it, puts back what a towline that was killed left changed, and sees that it is the one that was recorded.
-    pub(super) fn open(end: &End, record: &Record) -> Self {
-        let End::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
+impl RecordedQemu {
+    /// Connects, repairs what a killed towline left changed, and checks that it is the recorded QEMU.
+    pub(super) fn open(end: &MoveEnd, record: &MoveRecord) -> Self {
+        let MoveEnd::Qemu { socket, pid, .. } = end else { return Self::Elsewhere };
         if !record.is_of_this_namespace() {
             return Self::Unknown(format!(
                 "the move was recorded in another pid namespace, or one that /proc does not name, so that the process of {end} cannot be identified from \
@@ -48,14 +48,16 @@ impl Opened {
             ));
         }
         match Qemu::connect(socket, &qmp::Options::default()) {
-            Ok(qemu) if end.is(&End::qemu(qemu.socket(), qemu.process())) => Self::Qemu(Box::new(qemu)),
-            Ok(_) => Self::Unknown(format!("another process answers on {}", socket.display())),
+            Ok(qemu) if end.is_same_qemu(&MoveEnd::qemu(qemu.socket(), qemu.process())) => {
+                Self::Qemu(Box::new(qemu))
+            }
+            Ok(_) => Self::Unknown(format!("{} belongs to another process", socket.display())),
             Err(_) if end.has_exited() => Self::Exited,
             Err(error) => Self::Unknown(error.to_string()),
         }
     }
 
-    /// Why nothing is known of it.
+    /// Reason for which its state is not known.
     pub(super) fn reason(&self) -> Option<&str> {
         match self {
             Self::Unknown(reason) => Some(reason),
@@ -63,17 +65,17 @@ impl Opened {
         }
     }
 
-    /// Whether its QEMU is, or was, on this host.
+    /// Returns true if its QEMU is, or was, on this host.
     pub(super) fn is_at_hand(&self) -> bool {
         !matches!(self, Self::Elsewhere)
     }
 
-    /// Whether its QEMU can be told something.
+    /// Returns true if its monitor is connected.
     pub(super) fn is_open(&self) -> bool {
         matches!(self, Self::Qemu(_))
     }
 
-    /// What of an earlier towline was put back in it.
+    /// Report of repaired changes of an earlier towline.
     pub(super) fn repaired(&self) -> Option<String> {
         match self {
             Self::Qemu(qemu) => qemu.repaired().map(ToString::to_string),
@@ -81,76 +83,77 @@ impl Opened {
         }
     }
 
-    pub(super) fn source_view(&mut self) -> Option<SourceView> {
+    pub(super) fn source_view(&mut self) -> Option<SourceStatus> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(SourceView::Exited),
-            Self::Unknown(_) => return Some(SourceView::Unknown),
+            Self::Exited => return Some(SourceStatus::Exited),
+            Self::Unknown(_) => return Some(SourceStatus::Unknown),
             Self::Elsewhere => return None,
         };
-        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => SourceView::Unknown,
-            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => SourceView::Exited,
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => SourceStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => SourceStatus::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                return Some(SourceView::Unknown);
+                return Some(SourceStatus::Unknown);
             }
-            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceView::Migrating,
+            Ok(Some((_, status))) if status.status == RunState::FINISH_MIGRATE => SourceStatus::Migrating,
             Ok(Some((migration, status))) => match migration.status {
                 Some(done) if done == MigrationStatus::COMPLETED => match status.status {
-                    state if state == RunState::POSTMIGRATE => SourceView::Completed,
-                    _ => SourceView::CompletedAndRun,
+                    state if state == RunState::POSTMIGRATE => SourceStatus::Completed,
+                    _ => SourceStatus::CompletedThenResumed,
                 },
-                Some(under_way) if !under_way.is_final() => SourceView::Migrating,
-                _ => SourceView::HasGuest,
+                Some(under_way) if !under_way.is_final() => SourceStatus::Migrating,
+                _ => SourceStatus::HasGuest,
             },
         };
         Some(view)
     }
 
-    pub(super) fn destination_view(&mut self) -> Option<DestinationView> {
+    pub(super) fn destination_view(&mut self) -> Option<DestinationStatus> {
         let qemu = match self {
             Self::Qemu(qemu) => qemu,
-            Self::Exited => return Some(DestinationView::Exited),
-            Self::Unknown(_) => return Some(DestinationView::Unknown),
+            Self::Exited => return Some(DestinationStatus::Exited),
+            Self::Unknown(_) => return Some(DestinationStatus::Unknown),
             Self::Elsewhere => return None,
         };
-        let view = match qemu.patiently(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
-            Ok(None) => DestinationView::Unknown,
-            Err(_) if qemu.has_ended(ENDED_TIMEOUT) => DestinationView::Exited,
+        let view = match qemu.try_query(|qemu| Ok((qemu.migration()?, qemu.status()?))) {
+            Ok(None) => DestinationStatus::Unknown,
+            Err(_) if qemu.has_exited(ENDED_TIMEOUT) => DestinationStatus::Exited,
             Err(error) => {
                 *self = Self::Unknown(error.to_string());
-                return Some(DestinationView::Unknown);
+                return Some(DestinationStatus::Unknown);
             }
-            // A guest that runs may have been sent on since, and that may have failed.
-            Ok(Some((_, status))) if is_live(&status) => DestinationView::Running,
+            // A guest that runs may have been migrated again since, and that may have failed.
+            Ok(Some((_, status))) if is_live(&status) => DestinationStatus::Running,
             Ok(Some((migration, status))) if status.status == RunState::INMIGRATE => {
-                match migration.status == Some(MigrationStatus::FAILED) {
-                    true => DestinationView::Failed,
-                    false => DestinationView::Loading,
+                if migration.status == Some(MigrationStatus::FAILED) {
+                    DestinationStatus::Failed
+                } else {
+                    DestinationStatus::Loading
                 }
             }
-            Ok(Some((_, status))) if is_ready(&status) => DestinationView::Loaded,
-            // It is being sent on, or was, or has stopped by itself.
-            Ok(Some(_)) => DestinationView::Stopped,
+            Ok(Some((_, status))) if is_ready(&status) => DestinationStatus::Loaded,
+            // It is being migrated, or was, or has stopped by itself.
+            Ok(Some(_)) => DestinationStatus::Stopped,
         };
         Some(view)
     }
 
-    /// Runs the guest here, and sees that it does.
+    /// Starts the guest and checks that it runs.
     pub(super) fn run(&mut self) -> Result<(), Error> {
         let qemu = self.qemu()?;
         qemu.cont()?;
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
-            let status = qemu.patiently(Qemu::status)?;
+            let status = qemu.try_query(Qemu::status)?;
             match status {
                 Some(status) if is_live(&status) => return Ok(()),
-                Some(status) if begun.elapsed() >= RUN_TIMEOUT => {
+                Some(status) if started.elapsed() >= RUN_TIMEOUT => {
                     let (socket, status) = (qemu.socket().to_owned(), status.status.as_str().to_owned());
                     return Err(Error::NotRunning { socket, status });
                 }
-                None if begun.elapsed() >= RUN_TIMEOUT => {
+                None if started.elapsed() >= RUN_TIMEOUT => {
                     let (socket, status) = (qemu.socket().to_owned(), "nothing".to_owned());
                     return Err(Error::NotRunning { socket, status });
                 }
@@ -159,7 +162,7 @@ impl Opened {
         }
     }
 
-    /// Ends it.
+    /// Ends QEMU.
     pub(super) fn quit(&mut self) -> Result<(), Error> {
         self.qemu()?.quit()?;
         *self = Self::Exited;
@@ -169,17 +172,17 @@ impl Opened {
     fn qemu(&mut self) -> Result<&mut Qemu, qemu::Error> {
         match self {
             Self::Qemu(qemu) => Ok(qemu),
-            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not at hand".into() }),
+            _ => Err(qemu::Error::OtherProcess { socket: "a QEMU that is not connected".into() }),
         }
     }
 }
 
-/// Whether the guest can be run, and was stopped by nothing but a command.
+/// Returns true if the guest can be started, and was stopped by a command only.
 fn is_ready(status: &Status) -> bool {
     [RunState::PAUSED, RunState::PRELAUNCH].contains(&status.status)
 }
 
-/// Whether the guest runs, or sleeps and wakes up by itself.
+/// Returns true if the guest runs, or is suspended and wakes up by itself.
 fn is_live(status: &Status) -> bool {
     status.running || status.status == RunState::SUSPENDED
 }

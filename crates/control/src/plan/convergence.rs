@@ -1,8 +1,8 @@
-//! Whether a guest that writes while it is copied will come to an end: its QEMU's figures, judged by the engine's policy.
+//! Detects guests that write faster than they can be sent, by QEMU's figures and the engine's policy.
 //!
-//! QEMU decides itself when it stops its guest, and goes on for ever if that moment does not come. So its `query-migrate` is
-//! watched: [`Error::CannotConverge`] ends a copy whose passes do not become shorter. A QEMU that slows its guest down
-//! (auto-converge) is given until it slows it no further.
+//! QEMU itself decides when to stop its guest, and goes on for ever if that moment does not come. So its
+//! `query-migrate` is evaluated: [`Error::CannotConverge`] ends a copy whose passes do not become shorter. A
+//! QEMU that throttles its guest (auto-converge) is given time until it throttles it no further.
 
 use std::time::{Duration, Instant};
 
@@ -14,20 +14,20 @@ use super::progress::Progress;
 use super::request::Request;
 use crate::qemu::Facts;
 
-/// QEMU's own `max-cpu-throttle`, in percent.
+/// Default of QEMU's `max-cpu-throttle`, in percent.
 const THROTTLE_PERCENT_MAX: u8 = 99;
-/// Megabits into bytes.
+/// Bytes in a megabit.
 const MEGABIT_BYTES: f64 = 1e6 / 8.0;
 
-/// Watches one source.
+/// Convergence of one source.
 #[derive(Debug)]
 pub(super) struct Convergence {
-    begun: Instant,
+    started: Instant,
     sampler: Sampler,
     policy: Policy,
-    /// How far the guest is slowed at most, in percent; `None`: it is not.
+    /// Maximum throttle of the guest in percent; `None` if it is not throttled.
     throttle_max: Option<u64>,
-    /// How far it was slowed when it was last found not to converge.
+    /// Throttle when the guest was last found not to converge.
     throttle_then: Option<u64>,
 }
 
@@ -35,11 +35,11 @@ impl Convergence {
     pub(super) fn new(options: &Request, facts: &Facts) -> Self {
         let downtime = options.downtime_limit;
         let limits = Limits { downtime, switchover_cost: Duration::ZERO, patience: Patience::default() };
-        let throttles = options.means().throttle
+        let throttles = options.transfer_options().throttle
             || facts.capabilities.get(&Capability::AUTO_CONVERGE).is_some_and(|on| *on);
         let max = facts.parameters.max_cpu_throttle.unwrap_or(THROTTLE_PERCENT_MAX);
         Self {
-            begun: Instant::now(),
+            started: Instant::now(),
             sampler: Sampler::default(),
             policy: Policy::new(limits),
             throttle_max: throttles.then_some(max.into()),
@@ -47,12 +47,12 @@ impl Convergence {
         }
     }
 
-    /// Allows another downtime from now on.
+    /// Sets the downtime limit from now on.
     pub(super) fn set_downtime(&mut self, limit: Duration) {
         self.policy.set_downtime(limit);
     }
 
-    /// Takes in an answer to `query-migrate`.
+    /// Evaluates a reply to `query-migrate`.
     ///
     /// # Errors
     /// [`Error::CannotConverge`].
@@ -62,7 +62,7 @@ impl Convergence {
             return Ok(());
         };
         let sample = Sample {
-            at: self.begun.elapsed(),
+            at: self.started.elapsed(),
             dirty_sync_count: ram.dirty_sync_count,
             transferred: ram.transferred,
             remaining: ram.remaining,
@@ -76,7 +76,7 @@ impl Convergence {
         let Decision::CannotConverge(why) = decision else { return Ok(()) };
         let throttle = self.throttle_max.map(|max| (migration.cpu_throttle_percentage.unwrap_or(0), max));
         match throttle {
-            // It is being slowed down further: that may help yet.
+            // It is being throttled further, which may help.
             Some((now, max)) if now < max && self.throttle_then != Some(now) => {
                 self.throttle_then = Some(now);
                 Ok(())
@@ -86,7 +86,7 @@ impl Convergence {
     }
 }
 
-/// What QEMU says of how far it is.
+/// Progress from a reply to `query-migrate`.
 pub(super) fn progress(migration: &MigrationInfo) -> Progress {
     let Some(ram) = &migration.ram else { return Progress::default() };
     Progress {

@@ -1,5 +1,5 @@
-//! A copy within this process: one half of the engine sends, the other receives, over memory or, with lanes, over TCP on the
-//! loopback, so that lanes are what they are between two hosts.
+//! A copy within this process: one half of the engine sends and the other receives, over memory or, with lanes,
+//! over TCP on the loopback interface, so that lanes are the same as between two hosts.
 
 use std::sync::Arc;
 use std::thread;
@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use towline_channel::{Address, Channel, ConnectOptions, Listener, connect_with, pair};
 use towline_migration::{Guest, Incoming, Session, Sink, Snapshot, incoming, outgoing};
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
-use super::switch::Switch;
-use super::{blame, send, zero_copy};
+use super::shared_switchover::SharedSwitchover;
+use super::{error_origin, send, zero_copy};
 
-/// Bytes on the way between the two halves of a copy without lanes.
+/// Size of the buffer between the two halves of a copy without lanes.
 const PAIR_BYTES: usize = 4 << 20;
-/// How long a connection to ourselves may take.
+/// Timeout of a connection to ourselves.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Copies `guest` into `sink` over `lanes` lanes.
@@ -23,11 +23,12 @@ pub(super) fn copy(
     guest: &dyn Guest,
     sink: &dyn Sink,
     lanes: usize,
-    switch: &Arc<Switch>,
-    run: &Run<'_>,
+    switchover: &Arc<SharedSwitchover>,
+    context: &Context<'_>,
 ) -> Result<Snapshot, Error> {
-    let (out, into) = connections(lanes, run)?;
-    let options = incoming::Options { compression: run.options.compression, ..incoming::Options::default() };
+    let (out, into) = connections(lanes, context)?;
+    let options =
+        incoming::Options { compression: context.options.compression, ..incoming::Options::default() };
     let session = Arc::new(Session::default());
     let receiver = Incoming::new(Arc::clone(&session), Arc::default(), options);
     let (main, lanes) = into;
@@ -36,8 +37,8 @@ pub(super) fn copy(
             let into = incoming::Connections::connected(main, &lanes, CONNECT_TIMEOUT)?;
             receiver.run(&into, sink)
         });
-        let sent = send::send(guest, &out, switch, run, &mut || Ok(()));
-        // Whether it failed or not, nothing more is to be sent.
+        let sent = send::send(guest, &out, switchover, context, &mut || Ok(()));
+        // Nothing more is sent, whether it failed or not.
         drop(out);
         if sent.is_err() {
             session.fail(towline_migration::Error::Cancelled);
@@ -46,11 +47,18 @@ pub(super) fn copy(
     });
     match received {
         Ok(Ok(())) => sent,
-        // Whichever thread saw it first.
-        Ok(Err(error)) if run.cancel.is_cancelled() && blame::is_cancelled(&error) => Err(Error::Cancelled),
-        // The half that failed by itself says why; the other one only saw it go.
+        // Either thread may see the cancellation first.
+        Ok(Err(error)) if context.cancel.is_cancelled() && error_origin::is_cancelled(&error) => {
+            Err(Error::Cancelled)
+        }
+        // The half that failed by itself has the reason; the other one only lost its connection.
         Ok(Err(error)) => Err(match sent {
-            Err(why) if blame::is_ours(&why) || matches!(error, towline_migration::Error::Cancelled) => why,
+            Err(reason)
+                if error_origin::is_local(&reason)
+                    || matches!(error, towline_migration::Error::Cancelled) =>
+            {
+                reason
+            }
             _ => error.into(),
         }),
         Err(panic) => std::panic::resume_unwind(panic),
@@ -58,10 +66,10 @@ pub(super) fn copy(
 }
 
 type Shared = Arc<dyn Channel>;
-/// To be sent over, and the main channel and the lanes to be received from.
+/// Connections to send over, and the main channel and lanes to receive from.
 type Ends = (outgoing::Connections, (Shared, Vec<Shared>));
 
-fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
+fn connections(lanes: usize, context: &Context<'_>) -> Result<Ends, Error> {
     if lanes == 0 {
         let (left, right) = pair(PAIR_BYTES);
         let out = outgoing::Connections {
@@ -77,13 +85,13 @@ fn connections(lanes: usize, run: &Run<'_>) -> Result<Ends, Error> {
     let one = |zero_copy| -> Result<(Shared, Shared), Error> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         let options = ConnectOptions { zero_copy, ..ConnectOptions::default() };
-        let out = connect_with(listener.local_address(), deadline, run.cancel, &options)?;
-        Ok((Arc::from(out), Arc::from(listener.accept(deadline, run.cancel)?)))
+        let out = connect_with(listener.local_address(), deadline, context.cancel, &options)?;
+        Ok((Arc::from(out), Arc::from(listener.accept(deadline, context.cancel)?)))
     };
     let (main, arriving) = one(false)?;
     let (mut out_lanes, mut in_lanes) = (Vec::new(), Vec::new());
     for _ in 0..lanes {
-        let (out, into) = one(zero_copy::is_wanted(run.options))?;
+        let (out, into) = one(zero_copy::is_wanted(context.options))?;
         out_lanes.push(out);
         in_lanes.push(into);
     }

@@ -1,67 +1,68 @@
-//! The switchover of one command: its machine, asked by the engine's threads at the points of no return and by the plan's thread for
-//! all else.
+//! The switchover of one command, shared by the engine's threads, which call it at the points of no return, and
+//! the plan's thread.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use towline_channel::Channel;
 use towline_migration::{Commit, Error as EngineError, LinkState, Session, SwitchoverGate, probe_link};
 use towline_protocol::session::{MoveId, Receiver};
 use towline_protocol::{Error as ProtocolError, PeerMisbehaved};
 
-use crate::moves::End;
+use crate::lock::lock;
+use crate::moves::MoveEnd;
 use crate::switchover::{
-    Decision, DestinationKind, Directive, GuestRun, Input, Link, Outcome, Request, RunRequest, SourceAfter,
-    SourceKind, Switchover,
+    Decision, DestinationKind, Directive, GuestRunState, Input, Outcome, RunRequest, SourceAction,
+    SourceKind, SourceLink, Switchover, SwitchoverRequest,
 };
 
-use super::context::Run;
+use super::context::Context;
 use super::error::Error;
 use super::recorder::Recorder;
 use super::request;
 
 /// See the module's text.
 #[derive(Debug)]
-pub(super) struct Switch {
+pub(super) struct SharedSwitchover {
     machine: Mutex<Switchover>,
     id: OnceLock<MoveId>,
     recorder: Recorder,
-    /// The connection to the source.
+    /// Connection to the source.
     link: OnceLock<Arc<dyn Channel>>,
-    /// Why a point of no return was not passed.
+    /// Error because of which a point of no return was not passed.
     not_recorded: Mutex<Option<Error>>,
-    /// What was directed when the engine reported its failure.
+    /// Directive that followed the failure which the engine reported.
     failed: OnceLock<Directive>,
 }
 
-impl Switch {
-    /// The switchover of a command between these two kinds of ends.
+impl SharedSwitchover {
+    /// The switchover of a command between these kinds of ends.
     pub(super) fn new(
         source: SourceKind,
         destination: DestinationKind,
         options: &request::Request,
     ) -> Arc<Self> {
         let after = match (options.ends_source(), options.resumes() && !options.is_snapshot()) {
-            (true, _) => SourceAfter::Quit,
-            (false, true) => SourceAfter::Resume,
-            (false, false) => SourceAfter::Stay,
+            (true, _) => SourceAction::Quit,
+            (false, true) => SourceAction::Resume,
+            (false, false) => SourceAction::KeepPaused,
         };
         let run = match options.run() {
             None => RunRequest::AsItWas,
             Some(true) => RunRequest::Run,
             Some(false) => RunRequest::Pause,
         };
-        let machine = Mutex::new(Switchover::new(Request { source, destination, run, after }));
+        let machine = Mutex::new(Switchover::new(SwitchoverRequest { source, destination, run, after }));
         let (recorder, link) = (Recorder::default(), OnceLock::new());
         let (id, not_recorded, failed) = (OnceLock::new(), Mutex::new(None), OnceLock::new());
         Arc::new(Self { machine, id, recorder, link, not_recorded, failed })
     }
 
-    /// What is decided of a move between these ends is recorded.
-    pub(super) fn keep_record(&self, source: End, destination: End, run: &Run<'_>) {
-        self.recorder.begin(source, destination, &self.state(), run);
+    /// Starts to record the decisions of a move between these ends.
+    pub(super) fn keep_record(&self, source: MoveEnd, destination: MoveEnd, context: &Context<'_>) {
+        self.recorder.begin(source, destination, &self.state(), context);
     }
 
-    /// The source is at the other end of this connection.
+    /// Sets the connection to the source.
     pub(super) fn connected(&self, channel: Arc<dyn Channel>) {
         self.link.get_or_init(|| channel);
     }
@@ -71,39 +72,39 @@ impl Switch {
         self.recorder.record(self.id(), decision, &self.state())
     }
 
-    /// That the destination runs the guest is recorded no more: it does not.
+    /// Withdraws the recorded decision to run the guest at the destination: it does not run there.
     pub(super) fn retract(&self) -> Result<(), Error> {
         self.recorder.retract()
     }
 
-    /// The command ends; `said` is what it says of the guest. Returns what else the user should know.
-    pub(super) fn ended(&self, outcome: Outcome, said: &str) -> Option<String> {
-        self.recorder.end(self.id(), outcome, &self.state(), said)
+    /// Ends the record; `message` is the command's message about the guest. Returns a notice for the user.
+    pub(super) fn ended(&self, outcome: Outcome, message: &str) -> Option<String> {
+        self.recorder.end(self.id(), outcome, &self.state(), message)
     }
 
-    /// At a point of no return: what is to be recorded first is.
+    /// Passes a point of no return, after its decision has been recorded.
     fn pass(&self, input: Input) -> Directive {
         let directive = self.handle(input);
         let Directive::Record(decision) = directive else { return directive };
         if let Err(error) = self.record(decision) {
-            *self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            *lock(&self.not_recorded) = Some(error);
             return self.handle(Input::NotRecorded);
         }
-        // A source that is gone by now runs its guest again.
+        // A source that has disconnected by now resumes its guest.
         let is_there = decision != Decision::Commit || self.is_source_there();
         self.handle(if is_there { Input::Recorded } else { Input::NotRecorded })
     }
 
-    /// Why the guest was not handed over, if that could not be recorded: the engine only knows that it was not to be.
+    /// Error because of which a decision could not be recorded. The engine only sees the refusal.
     pub(super) fn not_recorded(&self) -> Option<Error> {
-        self.not_recorded.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.not_recorded).take()
     }
 
     fn is_source_there(&self) -> bool {
         self.link.get().is_none_or(|channel| probe_link(channel.as_ref()) == LinkState::Open)
     }
 
-    /// A session whose engine asks this at its points of no return.
+    /// A session whose engine calls this at its points of no return.
     pub(super) fn session(self: &Arc<Self>) -> Arc<Session> {
         let session = Arc::new(Session::default());
         let gate: Arc<dyn SwitchoverGate> = Arc::<Self>::clone(self);
@@ -111,46 +112,46 @@ impl Switch {
         session
     }
 
-    /// Takes in what has happened; returns what to do.
+    /// Processes an input; returns the next directive.
     pub(super) fn handle(&self, input: Input) -> Directive {
         let directive = self.machine().handle(input);
         tracing::debug!(?input, ?directive, "switchover");
         directive
     }
 
-    /// A guest that no engine of ours carried is loaded at its destination: what to do.
-    pub(super) fn loaded(&self, guest: GuestRun) -> Directive {
-        // The stream's own, where there was one, says the same.
+    /// Reports that a guest which no engine of ours transferred is loaded; returns the next directive.
+    pub(super) fn loaded(&self, guest: GuestRunState) -> Directive {
+        // A stream has the same run state, if there was one.
         if self.pass(Input::CommitRequested(guest)) == Directive::Refuse {
             return self.failed(&Error::Cancelled);
         }
         self.handle(Input::Delivered)
     }
 
-    /// The user's wish to cancel: whether the stream is to fail.
+    /// Cancels the command; returns true if the stream is to fail.
     pub(super) fn cancel(&self) -> bool {
         self.handle(Input::Cancel) == Directive::Abort
     }
 
-    /// The stream, or what was done meanwhile, failed: what to do. The engine may have reported it before.
+    /// Reports a failure; returns the next directive. The engine may have reported it before.
     pub(super) fn failed(&self, error: &Error) -> Directive {
         let refused = matches!(error, Error::Migration(error) if is_refusal(error));
         *self.failed.get_or_init(|| self.handle(failure(refused)))
     }
 
-    /// What is known of the guest, its destination and the stage.
+    /// A copy of the machine's state.
     pub(super) fn state(&self) -> Switchover {
         *self.machine()
     }
 
-    /// The name of this move, which both towlines have.
+    /// Id of this move, which both towlines have.
     pub(super) fn id(&self) -> MoveId {
         *self.id.get_or_init(|| std::array::from_fn(|_| fastrand::u8(..)))
     }
 
     fn machine(&self) -> MutexGuard<'_, Switchover> {
-        // Every input leaves it whole.
-        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
+        // Every input leaves the machine consistent.
+        lock(&self.machine)
     }
 }
 
@@ -158,7 +159,7 @@ fn failure(refused: bool) -> Input {
     if refused { Input::DestinationRefused } else { Input::Failed }
 }
 
-/// Whether the destination said that it could not load the guest.
+/// Returns true if the destination reported that it could not load the guest.
 fn is_refusal(error: &EngineError) -> bool {
     matches!(
         error,
@@ -166,7 +167,7 @@ fn is_refusal(error: &EngineError) -> bool {
     )
 }
 
-impl SwitchoverGate for Switch {
+impl SwitchoverGate for SharedSwitchover {
     fn destination(&self, receiver: Option<Receiver>) {
         let kind = match receiver {
             Some(Receiver::Waits) => DestinationKind::Towline,
@@ -191,7 +192,7 @@ impl SwitchoverGate for Switch {
     }
 
     fn commit(&self, run_state: Option<&str>) -> Commit {
-        match self.pass(Input::CommitRequested(GuestRun::from_state(run_state))) {
+        match self.pass(Input::CommitRequested(GuestRunState::from_state(run_state))) {
             Directive::Proceed if self.machine().destination().runs_by_itself() => Commit::Final,
             Directive::Proceed => Commit::Reversible,
             _ => Commit::Refused,
@@ -199,21 +200,24 @@ impl SwitchoverGate for Switch {
     }
 
     fn acknowledge(&self, run_state: Option<&str>, source: LinkState) -> bool {
-        let input =
-            Input::AcknowledgeRequested { guest: GuestRun::from_state(run_state), source: link(source) };
+        let input = Input::AcknowledgeRequested {
+            guest: GuestRunState::from_state(run_state),
+            source: source_link(source),
+        };
         self.pass(input) == Directive::Proceed
     }
 
     fn holds(&self, error: &EngineError) -> bool {
-        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error)))) == Directive::Hold
+        *self.failed.get_or_init(|| self.handle(failure(is_refusal(error))))
+            == Directive::AcknowledgeUnconfirmed
     }
 }
 
-/// The same in the machine's words.
-pub(super) fn link(state: LinkState) -> Link {
+/// Translates the state of a connection.
+pub(super) fn source_link(state: LinkState) -> SourceLink {
     match state {
-        LinkState::Open => Link::Open,
-        LinkState::Closed => Link::Closed,
-        LinkState::Reset => Link::Reset,
+        LinkState::Open => SourceLink::Open,
+        LinkState::Closed => SourceLink::Closed,
+        LinkState::Reset => SourceLink::Reset,
     }
 }
