@@ -1,8 +1,8 @@
 //! Whole-path benchmarks: real guests, side by side with the peers found on the machine.
 //!
 //! ```text
-//! towline bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
-//!                                          └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
+//! cargo xtask bench [TABLE...]  ─►  run  ─►  ram, live, instant, lanes  ─►  Vec<Table>  ─►  text, and DIR/ram.txt, DIR/ram.json
+//!                                                └─ rounds: contenders A B C, then B C A …, so that none has the machine to itself
 //! ```
 //! What is compared was measured in one run, interleaved; a figure is a median with its spread, and a ratio is taken round
 //! by round before its median is. Nothing is published without its peer beside it. What cannot be measured stays in its
@@ -45,12 +45,12 @@ pub struct Options {
     pub sizes_mib: Vec<u64>,
     /// Only rows whose group's name has one of these in it, for tables with very many; all if empty.
     pub rows: Vec<String>,
-    /// The binary under test.
+    /// Binary under test.
     pub towline: PathBuf,
+    /// This program, which also runs the ends of `lanes`.
+    pub own: PathBuf,
     /// Where peers are that are not found by themselves, by name.
     pub peers: Vec<(String, PathBuf)>,
-    /// The filters of system calls whose cost `sandbox` measures.
-    pub filters: Vec<sandbox::calls::Filter>,
     /// Ends the run early; everything is put away.
     pub cancel: Cancel,
 }
@@ -84,7 +84,7 @@ pub struct UnknownTable {
     pub known: Vec<&'static str>,
 }
 
-/// What `towline bench NAME` runs.
+/// A benchmark by its name on the command line.
 struct Benchmark {
     name: &'static str,
     measure: fn(&Options) -> Result<Vec<Table>>,
@@ -157,12 +157,8 @@ const BENCHMARKS: [Benchmark; 12] = [
     Benchmark {
         name: "sandbox",
         measure: |options| {
-            let (filters, cancel) = (options.filters.clone(), options.cancel.clone());
-            Ok(vec![sandbox::calls::measure(&sandbox::calls::Parameters {
-                filters,
-                runs: options.runs,
-                cancel,
-            })?])
+            let (runs, cancel) = (options.runs, options.cancel.clone());
+            Ok(vec![sandbox::calls::measure(&sandbox::calls::Parameters { runs, cancel })?])
         },
     },
     Benchmark {
@@ -174,7 +170,7 @@ const BENCHMARKS: [Benchmark; 12] = [
 ];
 
 fn parameters(options: &Options) -> lanes::Parameters {
-    lanes::Parameters::of(&options.towline, options.runs, options.cancel.clone())
+    lanes::Parameters::of(&options.own, options.runs, options.cancel.clone())
 }
 
 /// Measures and prints.

@@ -1,4 +1,4 @@
-//! `towline bench sandbox-paths`: what whole commands do confined, `--sandbox on` against `none`.
+//! `cargo xtask bench sandbox-paths`: what whole commands do confined, `--sandbox on` against `none`.
 //!
 //! Both take turns in each row: one stream of a guest's over vsock, frames that a guest sends, and an image that is copied over TCP
 //! to another towline, which puts it into its memory and hashes it. The time of a copy is that of its process, so that what it takes

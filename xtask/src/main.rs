@@ -4,6 +4,7 @@
 //! developer's or CI's machine and is no part of the product. `setup` is the only task that changes the machine, and
 //! only when something is missing.
 
+mod bench;
 mod command;
 mod deb;
 mod demo;
@@ -14,6 +15,7 @@ mod setup;
 mod soak;
 mod test;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -36,6 +38,13 @@ enum Task {
         /// Bring nothing; say whether Debian has a newer QEMU than those that towline is tested with.
         #[arg(long, conflicts_with = "system")]
         newer: bool,
+    },
+    /// Measure on real guests, with release builds; `cargo xtask bench --help` lists tables and options.
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Tables and options.
+        #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
     },
     /// Bring the programs that the benches of vhost-user devices compare with, below target/peers.
     Peers,
@@ -68,6 +77,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
         Task::Setup { newer: true, .. } => setup::newer(),
         Task::Setup { system, .. } => setup::run(system),
+        Task::Bench { arguments } => bench::run(&arguments),
         Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),
         Task::Layering => layering::run(),

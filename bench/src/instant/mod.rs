@@ -1,4 +1,4 @@
-//! `towline bench instant`: a stored guest that runs at once, against QEMU's own restore and QEMU's own postcopy.
+//! `cargo xtask bench instant`: a stored guest that runs at once, against QEMU's own restore and QEMU's own postcopy.
 //!
 //! ```text
 //!   image ─► waiting QEMU     QEMU's mapped-ram, 4 channels · towline copy · --postcopy · with preempt · with its working set

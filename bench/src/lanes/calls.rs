@@ -22,10 +22,10 @@ const MODES: [Mode; 2] = [Mode::Linear, Mode::Vectored];
 pub fn measure(parameters: &Parameters) -> Result<Vec<Table>> {
     let bytes = parameters.calls_mib * MIB;
     let mut source = End::start(
-        &parameters.towline,
+        &parameters.program,
         &json!({ "source": { "bytes": bytes, "zero-percent": ZERO_PERCENT } }),
     )?;
-    let mut destination = End::start(&parameters.towline, &json!({ "destination": { "bytes": bytes } }))?;
+    let mut destination = End::start(&parameters.program, &json!({ "destination": { "bytes": bytes } }))?;
     let entries: Vec<_> = LANES.into_iter().flat_map(|lanes| MODES.map(|mode| (lanes, mode))).collect();
     let contender = |&(lanes, mode): &(usize, Mode)| {
         let group = if lanes == 0 { "one main channel".into() } else { format!("{lanes} lanes") };

@@ -7,6 +7,7 @@
 //!   {"spin": N}           N threads that do nothing ─► "ready", until standard input ends
 //! ```
 
+use std::ffi::OsString;
 use std::io::{BufRead, Write};
 use std::num::NonZeroUsize;
 use std::os::fd::AsFd;
@@ -33,6 +34,8 @@ use towline_migration::{
 use super::layers::{Calls, Counted, Linear, OnePage};
 use crate::machine;
 
+/// Option that has the program run an end; its value is the role as JSON.
+pub(super) const ROLE_OPTION: &str = "--end";
 const WITHIN: Duration = Duration::from_secs(30);
 /// More than the guest, as what it backs is taken in huge pages too.
 const SETTLE_QUARTERS: u64 = 5;
@@ -88,6 +91,14 @@ impl Mode {
 
     fn is_zero_copy(self) -> bool {
         matches!(self, Self::ZeroCopy | Self::Auto)
+    }
+}
+
+/// Returns the role of an end, if this is its command line.
+pub fn role(words: &[OsString]) -> Option<&str> {
+    match words {
+        [_, option, role] if option == ROLE_OPTION => role.to_str(),
+        _ => None,
     }
 }
 

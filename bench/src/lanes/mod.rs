@@ -1,4 +1,4 @@
-//! `towline bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
+//! `cargo xtask bench lanes`: memory to memory over TCP on the loopback, against QEMU's multifd and iperf3.
 //!
 //! ```text
 //!   warm   source process ═ 1, 2, 4, 8 lanes ═ destination process     linear buffer · a page a call · vectored · zero-copy · auto
@@ -34,7 +34,7 @@ use crate::rounds::{self, Contender, Outcome};
 use crate::table::Table;
 pub use calls::measure as calls;
 use end::Mode;
-pub use end::serve;
+pub use end::{role, serve};
 use process::{Cost, End, Job};
 
 const MIB: u64 = 1 << 20;
@@ -56,15 +56,15 @@ pub struct Parameters {
     pub iperf_seconds: u64,
     /// Whether QEMU is among the contenders.
     pub has_qemu: bool,
-    /// The binary under test.
-    pub towline: PathBuf,
+    /// The program that runs the ends: this one.
+    pub program: PathBuf,
     /// Ends it early.
     pub cancel: Cancel,
 }
 
 impl Parameters {
     /// The guest of the published tables: 2 GiB, and 4 GiB for `calls`.
-    pub fn of(towline: &Path, runs: usize, cancel: Cancel) -> Self {
+    pub fn of(program: &Path, runs: usize, cancel: Cancel) -> Self {
         Self {
             memory_mib: 2048,
             calls_mib: 4096,
@@ -73,7 +73,7 @@ impl Parameters {
             calls_runs: 2 * runs,
             iperf_seconds: 2,
             has_qemu: true,
-            towline: towline.into(),
+            program: program.into(),
             cancel,
         }
     }
@@ -191,12 +191,12 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(parameters: &'a Parameters) -> Result<Self> {
         let bytes = parameters.memory_mib * MIB;
-        let end = |role: &str| End::start(&parameters.towline, &json!({ role: { "bytes": bytes } }));
+        let end = |role: &str| End::start(&parameters.program, &json!({ role: { "bytes": bytes } }));
         eprintln!("lanes: filling {} MiB of a synthetic guest", parameters.memory_mib);
         let source = end("source").context("a source")?;
         let destination = end("destination").context("a destination")?;
         let certificates = tempfile::Builder::new().prefix("towline-bench-").tempdir()?;
-        Authority::new("towline bench")?.furnish(certificates.path())?;
+        Authority::new("towline-bench")?.furnish(certificates.path())?;
         let qemu = parameters.has_qemu.then(|| qemu::Source::start(parameters, certificates.path()));
         let cpus: Vec<usize> = (0..std::thread::available_parallelism().map_or(1, usize::from)).collect();
         let (first, second) = cpus.split_at(cpus.len().div_ceil(2));
@@ -209,7 +209,7 @@ impl<'a> Bench<'a> {
     fn run(&mut self, entry: Entry) -> Result<Cost> {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let stress = match entry.load {
-            Load::Stress => Some(End::start(&self.parameters.towline, &json!({ "spin": threads }))?),
+            Load::Stress => Some(End::start(&self.parameters.program, &json!({ "spin": threads }))?),
             _ => None,
         };
         let halves = (entry.load == Load::Pinned).then_some((&self.halves.0[..], &self.halves.1[..]));

@@ -7,6 +7,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use super::end::ROLE_OPTION;
+
 /// An end of a measured migration. Dropping it ends it.
 pub(super) struct End {
     child: Child,
@@ -38,11 +40,11 @@ impl Cost {
 
 impl End {
     /// Starts a process with this role and waits until it is ready.
-    pub(super) fn start(towline: &Path, role: &Value) -> Result<Self> {
-        let mut command = Command::new(towline);
-        command.args(["bench", "--end", &role.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    pub(super) fn start(program: &Path, role: &Value) -> Result<Self> {
+        let mut command = Command::new(program);
+        command.args([ROLE_OPTION, &role.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child =
-            command.spawn().with_context(|| format!("{} cannot be started", towline.display()))?;
+            command.spawn().with_context(|| format!("{} cannot be started", program.display()))?;
         let input = child.stdin.take();
         let output = BufReader::new(child.stdout.take().context("standard output was asked for")?);
         let mut end = Self { child, input, output };

@@ -1,4 +1,4 @@
-//! `towline bench live`: a busy Linux guest goes from QEMU to QEMU, through towline and directly.
+//! `cargo xtask bench live`: a busy Linux guest goes from QEMU to QEMU, through towline and directly.
 //!
 //! ```text
 //!   QEMU ── multifd ─────────────────► QEMU        directly

@@ -1,4 +1,4 @@
-//! `towline bench net`: a vhost-user NIC's frames and TCP, against other backends, the tap itself and a veth pair.
+//! `cargo xtask bench net`: a vhost-user NIC's frames and TCP, against other backends, the tap itself and a veth pair.
 //!
 //! ```text
 //!   frames   driver ── rings ── backend ── tap0 ── kernel, which drops them         and a packet socket's frames back

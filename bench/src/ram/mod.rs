@@ -1,4 +1,4 @@
-//! `towline bench ram`: saving and restoring a guest's memory, against QEMU's own mapped-ram files and its multifd.
+//! `cargo xtask bench ram`: saving and restoring a guest's memory, against QEMU's own mapped-ram files and its multifd.
 //!
 //! ```text
 //!   save      running QEMU ─► file           QEMU's own · QEMU's own with direct-io · towline

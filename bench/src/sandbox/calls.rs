@@ -1,4 +1,4 @@
-//! `towline bench sandbox`: what a filter costs the system calls that move data.
+//! `cargo xtask bench sandbox`: what a filter costs the system calls that move data.
 //!
 //! ```text
 //!   one process ─┬─ a thread that is not confined      turns of milliseconds: A B C, C B A, …
@@ -27,6 +27,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::json;
 use towline_channel::Cancel;
+use towline_sandbox::Policy;
 
 use crate::stats::Summary;
 use crate::table::{Content, Row, Table};
@@ -42,20 +43,27 @@ const WARM_UP_TURNS: usize = 20;
 /// What it may cost.
 const RATIO_MAX: f64 = 1.01;
 
-/// A filter of the command's.
+/// A command's filter.
 #[derive(Debug, Clone, Copy)]
-pub struct Filter {
-    /// Whose it is.
-    pub name: &'static str,
-    /// Confines the calling thread.
-    pub confine: fn() -> Result<(), String>,
+struct Filter {
+    /// The command.
+    name: &'static str,
+    /// Applies it to the calling thread.
+    confine: fn() -> Result<(), String>,
 }
+
+/// The filters that are compared with none.
+const FILTERS: [Filter; 2] = [
+    Filter { name: "a device", confine: || Policy::default().filter_calls_of_thread() },
+    Filter {
+        name: "a copy",
+        confine: || Policy { connects_unix: true, opens: true, ..Policy::default() }.filter_calls_of_thread(),
+    },
+];
 
 /// What is measured.
 #[derive(Debug, Clone)]
 pub struct Parameters {
-    /// Beside none.
-    pub filters: Vec<Filter>,
     /// Runs of several turns each.
     pub runs: usize,
     /// Ends it early.
@@ -107,8 +115,7 @@ pub fn measure(parameters: &Parameters) -> Result<Table> {
 }
 
 fn compare(parameters: &Parameters, name: &str, work: Make) -> Result<Vec<Row>> {
-    let settings: Vec<Option<Filter>> =
-        std::iter::once(None).chain(parameters.filters.iter().copied().map(Some)).collect();
+    let settings: Vec<Option<Filter>> = std::iter::once(None).chain(FILTERS.map(Some)).collect();
     let contenders: Vec<Contender> =
         settings.iter().map(|setting| Contender::start(work, *setting)).collect::<Result<_>>()?;
     let probe = contenders[0].turn(PROBE_CALLS)?;

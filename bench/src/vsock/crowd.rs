@@ -1,4 +1,4 @@
-//! `towline bench vsock-guests`: many guests of one process, one of which means harm.
+//! `cargo xtask bench vsock-guests`: many guests of one process, one of which means harm.
 //!
 //! ```text
 //!   15 guests ── a stream each ──┐

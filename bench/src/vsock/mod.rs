@@ -1,4 +1,4 @@
-//! `towline bench vsock`: a vsock backend's streams, against vhost-device-vsock and against a plain Unix socket.
+//! `cargo xtask bench vsock`: a vsock backend's streams, against vhost-device-vsock and against a plain Unix socket.
 //!
 //! ```text
 //!   application ── Unix socket ── backend ── rings in shared memory ── driver in this process (no guest is emulated)
