@@ -1,4 +1,4 @@
-//! The benchmark of lanes runs, on guests so small that its figures mean nothing.
+//! The benchmark of lanes runs, with small guests whose figures are meaningless.
 
 use std::path::Path;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn parameters(has_qemu: bool) -> Parameters {
     }
 }
 
-/// Every row has figures; a machine may lack iperf3, and zero-copy.
+/// Asserts that every row has figures; iperf3 and zero-copy may be missing.
 fn assert_measured(tables: &[Table]) {
     let missing: Vec<_> = tables
         .iter()
@@ -48,7 +48,7 @@ fn every_row_of_lanes_is_measured() {
 }
 
 #[test]
-fn busy_and_pinned_rows_are_measured_without_a_qemu_too() {
+fn busy_and_pinned_rows_are_measured_without_qemu() {
     let parameters = parameters(false);
     let tables = measure(&parameters, &[Load::Stress, Load::Pinned]).unwrap();
     let names: Vec<_> = tables.iter().map(|table| table.name).collect();
@@ -57,7 +57,7 @@ fn busy_and_pinned_rows_are_measured_without_a_qemu_too() {
 }
 
 #[test]
-fn vectors_move_the_same_pages_in_fewer_calls() {
+fn vectored_sends_need_fewer_calls() {
     let parameters = parameters(false);
     let tables = calls(&parameters).unwrap();
     assert_measured(&tables);
@@ -68,7 +68,7 @@ fn vectors_move_the_same_pages_in_fewer_calls() {
     for pair in [[0, 1], [2, 3]] {
         let pages = pair.map(|row| source(row, "plain-pages") + source(row, "duplicate-pages"));
         assert_eq!(pages, [32 << 8; 2]);
-        // 256 pages a call, or 128 with a packet's header, against 8.
+        // 256 pages per call, or 128 with a packet's header, against 8.
         let [linear, vectored] = pair.map(|row| source(row, "sends"));
         assert!(vectored * 10 < linear, "{vectored} {linear}");
     }
