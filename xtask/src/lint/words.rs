@@ -5,9 +5,7 @@ use std::path::Path;
 use super::lexer::{Kind, tokens};
 
 /// Directories that still have the old words; to be removed from here one by one.
-const PENDING: [&str; 10] = [
-    "bench",
-    "crates/cli",
+const PENDING: [&str; 8] = [
     "crates/control",
     "crates/image",
     "crates/net",
