@@ -41,7 +41,7 @@ impl FromStr for Endpoint {
 
     fn from_str(text: &str) -> Result<Self, String> {
         #[cfg(feature = "store")]
-        if towline_image::store::Location::is_one(text) {
+        if towline_image::store::Location::has_scheme(text) {
             use towline_image::store::Error;
             return match text.parse() {
                 Ok(location) => Ok(Self::Store(location)),

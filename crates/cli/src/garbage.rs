@@ -46,10 +46,10 @@ pub(crate) fn run(reporter: &Reporter, source: &Source, args: &InspectArgs) -> R
             "images": found.images,
             "uploads": found.uploads,
             "readers": found.readers,
-            "kept": { "chunks": found.kept.0, "bytes": found.kept.1, "readers": found.kept_for },
+            "kept": { "chunks": found.kept.chunks, "bytes": found.kept.bytes, "readers": found.kept_for },
             "conditional-writes": found.conditional_writes.map(|found| conditions(found).0),
-            "used": { "chunks": found.used.0, "bytes": found.used.1 },
-            "young": { "chunks": found.young.0, "bytes": found.young.1 },
+            "used": { "chunks": found.used.chunks, "bytes": found.used.bytes },
+            "young": { "chunks": found.young.chunks, "bytes": found.young.bytes },
             "garbage": { "objects": found.objects.len(), "bytes": bytes },
             "removed": removes,
         }),
@@ -71,8 +71,8 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
     reporter.line(&format!(
         "{prefix}: {} images name {} chunks in {}",
         count(found.images as u64),
-        count(found.used.0),
-        size(found.used.1)
+        count(found.used.chunks),
+        size(found.used.bytes)
     ));
     reporter.line(&format!(
         "  garbage       {} objects in {}, {}",
@@ -82,16 +82,16 @@ fn summarize(reporter: &Reporter, prefix: &Location, found: &Garbage, swept: Swe
     ));
     reporter.line(&format!(
         "  too young     {} chunks in {} (--garbage-age); uploads in progress: {}, readers: {}",
-        count(found.young.0),
-        size(found.young.1),
+        count(found.young.chunks),
+        size(found.young.bytes),
         found.uploads,
         found.readers
     ));
-    if found.kept.0 > 0 {
+    if found.kept.chunks > 0 {
         reporter.line(&format!(
             "  kept          {} chunks in {}, of replaced or removed images that are still read by {}",
-            count(found.kept.0),
-            size(found.kept.1),
+            count(found.kept.chunks),
+            size(found.kept.bytes),
             found.kept_for.join(", ")
         ));
     }

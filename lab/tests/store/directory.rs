@@ -64,13 +64,13 @@ fn a_stream_is_stored_while_it_is_written() {
 fn what_cannot_be_is_refused_with_the_reason() {
     let place = Place::new();
     let error = place.refused(&["copy", "mem:8M", "http://127.0.0.1:9/x/guest"]);
-    assert!(error.contains("are only read"), "{error}");
+    assert!(error.contains("are read-only"), "{error}");
     let error = place.refused(&["copy", &place.store("vm/none"), "mem:"]);
     assert!(error.contains("there is no such image") && error.contains("none.towline"), "{error}");
     std::fs::create_dir_all(place.path("vm")).unwrap();
     std::fs::write(place.path("vm/other.towline"), b"#!/bin/sh").unwrap();
     let error = place.refused(&["inspect", &place.store("vm/other")]);
-    assert!(error.contains("no index of an image"), "{error}");
+    assert!(error.contains("not the index of an image"), "{error}");
     // Room for pages on this host.
     let mut place = Place::new();
     place.set("TMPDIR", "/nowhere");

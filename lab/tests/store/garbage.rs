@@ -42,7 +42,7 @@ fn who_stores_and_who_removes_see_each_other() {
     std::fs::create_dir_all(place.path("vm/uploads")).unwrap();
     std::fs::write(place.path("vm/uploads/0123"), "somebody").unwrap();
     let error = place.refused(&remove);
-    assert!(error.contains("1 upload(s) go on") && error.contains("uploads/0123"), "{error}");
+    assert!(error.contains("1 upload(s) are active") && error.contains("uploads/0123"), "{error}");
     // One that was not renewed for so long was broken off.
     age(&place, "vm/uploads/0123", 2);
     place.done(&remove);

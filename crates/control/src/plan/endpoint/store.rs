@@ -29,7 +29,7 @@ pub(in super::super) fn open(
     let image = match options.postcopy() {
         None => StoredImage::open(location, Some(cancel.clone())).map_err(failed)?,
         // Once its guest runs, nobody can cancel: it needs its memory.
-        Some(_) => StoredImage::open(location, None).map_err(failed)?.given_back(),
+        Some(_) => StoredImage::open(location, None).map_err(failed)?.retained_until_release(),
     };
     image.notice().iter().for_each(|text| observer.notice(text));
     Ok(image)
@@ -74,7 +74,7 @@ impl DestinationEndpoint for StoreDestination {
 
     fn settle(&mut self, run: &Run<'_>) -> Result<Vec<String>, Error> {
         if let Self::Writer(writer) = self {
-            run.set_uploaded(writer.tally());
+            run.set_uploaded(writer.uploaded());
         }
         Ok(Vec::new())
     }

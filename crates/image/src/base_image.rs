@@ -1,12 +1,14 @@
-//! Storing a guest on a base: what need not be kept because the base has it.
+//! Storing an incremental image: chunks that equal those of the base image are not kept.
 //!
-//! Pages come in any order and from several threads, and a chunk's hash is known for good only when all have come. So all are
-//! written, and at the end the chunks whose hashes are the base's are given back to the filesystem (holes). What that costs
-//! is the room of a whole image while it is stored, and one system call for each run of such chunks; nothing is read.
+//! Pages arrive in any order and from several threads, and a chunk's hash is final only when all of them
+//! have. So all pages are written, and at the end the chunks whose hashes equal the base's are deallocated
+//! (holes). The cost is the disk space of a whole image while it is stored, and one system call for each run
+//! of such chunks; nothing is read back.
 //!
-//! What is given back is gone. So the base is looked at again before that: if it is another image by now, or not there, the image
-//! becomes a whole one. It is looked at once more when the image is about to appear, and locked meanwhile, so that no towline
-//! replaces it; what another program does in between drops the image, and its source keeps the guest.
+//! Deallocation cannot be undone. The base is therefore checked again first: if it was replaced or removed,
+//! the image becomes a whole one. It is checked once more just before the image is renamed. Its files are
+//! locked until then, so that no towline replaces them; if another program does, the image is discarded and
+//! the source keeps its guest.
 
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
@@ -14,54 +16,54 @@ use std::path::{Path, PathBuf};
 
 use towline_protocol::RamBlock;
 
-use crate::beside::pending_path;
-use crate::chain::{Chain, LAYERS_MAX, check_blocks, place_of};
+use crate::chain::{Chain, LAYERS_MAX, check_blocks, resolve_base};
 use crate::checksum::{CHUNK_BYTES, ChunkHash};
 use crate::journal::{self, Fault};
 use crate::manifest::{Base, Manifest, sidecar_path};
+use crate::sidecar::staged_path;
 use crate::{Error, Result};
 
-/// How much of a guest an incremental image holds itself.
+/// Number of chunks that an incremental image stores itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Increment {
     /// Chunks that differ from the base's.
     pub stored: usize,
-    /// Chunks that are the base's, and not zero.
+    /// Chunks that equal the base's and are not zero.
     pub in_base: usize,
 }
 
-/// What an image that is being stored is based on. Its files stay open, and locked, until the image is complete.
+/// The base of an image that is being stored. Its files stay open and locked until the image is complete.
 #[derive(Debug)]
-pub(crate) struct Ground {
+pub(crate) struct BaseImage {
     chain: Chain,
     reference: Base,
-    /// The image that is stored, and its base.
-    paths: [PathBuf; 2],
-    /// The files of the chain and their manifests, as they were when the chain was opened.
-    seen: Vec<Seen>,
+    image_path: PathBuf,
+    base_path: PathBuf,
+    /// Files of the chain and their manifests when the chain was opened.
+    opened: Vec<FileIdentity>,
 }
 
-/// A file by its name, and what it was; `None` where there was none.
+/// Path and identity of a file; `None` if it does not exist.
 #[derive(Debug, PartialEq, Eq)]
-struct Seen {
+struct FileIdentity {
     path: PathBuf,
-    state: Option<State>,
+    state: Option<FileState>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-struct State {
+struct FileState {
     device: u64,
-    number: u64,
+    inode: u64,
     length: u64,
     modified: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Seen {
-    fn now(path: &Path) -> Self {
-        let state = |found: std::fs::Metadata| State {
+impl FileIdentity {
+    fn of(path: &Path) -> Self {
+        let state = |found: std::fs::Metadata| FileState {
             device: found.dev(),
-            number: found.ino(),
+            inode: found.ino(),
             length: found.len(),
             modified: (found.mtime(), found.mtime_nsec()),
             changed: (found.ctime(), found.ctime_nsec()),
@@ -70,8 +72,8 @@ impl Seen {
     }
 }
 
-impl Ground {
-    /// The image at `base`, for a new one at `image`.
+impl BaseImage {
+    /// Opens the image at `base` as the base of a new one at `image`.
     pub(crate) fn open(image: &Path, base: &Path) -> Result<Self> {
         let chain = Chain::open(base)?;
         if chain.layers().len() == LAYERS_MAX {
@@ -88,55 +90,56 @@ impl Ground {
         let content = chain.top().manifest.as_ref().ok_or_else(missing)?.content();
         chain.layers().iter().try_for_each(crate::layer::Layer::lock)?;
         let reference = Base { path: reference(image, base)?, content };
-        let (paths, seen) = ([image.to_owned(), base.to_owned()], Vec::new());
-        let mut ground = Self { chain, reference, paths, seen };
-        // Before another look at what was opened: whatever changes from here on is seen.
-        ground.seen = ground.look();
-        match ground.has_content() {
-            true => Ok(ground),
-            false => Err(Error::BaseChanged { path: image.into(), base: base.into() }),
+        let (image_path, base_path) = (image.to_owned(), base.to_owned());
+        let mut base_image = Self { chain, reference, image_path, base_path, opened: Vec::new() };
+        // Taken before the base is opened a second time: every later change is detected.
+        base_image.opened = base_image.identities();
+        if base_image.content_matches() {
+            Ok(base_image)
+        } else {
+            Err(Error::BaseChanged { path: image.into(), base: base.into() })
         }
     }
 
-    /// Whether the image will be readable: its base is still what it was, where it was.
-    pub(crate) fn is_still_there(&self) -> bool {
-        journal::is_on(Fault::BaseNotSeenAgain) || self.look() == self.seen || self.has_content()
+    /// Returns true if the image will be readable: its base has not changed and is still in its place.
+    pub(crate) fn is_unchanged(&self) -> bool {
+        journal::is_on(Fault::BaseNotRechecked) || self.identities() == self.opened || self.content_matches()
     }
 
-    /// The base, as it was named.
+    /// Path of the base as given.
     pub(crate) fn path(&self) -> &Path {
-        &self.paths[1]
+        &self.base_path
     }
 
-    /// All that the image will be read through, by its names.
-    fn look(&self) -> Vec<Seen> {
+    /// Identities of all files through which the image will be read.
+    fn identities(&self) -> Vec<FileIdentity> {
         let layers = self.chain.layers().iter().map(|layer| layer.path.clone());
-        let layers = layers.chain([place_of(&self.paths[0], &self.reference)]);
+        let layers = layers.chain([resolve_base(&self.image_path, &self.reference)]);
         layers
-            .flat_map(|path| [sidecar_path(&path), pending_path(&path), path])
-            .map(|path| Seen::now(&path))
+            .flat_map(|path| [sidecar_path(&path), staged_path(&path), path])
+            .map(|path| FileIdentity::of(&path))
             .collect()
     }
 
-    /// Opens the base as the image will, and compares what it holds.
-    fn has_content(&self) -> bool {
-        let chain = Chain::open(&place_of(&self.paths[0], &self.reference));
+    /// Opens the base as a reader of the image will, and compares its content.
+    fn content_matches(&self) -> bool {
+        let chain = Chain::open(&resolve_base(&self.image_path, &self.reference));
         let manifest = chain.ok().and_then(|chain| chain.top().manifest.as_ref().map(Manifest::content));
         manifest == Some(self.reference.content)
     }
 
-    /// What the manifest says of it.
+    /// Entry for the image's manifest.
     pub(crate) fn reference(&self) -> &Base {
         &self.reference
     }
 
-    /// Refuses another guest than the base's.
+    /// Refuses a guest whose RAM blocks differ from the base's.
     pub(crate) fn check(&self, image: &Path, blocks: &[RamBlock]) -> Result<()> {
         check_blocks(image, blocks, self.chain.top())
     }
 
-    /// The bytes of a block that the base has, as runs of chunks, and how many of its chunks are kept and not.
-    pub(crate) fn unchanged(
+    /// Ranges of a block whose chunks equal the base's, and the number of chunks in them and outside.
+    pub(crate) fn unchanged_ranges(
         &self,
         block: usize,
         length: u64,
@@ -163,7 +166,8 @@ impl Ground {
     }
 }
 
-/// A base in the image's own directory goes by its name, so that both can be moved together.
+/// A base in the image's own directory is recorded by its name alone, so that the directory can be moved as a
+/// whole.
 fn reference(image: &Path, base: &Path) -> Result<String> {
     let io = |source| Error::Read { path: base.into(), source };
     let base = base.canonicalize().map_err(io)?;
@@ -171,9 +175,10 @@ fn reference(image: &Path, base: &Path) -> Result<String> {
         Some(parent) if parent != Path::new("") => parent.canonicalize().map_err(io)?,
         _ => PathBuf::from(".").canonicalize().map_err(io)?,
     };
-    let path = match base.parent() == Some(&directory) {
-        true => base.file_name().map(Path::new).unwrap_or(&base),
-        false => &base,
+    let path = if base.parent() == Some(&directory) {
+        base.file_name().map(Path::new).unwrap_or(&base)
+    } else {
+        &base
     };
     path.to_str().map(str::to_owned).ok_or_else(|| Error::BasePath { path: base.clone() })
 }

@@ -1,14 +1,14 @@
-//! Who holds a file locked: for messages, as far as `/proc` says.
+//! The process that has a file locked, for error messages, as far as `/proc` shows it.
 
 use std::fs::File;
 
 use rustix::fs::{fstat, major, minor};
 
-/// As much of a command line as belongs into an error.
+/// Length of a command line in an error.
 const COMMAND_CHARS_MAX: usize = 120;
 
-/// The process that holds `file` locked by `flock`, with its command line.
-pub(crate) fn holder(file: &File) -> String {
+/// The process that holds a `flock` on `file`, with its command line.
+pub(crate) fn lock_holder(file: &File) -> String {
     let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
     let ours = fstat(file)
         .map(|stat| format!("{:02x}:{:02x}:{}", major(stat.st_dev), minor(stat.st_dev), stat.st_ino));
@@ -22,8 +22,8 @@ pub(crate) fn holder(file: &File) -> String {
     }
 }
 
-/// The process of a line of `/proc/locks`, if it is of a `flock` of this file:
-/// `1: FLOCK  ADVISORY  READ  4711 fe:01:131073 0 EOF`. 0 is a process that cannot be seen from here.
+/// The process of a line of `/proc/locks` if it is a `flock` of this file: `1: FLOCK  ADVISORY  READ  4711
+/// fe:01:131073 0 EOF`. 0 is a process outside of our PID namespace.
 fn pid_of(line: &str, file: &str) -> Option<u32> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let (kind, mut rest) = (fields.next()?, fields.skip(2));
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_of_the_kernels_list_names_a_process() {
+    fn a_line_of_proc_locks_names_a_process() {
         let line = "12: FLOCK  ADVISORY  READ  4711 fe:01:131073 0 EOF";
         assert_eq!(pid_of(line, "fe:01:131073"), Some(4711));
         assert_eq!(pid_of(line, "fe:01:131074"), None);
@@ -60,10 +60,10 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let first = File::open(file.path()).unwrap();
         flock(&first, FlockOperation::LockShared).unwrap();
-        let found = holder(file.as_file());
+        let found = lock_holder(file.as_file());
         let ours = format!("process {} (", std::process::id());
         assert!(found.starts_with(&ours) || found == "another process", "{found}");
-        // Filesystems made of others may show another device's number there.
+        // Stacked filesystems may show another device number there.
         let shown = std::fs::read_to_string("/proc/locks").unwrap();
         assert_eq!(found != "another process", shown.contains(&ours_in_list(&first)), "{shown}");
     }

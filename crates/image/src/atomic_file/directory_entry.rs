@@ -1,4 +1,4 @@
-//! A final name, its directory, and what is done to names there.
+//! A file's final name, its directory, and operations on names there.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -12,38 +12,39 @@ use rustix::io::Errno;
 
 use super::error::failed;
 use super::{Error, Existing, Result};
-use crate::holders::holder;
 use crate::journal::{self, Node, Op};
+use crate::lock_holder::lock_holder;
 
-/// How often a file may vanish between opening and locking it, because other writers finish just then.
-const TAKE_OVER_TRIES_MAX: usize = 16;
-/// How many of these tries find it locked before another writer is taken to hold it: one that lists partials locks each for a moment.
-const LOCKED_TRIES_MAX: usize = 5;
-/// Before each of them; nothing tells when a lock is released.
+/// Number of attempts if other writers rename the file between opening and locking it.
+const TAKE_OVER_ATTEMPTS_MAX: usize = 16;
+/// Attempts that find the file locked before another writer is assumed: listing partials locks each for a
+/// moment.
+const LOCKED_ATTEMPTS_MAX: usize = 5;
+/// Pause before each of them; the release of a lock is not notified.
 const LOCKED_PAUSE: Duration = Duration::from_millis(5);
 
-/// A final name, its directory and its partial's name.
+/// A file's directory, its final name and its partial's name.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct DirectoryEntry {
     pub(super) path: PathBuf,
     directory: OwnedFd,
     pub(super) name: OsString,
     pub(super) partial: OsString,
 }
 
-/// A partial that was found; locked, if nobody writes it, until this is dropped.
+/// A partial file. If it has no writer it is locked until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Left {
+pub(crate) struct FoundPartial {
     pub(crate) path: PathBuf,
     pub(crate) file: File,
     pub(crate) writer: Option<String>,
 }
 
-impl Place {
-    pub(crate) fn find(path: &Path) -> Result<Self> {
+impl DirectoryEntry {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let no_name = || Error::NoName { path: path.into() };
         let name = path.file_name().ok_or_else(no_name)?;
-        // `file_name` looks past a trailing slash, which asks for a directory.
+        // `file_name` ignores a trailing slash, which denotes a directory.
         if !path.as_os_str().as_encoded_bytes().ends_with(name.as_encoded_bytes()) {
             return Err(no_name());
         }
@@ -64,7 +65,7 @@ impl Place {
         Ok(Self { path: path.into(), directory, name: name.into(), partial })
     }
 
-    /// The same once more.
+    /// Duplicates the descriptor of the directory.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let directory = self.directory.try_clone();
         let directory = directory.map_err(|error| {
@@ -83,12 +84,12 @@ impl Place {
         self.path.with_file_name(&self.partial)
     }
 
-    /// What has this name in the directory; a link is not followed.
+    /// Metadata of this name in the directory; symbolic links are not followed.
     pub(crate) fn stat(&self, name: &OsStr) -> Result<Option<Stat>> {
         match fs::statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
             Err(Errno::NOENT) => Ok(None),
-            Err(errno) => Err(failed("look at", &self.path.with_file_name(name), errno)),
+            Err(errno) => Err(failed("stat", &self.path.with_file_name(name), errno)),
         }
     }
 
@@ -101,13 +102,13 @@ impl Place {
         }
     }
 
-    /// Opens and locks the partial, whoever made it.
+    /// Opens or creates the partial and locks it.
     pub(super) fn lock_partial(&self, node: Node) -> Result<File> {
         let partial = self.partial_path();
         let busy = || Error::Busy { path: self.path.clone(), partial: partial.clone() };
-        // Without NONBLOCK a FIFO of that name could keep us here for ever.
+        // Without NONBLOCK, opening a FIFO of that name would block.
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        for attempt in 0..TAKE_OVER_TRIES_MAX {
+        for attempt in 0..TAKE_OVER_ATTEMPTS_MAX {
             let op = || Op::Open { name: text(&self.partial), node };
             let open = || fs::openat(&self.directory, &self.partial, flags, Mode::RUSR | Mode::WUSR);
             let file = match journal::step(op, open) {
@@ -119,18 +120,18 @@ impl Place {
                 }
                 Err(errno) => return Err(failed("create", &partial, errno)),
             };
-            let stat = fs::fstat(&file).map_err(|errno| failed("look at", &partial, errno))?;
+            let stat = fs::fstat(&file).map_err(|errno| failed("stat", &partial, errno))?;
             check_regular(&partial, &stat)?;
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
-                Err(Errno::WOULDBLOCK) if attempt < LOCKED_TRIES_MAX => {
+                Err(Errno::WOULDBLOCK) if attempt < LOCKED_ATTEMPTS_MAX => {
                     sleep(LOCKED_PAUSE);
                     continue;
                 }
                 Err(Errno::WOULDBLOCK) => return Err(busy()),
                 Err(errno) => return Err(Error::NoLocks { path: partial, source: errno.into() }),
             }
-            // The writer before us may have renamed or removed the file while we were about to lock it.
+            // The previous writer may have renamed or removed the file before we locked it.
             if self.is_partial(&file)? {
                 return Ok(file.into());
             }
@@ -138,8 +139,8 @@ impl Place {
         Err(busy())
     }
 
-    /// Opens the partial, if there is one, and locks it unless a writer has.
-    pub(crate) fn find_partial(&self) -> Result<Option<Left>> {
+    /// Opens the partial, if it exists, and locks it unless a writer has.
+    pub(crate) fn find_partial(&self) -> Result<Option<FoundPartial>> {
         let path = self.partial_path();
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = match fs::openat(&self.directory, &self.partial, flags, Mode::empty()) {
@@ -151,26 +152,26 @@ impl Place {
                 return Err(failed("open", &path, errno));
             }
         };
-        let stat = fs::fstat(&file).map_err(|errno| failed("look at", &path, errno))?;
+        let stat = fs::fstat(&file).map_err(|errno| failed("stat", &path, errno))?;
         check_regular(&path, &stat)?;
         let writer = match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => None,
-            Err(Errno::WOULDBLOCK) => Some(holder(&file)),
+            Err(Errno::WOULDBLOCK) => Some(lock_holder(&file)),
             Err(errno) => return Err(Error::NoLocks { path, source: errno.into() }),
         };
-        // Its writer may have ended in between, and given it its name.
-        Ok(self.is_partial(&file)?.then_some(Left { path, file, writer }))
+        // Its writer may have renamed it in between.
+        Ok(self.is_partial(&file)?.then_some(FoundPartial { path, file, writer }))
     }
 
-    /// Removes the partial, which its caller holds locked.
+    /// Removes the partial, which the caller has locked.
     pub(crate) fn unlink_partial(&self) -> Result<(), Errno> {
         self.unlink(&self.partial)
     }
 
-    /// Whether the partial's name still belongs to `file`, and no other name does: what is emptied and renamed here is
-    /// not to be somebody's file.
+    /// Returns true if the partial's name still belongs to `file`, and fails if the file has other names:
+    /// truncating and renaming must not affect another program's file.
     pub(super) fn is_partial(&self, file: impl AsFd) -> Result<bool> {
-        let ours = fs::fstat(file).map_err(|errno| failed("look at", &self.partial_path(), errno))?;
+        let ours = fs::fstat(file).map_err(|errno| failed("stat", &self.partial_path(), errno))?;
         let Some(named) = self.stat(&self.partial)? else { return Ok(false) };
         if named.st_nlink > 1 {
             return Err(Error::NotRegular { path: self.partial_path(), found: "file with several names" });
@@ -188,7 +189,7 @@ impl Place {
         }
     }
 
-    /// Gives the partial the final name.
+    /// Renames the partial to the final name.
     pub(super) fn rename_partial(&self, existing: Existing) -> Result<()> {
         let rename = |flags| self.rename(&self.partial, &self.name, flags);
         let renamed = match existing {
@@ -197,7 +198,7 @@ impl Place {
                 rename(RenameFlags::empty())
             }
             Existing::Refuse => match rename(RenameFlags::NOREPLACE) {
-                // A filesystem without NOREPLACE: the two steps are not one there, but the lock keeps other writers off.
+                // Without NOREPLACE the two steps are not atomic, but the lock excludes other writers.
                 Err(Errno::INVAL | Errno::NOSYS) => {
                     self.check_final(existing)?;
                     rename(RenameFlags::empty())
@@ -211,11 +212,14 @@ impl Place {
         })
     }
 
-    /// Renames within the directory; with [`RenameFlags::EXCHANGE`] both names stay.
+    /// Renames within the directory; [`RenameFlags::EXCHANGE`] swaps the two files.
     pub(crate) fn rename(&self, from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<(), Errno> {
-        let op = || match flags.contains(RenameFlags::EXCHANGE) {
-            true => Op::Exchange { first: text(from), second: text(to) },
-            false => Op::Rename { from: text(from), to: text(to) },
+        let op = || {
+            if flags.contains(RenameFlags::EXCHANGE) {
+                Op::Exchange { first: text(from), second: text(to) }
+            } else {
+                Op::Rename { from: text(from), to: text(to) }
+            }
         };
         journal::step(op, || fs::renameat_with(&self.directory, from, &self.directory, to, flags))
     }
@@ -226,20 +230,20 @@ impl Place {
         journal::step(|| Op::Unlink { name: text(name) }, unlink)
     }
 
-    /// Has what was done to names last.
+    /// Syncs the directory: all changes of names are permanent.
     pub(crate) fn sync(&self) -> Result<()> {
         match journal::step(|| Op::SyncDirectory, || fs::fsync(&self.directory)) {
-            // Some network filesystems know no fsync of a directory, as they write it through.
+            // Some network filesystems do not support fsync of a directory, since they write it through.
             Ok(()) | Err(Errno::INVAL) => Ok(()),
             Err(errno) => Err(failed("fsync its directory", &self.path, errno)),
         }
     }
 
-    /// Opens and locks the file of the final name, if there is one, unless it is `locked` already. What cannot be opened, or lies on a
-    /// filesystem without locks, is not locked.
+    /// Opens and locks the file under the final name, if it exists, unless it is `locked` already. A file
+    /// that cannot be opened, or is on a filesystem without locks, is not locked.
     pub(super) fn lock_final(&self, locked: Option<&File>) -> Result<Option<File>> {
         let mut in_use = None;
-        for _ in 0..TAKE_OVER_TRIES_MAX {
+        for _ in 0..TAKE_OVER_ATTEMPTS_MAX {
             let Some(named) = self.stat(&self.name)? else { return Ok(None) };
             let is_named = |file: &File| {
                 fs::fstat(file).is_ok_and(|stat| (stat.st_dev, stat.st_ino) == (named.st_dev, named.st_ino))
@@ -250,15 +254,15 @@ impl Place {
             let Some(file) = self.open_final() else { return Ok(None) };
             match fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) if is_named(&file) => return Ok(Some(file)),
-                // Somebody gave the name to another file just then.
+                // Another process has just replaced it.
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => match fs::flock(&file, FlockOperation::NonBlockingLockShared) {
-                    // Somebody needs it, or a writer that had just given it this name went in between: another try says which.
+                    // In use, or replaced meanwhile by a writer: the next attempt shows which.
                     Ok(()) => {
                         let _ = fs::flock(&file, FlockOperation::Unlock);
                         in_use = Some(file);
                     }
-                    // Another writer has just given it this name.
+                    // Another writer has just renamed its file to this name.
                     Err(_) => {
                         in_use = None;
                         break;
@@ -269,7 +273,7 @@ impl Place {
         }
         let path = self.path.clone();
         Err(match in_use {
-            Some(file) => Error::InUse { path, holder: holder(&file) },
+            Some(file) => Error::InUse { path, holder: lock_holder(&file) },
             None => Error::Busy { partial: path.clone(), path },
         })
     }
@@ -279,7 +283,7 @@ impl Place {
             let flags = mode | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
             fs::openat(&self.directory, &self.name, flags, Mode::empty())
         };
-        // Network filesystems lock exclusively only what is open for writing.
+        // Network filesystems require a writable descriptor for an exclusive lock.
         open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)).ok().map(File::from)
     }
 }
