@@ -31,6 +31,7 @@ const EXIT_USAGE: u8 = 2;
 /// `cargo xtask setup` installs the guests and QEMUs, `cargo xtask peers` the peers.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask bench", version, verbatim_doc_comment, max_term_width = 110)]
+#[command(override_usage = "cargo xtask bench [OPTIONS] [TABLE]...")]
 #[command(after_help = "\
 Examples:
   cargo xtask bench ram
