@@ -111,7 +111,7 @@ fn memory_of_another_size_is_refused_on_both_sides() {
     let address = listening(&receiver);
     let sender = copy(&["mem:64M", &address]).wait(WITHIN).unwrap();
     assert_eq!(sender.status.code(), Some(1), "{}", sender.stderr);
-    assert!(sender.stderr.contains("gone, as a synthetic one goes with its process"), "{}", sender.stderr);
+    assert!(sender.stderr.contains("gone: a synthetic guest ends with its process"), "{}", sender.stderr);
     let receiver = receiver.wait(WITHIN).unwrap();
     assert_eq!(receiver.status.code(), Some(1), "{}", receiver.stderr);
     assert!(receiver.stderr.contains("67108864 bytes of memory"), "{}", receiver.stderr);

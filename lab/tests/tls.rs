@@ -348,11 +348,11 @@ fn what_cannot_be_encrypted_is_refused() {
     );
     let said = refused(&["a.img", "exec:cat"]);
     assert!(
-        said.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// speak TLS"),
+        said.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// support TLS"),
         "{said}"
     );
     let said = refused(&["a.img", "unix:/nowhere"]);
-    assert!(said.contains("say with --tls-hostname which its certificate is for"), "{said}");
+    assert!(said.contains("give that of its certificate with --tls-hostname"), "{said}");
     let said = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
     assert!(said.contains("--tls-hostname is the name of a destination"), "{said}");
     let lanes = ["--zero-copy-send", "on", "--multifd-channels", "2", "a.img", "tcp:127.0.0.1:1"];

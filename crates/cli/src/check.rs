@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use towline_channel::Address;
 use towline_compat::{ConfiguredBy, Finding, Report, Severity, Verdict};
-use towline_control::check::{self, End, Intent};
+use towline_control::check::{self, CheckEnd, Intent};
 
 use crate::args::CheckArgs;
 use crate::endpoint::Endpoint;
@@ -62,14 +62,14 @@ impl NoVerdict {
 }
 
 /// Converts an endpoint of the command line.
-fn end(endpoint: &Endpoint) -> Result<End, NoVerdict> {
+fn end(endpoint: &Endpoint) -> Result<CheckEnd, NoVerdict> {
     Ok(match endpoint {
-        Endpoint::Qmp(path) => End::Qmp(path.clone()),
-        Endpoint::Image(path) => End::Image(path.clone()),
-        Endpoint::Facts(path) => End::Facts(path.clone()),
-        Endpoint::Attribute(path) => End::Attribute(path.clone()),
-        Endpoint::Control(path) => End::Control(path.clone()),
-        Endpoint::Stream(Address::Exec(command)) => End::Command(command.clone()),
+        Endpoint::Qmp(path) => CheckEnd::Qmp(path.clone()),
+        Endpoint::Image(path) => CheckEnd::Image(path.clone()),
+        Endpoint::Facts(path) => CheckEnd::Facts(path.clone()),
+        Endpoint::Attribute(path) => CheckEnd::Attribute(path.clone()),
+        Endpoint::Control(path) => CheckEnd::Control(path.clone()),
+        Endpoint::Stream(Address::Exec(command)) => CheckEnd::Command(command.clone()),
         Endpoint::Stream(_) => {
             return Err(NoVerdict::Unknown(format!(
                 "{endpoint}: a stream cannot be queried; record the facts there (`towline check --facts-out FILE qmp:PATH`), and compare with facts:FILE"

@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result};
 use towline_channel::Cancel;
-use towline_control::monitor::Monitor;
-use towline_control::plan::{self, Destination, Observer, Recipient, Request, Source};
-use towline_control::statistics::Counting;
+use towline_control::plan::{self, CloneTarget, Destination, Observer, Request, Source};
+use towline_control::statistics::StatsSource;
+use towline_control::status_server::StatusServer;
 
 use crate::args::{CopyArgs, MoveArgs, TransferArgs};
 use crate::endpoint::Endpoint;
@@ -74,7 +74,7 @@ pub(crate) fn run(args: &CopyArgs, request: Option<RequestId>) -> Result<Exit> {
 }
 
 /// Reports the result of a copy to one destination.
-fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::Outcome) -> Exit {
+fn report(results: &Results<'_>, destination: &Endpoint, copied: &plan::CopyResult) -> Exit {
     match copied {
         Ok(report) => {
             results.done(destination, report);
@@ -103,16 +103,16 @@ fn observed(
     cancel: &Cancel,
     observer: &dyn Observer,
     observability: &ObservabilityArgs,
-) -> Result<plan::Outcome> {
+) -> Result<plan::CopyResult> {
     if !observability.is_requested() {
         return Ok(plan::copy(source, destination, options, cancel, observer));
     }
-    let monitor = Arc::new(Monitor::new(format!("towline {}", std::process::id()), options, cancel));
+    let monitor = Arc::new(StatusServer::new(format!("towline {}", std::process::id()), options, cancel));
     let serve = |path: &PathBuf| {
         private(|| Ok(monitor.serve(path)?)).with_context(|| format!("--qmp {}", path.display()))
     };
     let server = observability.qmp.as_ref().map(serve).transpose()?;
-    let counting = Arc::clone(&monitor) as Arc<dyn Counting>;
+    let counting = Arc::clone(&monitor) as Arc<dyn StatsSource>;
     let observers = observability.with_server(server, &counting)?;
     let copied = plan::copy(source, destination, options, cancel, &(observer, &*monitor));
     monitor.ended(copied.as_ref());
@@ -134,11 +134,11 @@ fn clones(
     let recipients: Vec<_> = destinations
         .iter()
         .zip(&reporters)
-        .map(|(destination, reporter)| Recipient { destination, observer: reporter })
+        .map(|(destination, reporter)| CloneTarget { destination, observer: reporter })
         .collect();
     // The worst result.
     let exit = Mutex::new(Exit::Done);
-    let ended = |index: usize, copied: &plan::Outcome| {
+    let ended = |index: usize, copied: &plan::CopyResult| {
         reporters[index].finish();
         // Locked during the report, so that the lines of one destination are together.
         let mut exit = lock(&exit);

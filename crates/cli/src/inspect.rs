@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
-use towline_control::plan::{self, Means, Request, Source, Survey, Task};
+use towline_control::plan::{self, DiscardSink, Request, Source, Task, TransferOptions};
 use towline_control::qemu::Qemu;
 #[cfg(feature = "store")]
 use towline_image::StoredGuest as _;
@@ -285,8 +285,9 @@ fn qemu(reporter: &Reporter, path: &Path) -> Result<Exit> {
 
 /// Returns the request of a stream's inspection.
 fn request(args: &InspectArgs) -> Request {
-    let means = Means { multifd_channels: Some(args.multifd_channels), ..Means::default() };
-    let task = Task::Copy { means, run: None, resume: false, base: None };
+    let transfer =
+        TransferOptions { multifd_channels: Some(args.multifd_channels), ..TransferOptions::default() };
+    let task = Task::Copy { transfer, run: None, resume: false, base: None };
     Request {
         compression: args.compression.with_level(None, None),
         tls: args.tls.tls(),
@@ -296,9 +297,9 @@ fn request(args: &InspectArgs) -> Request {
 }
 
 fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Exit> {
-    let survey = Survey::default();
+    let survey = DiscardSink::default();
     let cancel = cancel_on_signals("the source keeps its guest")?;
-    let surveyed = plan::survey(source, &survey, &request(args), &cancel, reporter);
+    let surveyed = plan::inspect_stream(source, &survey, &request(args), &cancel, reporter);
     reporter.finish();
     let moved = match surveyed {
         Ok(moved) => moved,
@@ -307,7 +308,7 @@ fn stream(reporter: &Reporter, source: &Source, args: &InspectArgs) -> Result<Ex
             return Ok(Exit::Failed);
         }
     };
-    let seen = survey.seen();
+    let seen = survey.summary();
     let devices = seen.device_state.as_ref();
     let blocks: Vec<Value> =
         seen.blocks.iter().map(|block| json!({ "name": block.name, "length": block.length })).collect();

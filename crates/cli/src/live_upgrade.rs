@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use towline_channel::{Channel, connect};
-use towline_vhost_user::{Address, Cancel, Device, Listener, Offer, Record, ServeError, Service, hand_over};
+use towline_vhost_user::{
+    Address, Cancel, Device, InFlightRecord, Listener, ServeError, Service, UpgradeOffer, live_upgrade,
+};
 
 use crate::lock::lock;
 use crate::sockets::{check_peer, private};
@@ -21,11 +23,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// Requests the device from the process that listens at this path. `None`: there is none, as at a first start or after a crash.
-pub(crate) fn request(path: &Path) -> Result<Option<Offer>> {
+pub(crate) fn request(path: &Path) -> Result<Option<UpgradeOffer>> {
     let never = Cancel::new()?;
     match connect(&Address::Unix(path.to_owned()), Instant::now() + CONNECT_TIMEOUT, &never) {
         Ok(channel) => {
-            let offer = check_peer(channel.as_ref()).and_then(|()| Ok(Offer::ask(channel)?));
+            let offer = check_peer(channel.as_ref()).and_then(|()| Ok(UpgradeOffer::request(channel)?));
             offer.map(Some).with_context(|| format!("--hand-over {}", path.display()))
         }
         Err(error) => {
@@ -148,7 +150,7 @@ pub(crate) struct Server<'a> {
     pub(crate) device: &'a Arc<dyn Device>,
     /// Descriptors of the device that a successor receives.
     pub(crate) descriptors: Vec<BorrowedFd<'a>>,
-    pub(crate) record: &'a Record,
+    pub(crate) record: &'a InFlightRecord,
     pub(crate) shutdown: &'a ShutdownSignal,
     pub(crate) listener: Option<UpgradeListener>,
     /// Called after a failed upgrade, before this process continues.
@@ -171,7 +173,7 @@ impl Server<'_> {
                 return Ok(Served::ToTheEnd);
             }
             let Some(channel) = lock(&shutdown.0.successor).take() else { continue };
-            match hand_over(service, (device, &own), record, channel.as_ref()) {
+            match live_upgrade(service, device, &own, record, channel.as_ref()) {
                 Ok(()) => {
                     // The socket's file belongs to the successor now.
                     let _ = ManuallyDrop::new(self.listener);

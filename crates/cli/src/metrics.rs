@@ -1,7 +1,7 @@
 //! `--metrics`: statistics in Prometheus' text format (OpenMetrics 1.0).
 //!
 //! ```text
-//!   GET /metrics ── one of CLIENTS_MAX threads ── Counting::statistics ── text
+//!   GET /metrics ── one of CLIENTS_MAX threads ── StatsSource::statistics ── text
 //! ```
 //! HTTP/1.1 as far as a scraper needs it: one request per connection, without a body. Limits: [`CLIENTS_MAX`] connections at a time,
 //! further ones wait in the kernel's backlog; [`REQUEST_BYTES_MAX`] for a request, [`CLIENT_TIMEOUT`] for a client.
@@ -19,7 +19,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit as Suffix};
 use rustix::net::Shutdown;
-use towline_control::statistics::{Counting, Number, Subject, Trend, Unit};
+use towline_control::statistics::{Metric, StatsObject, StatsSource, StatsType, StatsUnit};
 
 /// Maximum number of connections served at a time.
 const CLIENTS_MAX: usize = 4;
@@ -41,7 +41,7 @@ pub(crate) struct Metrics {
 
 impl Metrics {
     /// Starts to listen.
-    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn Counting>) -> io::Result<Self> {
+    pub(crate) fn start(address: SocketAddr, counting: &Arc<dyn StatsSource>) -> io::Result<Self> {
         let listener = Arc::new(TcpListener::bind(address)?);
         let stop = Arc::new(AtomicBool::new(false));
         let thread = |_| {
@@ -67,7 +67,7 @@ impl Drop for Metrics {
 }
 
 /// Serves one connection after the other.
-fn serve(listener: &TcpListener, counting: &dyn Counting, stop: &AtomicBool) {
+fn serve(listener: &TcpListener, counting: &dyn StatsSource, stop: &AtomicBool) {
     loop {
         let accepted = listener.accept();
         if stop.load(Ordering::Acquire) {
@@ -88,7 +88,7 @@ fn serve(listener: &TcpListener, counting: &dyn Counting, stop: &AtomicBool) {
 }
 
 /// Responds to the request of a connection.
-fn respond(mut stream: &TcpStream, counting: &dyn Counting) -> io::Result<()> {
+fn respond(mut stream: &TcpStream, counting: &dyn StatsSource) -> io::Result<()> {
     stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let (status, kind, body) = match request(stream)?.as_deref() {
         Some("GET /metrics") => ("200 OK", CONTENT_TYPE, exposition(&counting.statistics())),
@@ -130,7 +130,7 @@ fn request(mut stream: &TcpStream) -> io::Result<Option<String>> {
 }
 
 /// Formats the statistics.
-fn exposition(subjects: &[Subject]) -> String {
+fn exposition(subjects: &[StatsObject]) -> String {
     let mut registry = Registry::with_prefix("towline");
     registry.register_collector(Box::new(Snapshot(subjects.to_vec())));
     let mut body = String::new();
@@ -141,19 +141,19 @@ fn exposition(subjects: &[Subject]) -> String {
 
 /// Statistics at one time.
 #[derive(Debug)]
-struct Snapshot(Vec<Subject>);
+struct Snapshot(Vec<StatsObject>);
 
 impl Collector for Snapshot {
     /// Encodes a metric family for each number, with a sample for each object of its kind.
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut kinds: Vec<&Subject> = Vec::new();
+        let mut kinds: Vec<&StatsObject> = Vec::new();
         for subject in &self.0 {
             if kinds.iter().all(|kind| kind.kind != subject.kind) {
                 kinds.push(subject);
             }
         }
         for kind in kinds {
-            for number in &kind.numbers {
+            for number in &kind.metrics {
                 self.family(&mut encoder, kind.kind, number)?;
             }
         }
@@ -162,23 +162,23 @@ impl Collector for Snapshot {
 }
 
 impl Snapshot {
-    fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Number) -> fmt::Result {
-        let metric = match number.trend {
-            Trend::Cumulative => MetricType::Counter,
-            Trend::Instant => MetricType::Gauge,
+    fn family(&self, encoder: &mut DescriptorEncoder<'_>, kind: &str, number: &Metric) -> fmt::Result {
+        let metric = match number.stats_type {
+            StatsType::Cumulative => MetricType::Counter,
+            StatsType::Instant => MetricType::Gauge,
         };
         let unit = match number.unit {
-            Unit::Count => None,
-            Unit::Bytes => Some(Suffix::Bytes),
-            Unit::Milliseconds => Some(Suffix::Seconds),
+            StatsUnit::Count => None,
+            StatsUnit::Bytes => Some(Suffix::Bytes),
+            StatsUnit::Milliseconds => Some(Suffix::Seconds),
         };
         // The encoder appends the unit.
         let name = if unit.is_some() { number.name.trim_end_matches("bytes") } else { number.name };
         let name = format!("{kind}-{name}").trim_end_matches('-').replace('-', "_");
-        let about = format!("{}.", number.about);
+        let about = format!("{}.", number.help);
         let mut encoder = encoder.encode_descriptor(&name, &about, unit.as_ref(), metric)?;
         for subject in self.0.iter().filter(|subject| subject.kind == kind) {
-            let Some(found) = subject.numbers.iter().find(|one| one.name == number.name) else { continue };
+            let Some(found) = subject.metrics.iter().find(|one| one.name == number.name) else { continue };
             let labels: Vec<(&str, &str)> =
                 subject.labels.iter().map(|(key, value)| (*key, value.as_str())).collect();
             if labels.is_empty() {
@@ -192,15 +192,15 @@ impl Snapshot {
 }
 
 /// Encodes one sample.
-fn sample(encoder: &mut MetricEncoder<'_>, number: &Number) -> fmt::Result {
+fn sample(encoder: &mut MetricEncoder<'_>, number: &Metric) -> fmt::Result {
     let seconds = number.value as f64 / 1e3;
-    match (number.trend, number.unit) {
-        (Trend::Cumulative, Unit::Milliseconds) => {
+    match (number.stats_type, number.unit) {
+        (StatsType::Cumulative, StatsUnit::Milliseconds) => {
             encoder.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)
         }
-        (Trend::Cumulative, _) => encoder.encode_counter::<NoLabelSet, u64, f64>(&number.value, None),
-        (Trend::Instant, Unit::Milliseconds) => encoder.encode_gauge(&seconds),
-        (Trend::Instant, _) => encoder.encode_gauge(&number.value),
+        (StatsType::Cumulative, _) => encoder.encode_counter::<NoLabelSet, u64, f64>(&number.value, None),
+        (StatsType::Instant, StatsUnit::Milliseconds) => encoder.encode_gauge(&seconds),
+        (StatsType::Instant, _) => encoder.encode_gauge(&number.value),
     }
 }
 
@@ -208,16 +208,16 @@ fn sample(encoder: &mut MetricEncoder<'_>, number: &Number) -> fmt::Result {
 mod tests {
     use super::*;
 
-    fn subjects() -> Vec<Subject> {
-        let queue = |queue: &str| Subject {
+    fn subjects() -> Vec<StatsObject> {
+        let queue = |queue: &str| StatsObject {
             kind: "net-queue",
             labels: vec![("tap", "a\"b\\".into()), ("queue", queue.into())],
-            numbers: vec![
-                Number::events("packets", "frames", 7),
-                Number::bytes("bytes", "their bytes", 700),
-                Number::bytes("to-host-bytes", "to the host", 1),
-                Number::level("time", "duration", 1500).in_milliseconds(),
-                Number::level("pending", "in flight", 0),
+            metrics: vec![
+                Metric::counter("packets", "frames", 7),
+                Metric::byte_counter("bytes", "their bytes", 700),
+                Metric::byte_counter("to-host-bytes", "to the host", 1),
+                Metric::gauge("time", "duration", 1500).in_milliseconds(),
+                Metric::gauge("pending", "in flight", 0),
             ],
         };
         vec![queue("0"), queue("1")]
@@ -248,8 +248,8 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
 
     struct Fixed;
 
-    impl Counting for Fixed {
-        fn statistics(&self) -> Vec<Subject> {
+    impl StatsSource for Fixed {
+        fn statistics(&self) -> Vec<StatsObject> {
             subjects()
         }
     }
@@ -265,7 +265,7 @@ towline_net_queue_packets_total{tap=\"a\\\"b\\\\\",queue=\"1\"} 7
 
     #[test]
     fn other_requests_than_a_scrape_are_errors() {
-        let counting: Arc<dyn Counting> = Arc::new(Fixed);
+        let counting: Arc<dyn StatsSource> = Arc::new(Fixed);
         let metrics = Metrics::start("127.0.0.1:0".parse().unwrap(), &counting).unwrap();
         let address = metrics.listener.local_addr().unwrap();
         let silent = TcpStream::connect(address).unwrap();

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use serde_json::{Value, json};
-use towline_control::moves::{self, Chosen, End, Listed, Record, Resumed, Role};
+use towline_control::moves::{self, ListedMove, MoveEnd, MoveRecord, ResumeChoice, Resumed, Role};
 
 use crate::args::{MovesArgs, ResumeArgs, Side};
 use crate::exit::Exit;
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &MovesArgs) -> Result<Exit> {
 }
 
 /// Returns the fields of the event `move`.
-fn fields(listed: &Listed) -> Value {
+fn fields(listed: &ListedMove) -> Value {
     let record = &listed.record;
     json!({
         "id": record.id,
@@ -40,7 +40,7 @@ fn fields(listed: &Listed) -> Value {
         "source": end(record, &record.source),
         "destination": end(record, &record.destination),
         "undecided": listed.undecided(),
-        "message": record.said,
+        "message": record.message,
         "since": record.begun_ms,
         "changed": record.changed_ms,
         "owner-pid": listed.owner,
@@ -50,16 +50,16 @@ fn fields(listed: &Listed) -> Value {
     })
 }
 
-fn end(record: &Record, end: &End) -> Value {
+fn end(record: &MoveRecord, end: &MoveEnd) -> Value {
     match end {
-        End::Qemu { socket, pid, .. } => {
+        MoveEnd::Qemu { socket, pid, .. } => {
             json!({ "endpoint": end.to_string(), "socket": socket, "pid": pid, "exited": record.has_exited(end) })
         }
-        End::Peer { .. } | End::Stored => json!({ "endpoint": end.to_string() }),
+        MoveEnd::Peer { .. } | MoveEnd::Stored => json!({ "endpoint": end.to_string() }),
     }
 }
 
-fn print(reporter: &Reporter, listed: &Listed) {
+fn print(reporter: &Reporter, listed: &ListedMove) {
     let record = &listed.record;
     let role = match record.role {
         Role::Source => "source",
@@ -99,16 +99,16 @@ pub(crate) fn resume(args: &ResumeArgs) -> Exit {
     }
 }
 
-fn chosen(args: &ResumeArgs) -> Option<Chosen> {
+fn chosen(args: &ResumeArgs) -> Option<ResumeChoice> {
     let role = |side: &Side| match side {
         Side::Here => None,
         Side::Source => Some(Role::Source),
         Side::Destination => Some(Role::Destination),
     };
     match (&args.run_here, &args.discard, args.forget) {
-        (Some(side), _, _) => Some(Chosen::RunHere(role(side))),
-        (_, Some(side), _) => Some(Chosen::Discard(role(side))),
-        (_, _, true) => Some(Chosen::Forget),
+        (Some(side), _, _) => Some(ResumeChoice::RunHere(role(side))),
+        (_, Some(side), _) => Some(ResumeChoice::Discard(role(side))),
+        (_, _, true) => Some(ResumeChoice::Forget),
         _ => None,
     }
 }

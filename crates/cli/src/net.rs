@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_net::{DropReason, Net, Options, QueueStatistics, Taps, Xdp};
-use towline_vhost_user::{Device, Frontends, Listener, Offer, Record, Service};
+use towline_vhost_user::{Device, Frontends, InFlightRecord, Listener, Service, UpgradeOffer};
 
 use crate::args::{NetArgs, Switch};
 use crate::backend::{NO_ACTIVATION, missing_socket};
@@ -88,7 +88,7 @@ fn opens_later(args: &NetArgs) -> bool {
 fn options(args: &NetArgs) -> Options {
     Options {
         cpus: args.cpus.clone(),
-        poll: Duration::from_micros(args.poll_us),
+        busy_poll: Duration::from_micros(args.poll_us),
         unmigratable: args.unmigratable,
         device_state: args.device_state == Switch::On,
     }
@@ -96,7 +96,7 @@ fn options(args: &NetArgs) -> Options {
 
 /// The process that serves the card so far, if there is one, and its descriptors.
 struct Previous {
-    offer: Option<Offer>,
+    offer: Option<UpgradeOffer>,
     /// Socket on which the next live upgrade is requested.
     upgrade_socket: Option<OwnedFd>,
     queues: Vec<OwnedFd>,
@@ -105,7 +105,7 @@ struct Previous {
 impl Previous {
     fn request(args: &NetArgs) -> Result<Self> {
         let mut offer = args.hand_over.as_deref().map(live_upgrade::request).transpose()?.flatten();
-        let mut queues = offer.as_mut().map(Offer::take_own).unwrap_or_default();
+        let mut queues = offer.as_mut().map(UpgradeOffer::take_device_fds).unwrap_or_default();
         let upgrade_socket = (!queues.is_empty()).then(|| queues.remove(0));
         Ok(Self { offer, upgrade_socket, queues })
     }
@@ -125,7 +125,7 @@ impl Previous {
     }
 
     /// Takes the device over, or starts to serve it.
-    fn service(self, args: &NetArgs, device: &Arc<dyn Device>) -> Result<(Service, Record)> {
+    fn service(self, args: &NetArgs, device: &Arc<dyn Device>) -> Result<(Service, InFlightRecord)> {
         match self.offer {
             Some(offer) => {
                 Ok(offer.accept(device, |listener| listener.map(|fd| adopted_listener(args, fd)))?)
@@ -236,7 +236,7 @@ fn print_statistics(net: &Net, json: bool) {
             console::notice(&format!("net {} {direction} {index}: {}", net.taps().name(), text(queue)));
         }
         if net.uses_xdp() {
-            let (transmit, mode) = (&pair[1], net.modes()[index]);
+            let (transmit, mode) = (&pair[1], net.transmit_modes()[index]);
             console::notice(&format!(
                 "net {} tx {index}: mode {}; {} frames zero-copy, {} by reference, {} pending",
                 net.taps().name(),
@@ -254,7 +254,7 @@ fn statistics(net: &Net) -> Value {
     let pairs: Vec<Value> = net
         .statistics()
         .iter()
-        .zip(net.modes())
+        .zip(net.transmit_modes())
         .map(|([receive, transmit], mode)| {
             let mut transmit = object(transmit);
             transmit["mode"] = mode.name().into();

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
-use towline_control::device::{DeviceMonitor, Managed};
-use towline_control::statistics::Counting;
+use towline_control::device::{DeviceStatusServer, ManagedDevice};
+use towline_control::statistics::StatsSource;
 use towline_qmp::{Commands, Server};
 
 use crate::metrics::Metrics;
@@ -52,10 +52,10 @@ impl ObservabilityArgs {
     /// Starts the servers of these devices; their QMP command `quit` calls the function.
     pub(crate) fn of_devices(
         &self,
-        devices: Vec<Box<dyn Managed>>,
+        devices: Vec<Box<dyn ManagedDevice>>,
         quit: impl Fn() + Send + Sync + 'static,
     ) -> Result<Observers> {
-        let monitor = Arc::new(DeviceMonitor::new(devices, quit));
+        let monitor = Arc::new(DeviceStatusServer::new(devices, quit));
         let server = match &self.qmp {
             Some(path) => {
                 let commands = Arc::clone(&monitor) as Arc<dyn Commands>;
@@ -64,14 +64,14 @@ impl ObservabilityArgs {
             }
             None => None,
         };
-        self.with_server(server, &(monitor as Arc<dyn Counting>))
+        self.with_server(server, &(monitor as Arc<dyn StatsSource>))
     }
 
     /// Starts the metrics, beside a running QMP server.
     pub(crate) fn with_server(
         &self,
         server: Option<Server>,
-        counting: &Arc<dyn Counting>,
+        counting: &Arc<dyn StatsSource>,
     ) -> Result<Observers> {
         let metrics = self
             .metrics

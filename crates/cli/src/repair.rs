@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::json;
 use towline_control::moves;
 use towline_control::plan::Source;
-use towline_control::qemu::{Qemu, Repaired};
+use towline_control::qemu::{Qemu, RepairReport};
 use towline_image::leftover::{self, Partial};
 use towline_qmp::Options;
 
@@ -59,8 +59,8 @@ fn note_undecided_moves(path: &Path) {
     }
 }
 
-fn report(reporter: &Reporter, repaired: &Repaired) -> Exit {
-    let Repaired { socket, owner, done, left, .. } = repaired;
+fn report(reporter: &Reporter, repaired: &RepairReport) -> Exit {
+    let RepairReport { socket, owner, done, left, .. } = repaired;
     let (exit, state) = if left.is_empty() { (Exit::Done, "repaired") } else { (Exit::Failed, "incomplete") };
     let fields = json!({ "socket": socket, "state": state, "owner-pid": owner, "done": done, "left": left });
     reporter.event("repaired", events::with_exit(fields, exit));

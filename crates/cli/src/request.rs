@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use towline_control::plan::{Destination, Means, PostcopyStart, Request, Source, Task};
+use towline_control::plan::{Destination, PostcopyStart, Request, Source, Task, TransferOptions};
 use towline_migration::Tuning;
 
 use crate::args::{CompressionMethod, CopyArgs, MoveArgs, Switch, TransferArgs};
@@ -16,7 +16,7 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, Strin
         Some(Endpoint::Image(path)) => Some(path.clone()),
         Some(other) => return Err(format!("--base {other}: expected an image")),
     };
-    let (means, run) = (means(&args.transfer), run(&args.transfer));
+    let (transfer, run) = (transfer(&args.transfer), run(&args.transfer));
     let task = if args.live {
         snapshot(&args.transfer, base)?
     } else if args.transfer.postcopy.postcopy {
@@ -28,7 +28,7 @@ pub(crate) fn of_copy(args: &CopyArgs, source: &Source) -> Result<Request, Strin
         }
         postcopy(&args.transfer, PostcopyStart::Copy { run })?
     } else {
-        Task::Copy { means, run, resume: args.resume, base }
+        Task::Copy { transfer, run, resume: args.resume, base }
     };
     request(&args.transfer, task)
 }
@@ -46,7 +46,7 @@ pub(crate) fn of_move(args: &MoveArgs, destination: &Destination) -> Result<Requ
         }
         postcopy(&args.transfer, PostcopyStart::Move { run, devices })?
     } else {
-        Task::Move { means: means(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
+        Task::Move { transfer: transfer(&args.transfer), run, detach_vsock: args.detach_vsock, devices }
     };
     request(&args.transfer, task)
 }
@@ -80,16 +80,16 @@ fn postcopy(args: &TransferArgs, start: PostcopyStart) -> Result<Task, String> {
     };
     let record_working_set = args.postcopy.record_working_set == Switch::On;
     Ok(Task::Postcopy {
-        means: means(args),
+        transfer: transfer(args),
         start,
         preempt: args.postcopy.postcopy_preempt,
         record_working_set,
     })
 }
 
-fn means(args: &TransferArgs) -> Means {
+fn transfer(args: &TransferArgs) -> TransferOptions {
     let TransferArgs { multifd_channels, max_bandwidth, throttle, .. } = *args;
-    Means { multifd_channels, max_bandwidth, throttle }
+    TransferOptions { multifd_channels, max_bandwidth, throttle }
 }
 
 fn run(args: &TransferArgs) -> Option<bool> {

@@ -12,8 +12,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use towline_channel::Cancel;
-use towline_vhost_user::{Device, Frontends, Record, ServeError, Service};
-use towline_vsock::{Limits, Place, Rule, Settings, Siblings, Vsock};
+use towline_vhost_user::{Device, Frontends, InFlightRecord, ServeError, Service};
+use towline_vsock::{HostAddress, Limits, LocalGuests, Rule, Settings, Vsock};
 
 use crate::args::{Guest, VsockArgs, read_guests};
 use crate::backend::{NO_ACTIVATION, missing_socket};
@@ -30,7 +30,7 @@ struct Served {
     cid: u64,
     device: Arc<Vsock>,
     frontends: Frontends,
-    record: Record,
+    record: InFlightRecord,
 }
 
 /// Interval of attempts while the process lacks descriptors or memory.
@@ -46,8 +46,8 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             return Ok(Exit::Usage);
         }
     }
-    let descriptors = towline_vsock::allow_descriptors();
-    let siblings = Arc::new(Siblings::default());
+    let descriptors = towline_vsock::raise_descriptor_limit();
+    let local_guests = Arc::new(LocalGuests::default());
     let mut served = Vec::new();
     let mut policy = Policy::default();
     let guests = guests(args)?;
@@ -64,10 +64,10 @@ pub(crate) fn run(args: &VsockArgs) -> Result<Exit> {
             groups: guest.group,
             limits,
             zero_copy_send: args.zero_copy_send.into(),
-            poll: Duration::from_micros(args.poll_us),
+            busy_poll: Duration::from_micros(args.poll_us),
             unmigratable: args.unmigratable,
         };
-        let device = Arc::new(Vsock::new(settings, &siblings)?);
+        let device = Arc::new(Vsock::new(settings, &local_guests)?);
         served.push(Served { cid, device, frontends, record });
     }
     args.observability.extend_policy(&mut policy);
@@ -102,11 +102,13 @@ pub(crate) fn extend_policy(policy: &mut Policy, guest: &Guest) {
     guest.uds.iter().chain(&guest.uds_seqpacket).for_each(|path| policy.removes(path));
     for rule in &guest.forward {
         match rule {
-            Rule::Out { to: Place::Tcp(address), .. } => policy.connect.add(address.port()),
-            Rule::Out { to: Place::Unix(_), .. } | Rule::Sibling { .. } => policy.connects_unix = true,
-            Rule::Out { to: Place::Vsock { .. }, .. } => policy.connects_vsock = true,
-            Rule::In { from: Place::Unix(path), .. } => policy.removes(path),
-            Rule::In { .. } => {}
+            Rule::Connect { to: HostAddress::Tcp(address), .. } => policy.connect.add(address.port()),
+            Rule::Connect { to: HostAddress::Unix(_), .. } | Rule::PeerGuest { .. } => {
+                policy.connects_unix = true
+            }
+            Rule::Connect { to: HostAddress::Vsock { .. }, .. } => policy.connects_vsock = true,
+            Rule::Listen { from: HostAddress::Unix(path), .. } => policy.removes(path),
+            Rule::Listen { .. } => {}
         }
     }
 }
@@ -135,7 +137,7 @@ fn limits(args: &VsockArgs, descriptors: u64, guests: usize) -> Result<Limits> {
 }
 
 /// Opens the record of descriptors in flight of a guest's device.
-fn record(guest: &Guest) -> Result<Record> {
+fn record(guest: &Guest) -> Result<InFlightRecord> {
     state::record(guest.state.as_deref(), towline_vsock::QUEUES)
         .with_context(|| format!("guest {}", guest.cid))
 }
@@ -257,7 +259,7 @@ fn wait(cancel: &Cancel) {
 fn is_shortage(error: &ServeError) -> bool {
     let errno = match error {
         ServeError::Channel(towline_channel::Error::Io { source, .. }) => source.raw_os_error(),
-        ServeError::Descriptor(errno) => Some(errno.raw_os_error()),
+        ServeError::Descriptor(errno) => errno.raw_os_error(),
         _ => None,
     };
     errno.is_some_and(|errno| [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM].contains(&errno))

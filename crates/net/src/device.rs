@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use towline_channel::IoBuf;
-use towline_vhost_user::{Device, ProtocolFeatures, Refusal, Worker};
+use towline_vhost_user::{BackendError, Device, ProtocolFeatures, Worker};
 
 use crate::features;
 use crate::pair::{Pair, RECEIVE, TRANSMIT};
@@ -60,13 +60,13 @@ pub(crate) struct Shared {
 impl Shared {
     /// What the connection before this one had under way on this pair is sent, or never will be. A ring that begins again may give
     /// those chains again, and whatever becomes of them then, the guest has them back.
-    fn may_begin(&self, pair: usize) -> Result<(), Refusal> {
+    fn may_begin(&self, pair: usize) -> Result<(), BackendError> {
         let Some(xdp) = self.xdp.as_ref().filter(|_| self.left[pair].load(Relaxed)) else { return Ok(()) };
         match xdp.is_free(pair) {
             Ok(true) => {}
             Ok(false) => {
                 let name = xdp.name();
-                return Err(Refusal::for_now(format!(
+                return Err(BackendError::temporary(format!(
                     "{name} may still send frames of the connection before; look at the link and the driver of {name}, \
                      or another program has the queue"
                 )));
@@ -155,9 +155,9 @@ impl Net {
     }
 
     /// Has the tap do what a driver with these features understands.
-    fn take(&self, taken: u64) -> Result<(), Refusal> {
+    fn take(&self, taken: u64) -> Result<(), BackendError> {
         let (taps, before) = (&self.shared.taps, self.shared.features.load(Relaxed));
-        let refused = |error: crate::TapError| Refusal::new(error.to_string());
+        let refused = |error: crate::TapError| BackendError::new(error.to_string());
         taps.set_header_bytes(features::header_bytes(taken)).map_err(refused)?;
         taps.set_offloads(features::offloads(taken)).map_err(refused)?;
         self.shared.features.store(taken, Relaxed);
@@ -179,7 +179,7 @@ impl Device for Net {
         self.pairs() * 2
     }
 
-    fn queue_number(&self) -> usize {
+    fn reported_queue_num(&self) -> usize {
         self.pairs()
     }
 
@@ -188,11 +188,11 @@ impl Device for Net {
     }
 
     /// A guest that sends again what got lost waits for ever for what still lies in its queue.
-    fn discards(&self, queue: usize) -> bool {
+    fn drops_while_disabled(&self, queue: usize) -> bool {
         queue % 2 == TRANSMIT
     }
 
-    fn keeps_order(&self) -> bool {
+    fn completes_in_order(&self) -> bool {
         true
     }
 
@@ -208,11 +208,11 @@ impl Device for Net {
         ProtocolFeatures::RARP | ProtocolFeatures::NET_MTU | state
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
         Ok(State { linked: self.is_linked(), counters: self.statistics() }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state)?;
         self.set_link(state.linked);
         // Of a guest that had more pairs, the first ones.
@@ -222,11 +222,11 @@ impl Device for Net {
         Ok(())
     }
 
-    fn acknowledge(&self, features: u64) -> Result<(), Refusal> {
+    fn acknowledge(&self, features: u64) -> Result<(), BackendError> {
         self.take(features)
     }
 
-    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, index: usize) -> Result<Box<dyn Worker>, BackendError> {
         self.shared.may_begin(index)?;
         Ok(Box::new(Pair::new(index, Arc::clone(&self.shared))?))
     }
@@ -236,7 +236,7 @@ impl Device for Net {
         self.shared.xdp.is_none()
     }
 
-    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), Refusal> {
+    fn send_rarp(&self, mac: [u8; 6]) -> Result<(), BackendError> {
         let header = [0; 12];
         let header = &header[..features::header_bytes(self.shared.features.load(Relaxed))];
         let frame = rarp::frame(mac);
@@ -244,13 +244,13 @@ impl Device for Net {
         Ok(())
     }
 
-    fn set_mtu(&self, mtu: u16) -> Result<(), Refusal> {
+    fn set_mtu(&self, mtu: u16) -> Result<(), BackendError> {
         let taps = &self.shared.taps;
         match taps.mtu() {
             Some(found) if found < mtu.into() && taps.is_made() => {
-                taps.set_mtu(mtu).map_err(|error| Refusal::new(error.to_string()))
+                taps.set_mtu(mtu).map_err(|error| BackendError::new(error.to_string()))
             }
-            Some(found) if found < mtu.into() => Err(Refusal::new(format!(
+            Some(found) if found < mtu.into() => Err(BackendError::new(format!(
                 "the guest's MTU is {mtu} (host_mtu) and that of {name} only {found}; `ip link set {name} mtu {mtu}`",
                 name = taps.name()
             ))),
@@ -262,9 +262,9 @@ impl Device for Net {
         !self.shared.options.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if !self.is_migratable() {
-            return Err(Refusal::new("it was started so that it cannot be migrated"));
+            return Err(BackendError::new("it was started so that it cannot be migrated"));
         }
         let (features, pairs) = (self.features(), self.pairs());
         let mtu = self.shared.taps.mtu().map_or("unknown".to_owned(), |mtu| mtu.to_string());
@@ -272,13 +272,14 @@ impl Device for Net {
         Ok(format!("{KIND} features={features:#x} pairs={pairs} mtu={mtu}{state}"))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let ours = self.migration_version()?;
-        let refused = |why: String| Err(Refusal::new(format!("{why}; it is `{source}`, this is `{ours}`")));
+        let refused =
+            |why: String| Err(BackendError::new(format!("{why}; it is `{source}`, this is `{ours}`")));
         let Some(theirs) = Version::parse(source) else {
             return refused(format!("the source is no {KIND}"));
         };
-        let here = Version::parse(&ours).ok_or(Refusal::new("its own version cannot be read"))?;
+        let here = Version::parse(&ours).ok_or(BackendError::new("its own version cannot be read"))?;
         let missing = theirs.features & !here.features;
         // MQ follows the number of pairs, which QEMU compares itself.
         if missing & !features::MQ != 0 {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use towline_vhost_user::{Next, PollFd, PollFlags, Pulse, Queues, Refusal, Traffic, Worker};
+use towline_vhost_user::{AdaptivePoller, BackendError, Next, PollFlags, PollSet, Queues, Traffic, Worker};
 
 use crate::device::Shared;
 use crate::features;
@@ -35,7 +35,7 @@ pub(crate) struct Pair {
     tallies: [Tally; 2],
     /// Whether the guest's queue to receive from runs.
     receives: bool,
-    pulse: Pulse,
+    pulse: AdaptivePoller,
     traffic: Traffic,
     begun: bool,
 }
@@ -43,7 +43,7 @@ pub(crate) struct Pair {
 impl Pair {
     pub(crate) fn new(index: usize, shared: Arc<Shared>) -> io::Result<Self> {
         let sender = shared.xdp.is_some().then(|| Sender::new(index, Arc::clone(&shared)));
-        let pulse = Pulse::new(shared.options.poll);
+        let pulse = AdaptivePoller::new(shared.options.poll);
         Ok(Self {
             index,
             shared,
@@ -100,10 +100,10 @@ impl Pair {
         self.traffic.from_guest += sent.packets;
         self.traffic.to_guest += received.packets;
         if sent.bytes.max(received.bytes) > REQUEST_BYTES_MAX {
-            self.pulse.flows(self.traffic);
+            self.pulse.reset_on_bulk(self.traffic);
             return Next::Wait;
         }
-        if self.pulse.goes_on(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
+        if self.pulse.should_poll(self.traffic, Instant::now) { Next::Again } else { Next::Wait }
     }
 }
 
@@ -126,7 +126,7 @@ impl Worker for Pair {
         let (mut more, mut sent, mut received) = (false, Moved::default(), Moved::default());
         let tallies = &mut self.tallies;
         if let (Some(sender), false) = (&mut self.sender, linked) {
-            sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
+            sender.rest(queues.started_ring(TRANSMIT), &mut tallies[TRANSMIT]);
         }
         if let Some(ring) = queues.ring(TRANSMIT) {
             let tally = &mut tallies[TRANSMIT];
@@ -139,7 +139,7 @@ impl Worker for Pair {
             // With nothing to send nobody waits for room in the tap, which there is most of the time.
             self.transmitter.blocked = false;
             if let Some(sender) = &mut self.sender {
-                sender.rest(queues.held(TRANSMIT), &mut tallies[TRANSMIT]);
+                sender.rest(queues.started_ring(TRANSMIT), &mut tallies[TRANSMIT]);
             }
         }
         if let Some(ring) = queues.ring(RECEIVE) {
@@ -151,7 +151,7 @@ impl Worker for Pair {
         if more { Next::Again } else { next }
     }
 
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
         let tap = self.tap();
         let mut events = PollFlags::empty();
         // While the link is down, what comes needs none of the guest's buffers.
@@ -163,25 +163,34 @@ impl Worker for Pair {
             events |= PollFlags::OUT;
         }
         if !events.is_empty() {
-            fds.push(PollFd::new(tap, events));
+            fds.add(tap, events);
         }
         if let Some(timer) = self.sender.as_ref().and_then(Sender::waits_for) {
-            fds.push(PollFd::from_borrowed_fd(timer, PollFlags::IN));
+            fds.add_borrowed(timer, PollFlags::IN);
         }
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         match self.sender.as_mut().filter(|_| queue == TRANSMIT) {
-            Some(sender) => sender.drain(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline),
+            Some(sender) => {
+                sender.drain(queues.started_ring(TRANSMIT), &mut self.tallies[TRANSMIT], deadline)
+            }
             None => Ok(()),
         }
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn release(&mut self, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), BackendError> {
         self.receiver.release();
         self.transmitter.release();
         match &mut self.sender {
-            Some(sender) => sender.release(queues.held(TRANSMIT), &mut self.tallies[TRANSMIT], deadline),
+            Some(sender) => {
+                sender.release(queues.started_ring(TRANSMIT), &mut self.tallies[TRANSMIT], deadline)
+            }
             None => Ok(()),
         }
     }

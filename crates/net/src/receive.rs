@@ -113,12 +113,12 @@ impl Receiver {
     /// Receives for one turn. True if there may be more.
     pub(crate) fn run(&mut self, ring: &mut Ring, line: Line<'_>, tally: &mut Tally) -> bool {
         if self.gone {
-            ring.listen(false);
+            ring.set_notification(false);
             return false;
         }
         if !line.linked {
             // Frames are dropped without the guest's buffers, so nobody has to be kicked for more of them.
-            ring.listen(false);
+            ring.set_notification(false);
             return self.discard(line, tally);
         }
         if !self.held.is_empty() && !self.deliver_held(ring, line.format, tally) {
@@ -132,10 +132,10 @@ impl Receiver {
             self.starved = false;
             let (used, over) = self.fill(ring, line, tally, &mut left);
             let taken = self.batch.len();
-            ring.give_back(&mut self.batch, used);
+            ring.rewind(&mut self.batch, used);
             ring.publish();
             if over || left == 0 {
-                ring.listen(false);
+                ring.set_notification(false);
                 if used < taken / 4 {
                     self.window = (self.window / 2).max(*WINDOW.start());
                 }
@@ -148,7 +148,7 @@ impl Receiver {
                 // `fill` ended before it counted this frame.
                 left -= 1;
                 if left == 0 {
-                    ring.listen(false);
+                    ring.set_notification(false);
                     return true;
                 }
             }
@@ -189,7 +189,7 @@ impl Receiver {
     /// The guest wakes us when it has more buffers.
     fn starve(&mut self, ring: &mut Ring) -> bool {
         self.starved = true;
-        ring.listen(true);
+        ring.set_notification(true);
         false
     }
 
@@ -309,13 +309,13 @@ impl Receiver {
         if room >= length && format.mergeable {
             spread(batch, 0, &self.held);
             let used = complete(ring, batch, 0, length, format);
-            ring.give_back(batch, used);
+            ring.rewind(batch, used);
             ring.publish();
             tally.packets += 1;
             tally.bytes += (length - format.header_bytes) as u64;
         } else {
             let too_many = batch.len() == HELD_CHAINS_MAX || batch.is_full();
-            ring.give_back(batch, 0);
+            ring.rewind(batch, 0);
             if !too_many && format.mergeable {
                 return false;
             }

@@ -8,7 +8,7 @@
 //! (`STAGES`): who is older leaves out what it does not know, and who is newer takes what is not there as it is in a card
 //! that was just made. So a guest may go from an old host to a new one and back.
 
-use towline_vhost_user::{QUEUES_MAX, Refusal};
+use towline_vhost_user::{BackendError, QUEUES_MAX};
 
 use crate::statistics::{DropReason, QueueStatistics};
 
@@ -72,20 +72,20 @@ impl State {
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, Refusal> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, BackendError> {
         Self::decode_as(bytes, STATE_VERSION)
     }
 
     /// As a card of this version reads it.
-    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, Refusal> {
+    fn decode_as(bytes: &[u8], known: u16) -> Result<Self, BackendError> {
         let Some((head, mut rest)) =
             bytes.split_first_chunk::<HEAD_BYTES>().filter(|_| bytes.starts_with(MAGIC))
         else {
-            return Err(Refusal::new(format!("{} bytes are no state of a network card", bytes.len())));
+            return Err(BackendError::new(format!("{} bytes are no state of a network card", bytes.len())));
         };
         let [version, oldest] = [6, 8].map(|at| u16::from_le_bytes([head[at], head[at + 1]]));
         if oldest > known {
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "the card's state has version {version}, which cards from version {oldest} on read, and this one knows {known}; use \
                  a newer towline here"
             )));
@@ -96,7 +96,7 @@ impl State {
             let len = u32::from_le_bytes([head[2], head[3], head[4], head[5]]) as usize;
             let Some((contents, behind)) = behind.split_at_checked(len) else {
                 let left = behind.len();
-                return Err(Refusal::new(format!(
+                return Err(BackendError::new(format!(
                     "section {tag} of the card's state has {left} bytes, not {len}"
                 )));
             };
@@ -104,12 +104,16 @@ impl State {
             match STAGES.iter().find(|stage| stage.tag == tag && stage.version <= known) {
                 Some(stage) if (stage.load)(&mut state, contents) => {}
                 None if version > known => {}
-                _ => return Err(Refusal::new(format!("section {tag} of the card's state makes no sense"))),
+                _ => {
+                    return Err(BackendError::new(format!(
+                        "section {tag} of the card's state makes no sense"
+                    )));
+                }
             }
         }
         match rest {
             [] => Ok(state),
-            _ => Err(Refusal::new(format!("{} bytes behind the card's state", rest.len()))),
+            _ => Err(BackendError::new(format!("{} bytes behind the card's state", rest.len()))),
         }
     }
 }

@@ -39,15 +39,15 @@ impl Transmitter {
         for _ in 0..BATCHES_A_TURN {
             let taken = ring.pop(&mut self.batch, FRAMES_A_BATCH);
             if taken == 0 {
-                ring.listen(true);
+                ring.set_notification(true);
                 return false;
             }
             let sent = self.send(ring, line, tally);
-            ring.give_back(&mut self.batch, sent);
+            ring.rewind(&mut self.batch, sent);
             ring.publish();
             if sent < taken {
                 self.blocked = true;
-                ring.listen(false);
+                ring.set_notification(false);
                 return false;
             }
         }

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
 use towline_channel::ZeroCopySend;
-use towline_vhost_user::{Device, Next, ProtocolFeatures, Pulse, Queues, Refusal, Worker};
+use towline_vhost_user::{
+    AdaptivePoller, BackendError, Device, Next, PollFlags, PollSet, ProtocolFeatures, Queues, Worker,
+};
 
 use crate::connection::Limits;
 use crate::engine::{Engine, News};
@@ -177,13 +178,13 @@ impl Device for Vsock {
         ProtocolFeatures::CONFIG | ProtocolFeatures::DEVICE_STATE
     }
 
-    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, Refusal> {
+    fn worker(&self, _: usize) -> Result<Box<dyn Worker>, BackendError> {
         let host = Host::new(Arc::clone(&self.ears))?;
         let engine = Engine::new(self.cid, self.limits, seed(), host);
         let (desk, passage) = (Arc::clone(&self.desk), Arc::clone(&self.passage));
         let (gate, waiting) = (Gate::default(), VecDeque::new());
         desk.open();
-        let (pulse, news) = (Pulse::new(self.poll), true);
+        let (pulse, news) = (AdaptivePoller::new(self.poll), true);
         Ok(Box::new(Server {
             engine,
             limits: self.limits,
@@ -203,12 +204,12 @@ impl Device for Vsock {
         self.cid.to_le_bytes().to_vec()
     }
 
-    fn save(&self) -> Result<Vec<u8>, Refusal> {
+    fn save(&self) -> Result<Vec<u8>, BackendError> {
         let Report { names, next_port, .. } = self.report();
         Ok(State { cid: self.cid, next_port, connections: names }.encode())
     }
 
-    fn load(&self, state: &[u8]) -> Result<(), Refusal> {
+    fn load(&self, state: &[u8]) -> Result<(), BackendError> {
         let state = State::decode(state, self.cid)?;
         *self.passage.arrived.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
         Ok(())
@@ -218,22 +219,22 @@ impl Device for Vsock {
         !self.unmigratable
     }
 
-    fn migration_version(&self) -> Result<String, Refusal> {
+    fn migration_version(&self) -> Result<String, BackendError> {
         if self.unmigratable {
-            return Err(Refusal::new("it was started so that it cannot be migrated"));
+            return Err(BackendError::new("it was started so that it cannot be migrated"));
         }
         Ok(format!("{VERSION}{}", self.cid))
     }
 
-    fn accepts(&self, source: &str) -> Result<(), Refusal> {
+    fn accepts(&self, source: &str) -> Result<(), BackendError> {
         let cid = source.strip_prefix(VERSION);
         let cid =
-            cid.ok_or_else(|| Refusal::new(format!("`{source}`: expected `{VERSION}` and a context")))?;
+            cid.ok_or_else(|| BackendError::new(format!("`{source}`: expected `{VERSION}` and a context")))?;
         if cid.parse() == Ok(self.cid) {
             return Ok(());
         }
         let own = self.cid;
-        Err(Refusal::new(format!(
+        Err(BackendError::new(format!(
             "the guest has the context {cid}, and this is for {own}; give both the same --cid"
         )))
     }
@@ -267,7 +268,7 @@ struct Server {
     /// Whether this queue was started before.
     served: [bool; 2],
     waiting: VecDeque<(u32, Kind, u64, HostSocket)>,
-    pulse: Pulse,
+    pulse: AdaptivePoller,
     /// Sockets have something to tell.
     news: bool,
 }
@@ -357,7 +358,7 @@ impl Server {
     ///
     /// # Errors
     /// That the kernel still reads something.
-    fn await_loans(&mut self, deadline: Instant) -> Result<(), Refusal> {
+    fn await_loans(&mut self, deadline: Instant) -> Result<(), BackendError> {
         // Of what is held, a part may have been lent.
         self.engine.let_go(None);
         if self.all_free(deadline) {
@@ -369,7 +370,7 @@ impl Server {
             return Ok(());
         }
         let packets = self.engine.lent();
-        Err(Refusal::new(format!(
+        Err(BackendError::new(format!(
             "the kernel still sends {packets} of its packets, whose connections were reset"
         )))
     }
@@ -397,7 +398,7 @@ impl Worker for Server {
         let mut again = false;
         if let Some(ring) = queues.ring(EVENT) {
             // Its buffers are of use only for an event.
-            ring.listen(self.gate != Gate::Open);
+            ring.set_notification(self.gate != Gate::Open);
         }
         if let Some(ring) = queues.ring(TRANSMIT) {
             again |= self.engine.take(ring);
@@ -413,7 +414,7 @@ impl Worker for Server {
         }
         let wanted = self.engine.needs_time() || self.gate != Gate::Open;
         self.engine.sockets_mut().keep_time(wanted);
-        again |= self.pulse.goes_on(self.engine.traffic(), Instant::now);
+        again |= self.pulse.should_poll(self.engine.traffic(), Instant::now);
         if again { Next::Again } else { Next::Wait }
     }
 
@@ -442,15 +443,20 @@ impl Worker for Server {
         }
     }
 
-    fn poll<'w>(&'w self, fds: &mut Vec<PollFd<'w>>) {
-        fds.push(PollFd::new(self.engine.sockets(), PollFlags::IN));
+    fn poll<'w>(&'w self, fds: &mut PollSet<'w>) {
+        fds.add(self.engine.sockets(), PollFlags::IN);
     }
 
-    fn polled(&mut self, events: &[PollFlags]) {
+    fn on_ready(&mut self, events: &[PollFlags]) {
         self.news = events.iter().any(|events| !events.is_empty());
     }
 
-    fn drain(&mut self, queue: usize, queues: &mut Queues<'_>, deadline: Instant) -> Result<(), Refusal> {
+    fn drain(
+        &mut self,
+        queue: usize,
+        queues: &mut Queues<'_>,
+        deadline: Instant,
+    ) -> Result<(), BackendError> {
         if queue == TRANSMIT {
             self.await_loans(deadline)?;
             self.engine.let_go(queues.ring(TRANSMIT));
@@ -458,9 +464,9 @@ impl Worker for Server {
         Ok(())
     }
 
-    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), Refusal> {
+    fn release(&mut self, queues: &mut Queues<'_>, _: Instant) -> Result<(), BackendError> {
         // What is lent is pinned by the kernel, page by page, and needs no mapping of ours.
-        self.engine.let_go(queues.held(TRANSMIT));
+        self.engine.let_go(queues.started_ring(TRANSMIT));
         self.engine.clear_idle();
         Ok(())
     }

@@ -36,7 +36,7 @@ impl Gate {
                     let written = chain.write_at(0, &TRANSPORT_RESET);
                     config_read.store(false, Ordering::Relaxed);
                     ring.complete(chain, u32::try_from(written).unwrap_or(0));
-                    ring.give_back(&mut batch, 1);
+                    ring.rewind(&mut batch, 1);
                     *self = Self::Told(count - 1);
                 }
             }
@@ -44,7 +44,7 @@ impl Gate {
             (Self::Told(left), Some(ring)) => {
                 let mut batch = Batch::new();
                 let count = ring.pop(&mut batch, BUFFERS);
-                ring.give_back(&mut batch, 0);
+                ring.rewind(&mut batch, 0);
                 // It has taken the event, and given its buffer back.
                 if count > left || config_read.load(Ordering::Relaxed) {
                     *self = Self::Open;

@@ -6,7 +6,7 @@
 //! ```
 //! All little-endian, nothing behind it. Connections do not travel: they are with sockets of a host.
 
-use towline_vhost_user::Refusal;
+use towline_vhost_user::BackendError;
 
 use crate::connection::Key;
 use crate::packet::Kind;
@@ -44,23 +44,23 @@ impl State {
     }
 
     /// Takes a state for the guest with this context.
-    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, Refusal> {
+    pub(crate) fn decode(bytes: &[u8], cid: u64) -> Result<Self, BackendError> {
         let Some((head, entries)) = bytes.split_first_chunk::<HEAD_BYTES>() else {
-            return Err(Refusal::new(format!("{} bytes are no state of a vsock device", bytes.len())));
+            return Err(BackendError::new(format!("{} bytes are no state of a vsock device", bytes.len())));
         };
         if !head.starts_with(MAGIC) {
-            return Err(Refusal::new("it is not a state of this device, or of another version of it"));
+            return Err(BackendError::new("it is not a state of this device, or of another version of it"));
         }
         let found = u64::from_le_bytes(part(head, 8));
         if found != cid {
-            return Err(Refusal::new(format!(
+            return Err(BackendError::new(format!(
                 "it is of the guest with the context {found}, and this is for {cid}; give both devices the same --cid"
             )));
         }
         let count = u32::from_le_bytes(part(head, 20)) as usize;
         if count > CONNECTIONS_MAX || entries.len() != count * ENTRY_BYTES {
             let found = entries.len();
-            return Err(Refusal::new(format!("{found} bytes are not the names of {count} connections")));
+            return Err(BackendError::new(format!("{found} bytes are not the names of {count} connections")));
         }
         let entry = |entry: &[u8]| {
             let kind = u16::from_le_bytes(part(entry, 16));
@@ -70,7 +70,7 @@ impl State {
                 peer_port: u32::from_le_bytes(part(entry, 12)),
             };
             let kind = Kind::from_number(kind);
-            kind.map(|kind| (key, kind)).ok_or_else(|| Refusal::new("a connection of no known kind"))
+            kind.map(|kind| (key, kind)).ok_or_else(|| BackendError::new("a connection of no known kind"))
         };
         let connections = entries.chunks_exact(ENTRY_BYTES).map(entry).collect::<Result<_, _>>()?;
         Ok(Self { cid, next_port: u32::from_le_bytes(part(head, 16)), connections })

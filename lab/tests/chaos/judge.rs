@@ -43,7 +43,7 @@ const PLACES: &[(&str, IsSo)] = &[
     }),
     ("stored, and nowhere else", |seen| seen.source == Some(Held::Gone) && seen.image_is_right == Some(true)),
     ("its source has ended", |seen| seen.source == Some(Held::Gone)),
-    ("at its source, if that still lives", |seen| seen.source != Some(Held::Part)),
+    ("at its source, if that still runs", |seen| seen.source != Some(Held::Part)),
     ("at its destination; its source could not be ended", |seen| seen.source != Some(Held::Live)),
     ("in its image;", |seen| !seen.destinations.contains(&Held::Busy)),
     ("the image is as it was", |seen| !seen.destinations.contains(&Held::Busy)),

@@ -77,7 +77,7 @@ fn resume_runs_the_source_on_and_it_can_be_copied_again() {
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         let third = [&qmp(&source)[..], &scratch.text("third.img")];
         let said = refused(1, &third);
-        assert!(said.contains("run it on first (`cont`), or pass --resume"), "{said}");
+        assert!(said.contains("resume it first (`cont`), or pass --resume"), "{said}");
         assert!(!scratch.path("third.img").exists());
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
         copy(&[&["--resume"], &third[..]].concat());

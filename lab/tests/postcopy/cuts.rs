@@ -111,7 +111,7 @@ fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     tells(&mut towline, "a word of what is to be done", |event| {
-        event["text"].as_str().is_some_and(|text| text.contains("tell it `migrate-recover`"))
+        event["text"].as_str().is_some_and(|text| text.contains("send it `migrate-recover`"))
     });
     destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();
     let completed = completed(&towline.wait(WITHIN).unwrap());

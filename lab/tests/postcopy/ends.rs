@@ -34,9 +34,9 @@ fn what_does_not_go_with_it_is_refused_beforehand() {
     let count = store(&builder, &image);
     let destination = waiting(&builder);
     for (options, text) in [
-        ("--multifd-channels 2", "no QEMU takes pages on lanes once it runs"),
-        ("--compression zstd", "--compression is of lanes"),
-        ("--zero-copy-send on", "--zero-copy-send on is of lanes"),
+        ("--multifd-channels 2", "no QEMU receives pages on lanes once it runs"),
+        ("--compression zstd", "--compression applies to lanes"),
+        ("--zero-copy-send on", "--zero-copy-send on applies to lanes"),
         ("--return-path off", "needs the return path"),
         ("--recover --paused", "leave --run and --paused out"),
     ] {

@@ -84,7 +84,7 @@ fn of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_t
     assert_ended(
         &finished,
         3,
-        &["whole at its destination, paused; its source did not say whether it is done"],
+        &["whole at its destination, paused; its source did not report whether it is done"],
     );
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
     assert_runs_nowhere(&source, &destination);

@@ -126,8 +126,8 @@ mod tests {
         assert!(error("guest = []").contains("no [[guest]] in the file"));
         assert!(error("[[guest]]\ncid = 3").contains("missing field `socket`"));
         assert!(error("[[guest]]\ncid = 3\nsocket = 'a'\npath = 'b'").contains("unknown field `path`"));
-        assert!(error("[[guest]]\ncid = 2\nsocket = 'a'").contains("`2` is no guest's context"));
+        assert!(error("[[guest]]\ncid = 2\nsocket = 'a'").contains("`2` is not a guest CID"));
         let rule = error("[[guest]]\ncid = 3\nsocket = 'a'\nforward = ['guest:x=unix:/a']");
-        assert!(rule.contains("guest 3: `x` is no port"), "{rule}");
+        assert!(rule.contains("guest 3: `x` is not a port"), "{rule}");
     }
 }

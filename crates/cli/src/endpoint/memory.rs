@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-use towline_control::plan::MemoryRoom;
+use towline_control::plan::MemoryOptions;
 use towline_migration::synthetic::{Backing, Shape};
 
 use crate::units::bytes;
@@ -65,7 +65,7 @@ impl Memory {
     }
 
     /// Returns the memory of a destination.
-    pub(crate) fn destination(&self) -> Result<MemoryRoom, String> {
+    pub(crate) fn destination(&self) -> Result<MemoryOptions, String> {
         let source_only = [
             ("dirty", self.dirty_rate.is_some()),
             ("zero", self.zero_percent.is_some()),
@@ -76,13 +76,13 @@ impl Memory {
             return Err(format!("mem:{}: {key} is for a SOURCE: leave it out", self.text));
         }
         match (self.length, self.backing) {
-            (length, None) => Ok(MemoryRoom { length, is_huge: false }),
+            (length, None) => Ok(MemoryOptions { length, is_huge: false }),
             (None, Some(_)) => Err(format!("mem:{}: backing needs a size, such as mem:2G", self.text)),
             (_, Some(Backing::Private)) => Err(format!(
                 "mem:{}: a DEST with a size is a memfd: leave the size out for private memory",
                 self.text
             )),
-            (length, Some(backing)) => Ok(MemoryRoom { length, is_huge: backing == Backing::HugeTlb }),
+            (length, Some(backing)) => Ok(MemoryOptions { length, is_huge: backing == Backing::HugeTlb }),
         }
     }
 
@@ -144,10 +144,10 @@ mod tests {
 
     #[test]
     fn a_destination_has_a_size_or_adopts_the_sources() {
-        assert_eq!(memory("").destination(), Ok(MemoryRoom::default()));
+        assert_eq!(memory("").destination(), Ok(MemoryOptions::default()));
         assert_eq!(
             memory("1G,backing=hugetlb").destination(),
-            Ok(MemoryRoom { length: Some(1 << 30), is_huge: true })
+            Ok(MemoryOptions { length: Some(1 << 30), is_huge: true })
         );
         assert!(memory("1G,dirty=1M").destination().unwrap_err().contains("dirty is for a SOURCE"));
         assert!(memory(",backing=memfd").destination().unwrap_err().contains("backing needs a size"));

@@ -4,7 +4,7 @@ mod memory;
 mod text;
 
 use serde_json::{Value, json};
-use towline_control::plan::{self, Error, Failure, Keeper, PostcopyReport, Report};
+use towline_control::plan::{self, Error, Failure, PostcopyReport, Report, SourceCategory};
 use towline_image::{Increment, Uploaded};
 
 use crate::endpoint::Endpoint;
@@ -66,9 +66,9 @@ impl<'a> Results<'a> {
     /// Reports a failure.
     pub(crate) fn failed(&self, destination: &Endpoint, failure: &Failure) -> Exit {
         let keeper = match self.source {
-            Endpoint::Memory(_) => Keeper::Process,
-            source if source.is_image() => Keeper::Image,
-            _ => Keeper::Qemu,
+            Endpoint::Memory(_) => SourceCategory::Process,
+            source if source.is_image() => SourceCategory::Image,
+            _ => SourceCategory::Qemu,
         };
         let (row, guest) = (failure.guest.row(keeper), failure.guest.text(keeper));
         let exit = match failure.error.as_ref() {
@@ -115,7 +115,7 @@ impl<'a> Results<'a> {
     }
 
     /// Reports the end of all copies.
-    pub(crate) fn all(&self, outcomes: &[plan::Outcome], exit: Exit) {
+    pub(crate) fn all(&self, outcomes: &[plan::CopyResult], exit: Exit) {
         let done = outcomes.iter().filter(|outcome| outcome.is_ok()).count();
         let failed = outcomes.len() - done;
         let fields = json!({ "completed": done, "failed": failed });
@@ -142,7 +142,7 @@ fn completed(source: &Endpoint, destination: &Endpoint, report: &Report) -> Valu
         "compression-ratio": report.compression_ratio(),
         "zero-copy-send": events::zero_copy_send(report.zero_copy_send),
         "lanes": sends::json(&report.lane_sends),
-        "handed-over": report.handed_over,
+        "handed-over": report.loaded_by_qemu,
         "source-state": events::source_state(report.source),
         "source-text": report.source.text(),
         "destination-state": events::destination_state(report.destination),

@@ -61,7 +61,7 @@ fn transfer(reporter: &Reporter, report: &Report) {
             count(uploaded.zero_chunks)
         ));
     }
-    if report.handed_over {
+    if report.loaded_by_qemu {
         reporter.line(&format!(
             "  moved        by QEMU, {} channels, from the image itself",
             report.multifd_channels

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use towline_channel::Address;
-use towline_control::journal::Directory;
+use towline_control::journal::RuntimeDirectory;
 use towline_control::plan::{Destination, Request, Source};
 
 use super::{Policy, Ports};
@@ -49,7 +49,7 @@ pub(crate) fn policy_of_copy(
     policy.write.push(std::env::temp_dir());
     if matches!(source, Source::Qmp(_)) || destinations.iter().any(|one| matches!(one, Destination::Qmp(_))) {
         // Journals of QEMUs. A missing directory is reported where it is used.
-        policy.write.extend(Directory::open().ok().map(|directory| directory.path().to_owned()));
+        policy.write.extend(RuntimeDirectory::open().ok().map(|directory| directory.path().to_owned()));
     }
     permit_source(&mut policy, source)?;
     for destination in destinations {

@@ -154,7 +154,7 @@ impl Link {
                     break;
                 }
             }
-            ring.give_back(batch, sent);
+            ring.rewind(batch, sent);
             self.socket.transmit.publish();
             self.call()?;
             let came = self.reap(Some(&mut *ring))?;
@@ -163,11 +163,11 @@ impl Link {
                 return Err(Trouble::Discarded);
             }
             if taken == 0 {
-                ring.listen(true);
+                ring.set_notification(true);
                 return Ok(false);
             }
             if sent < taken {
-                ring.listen(false);
+                ring.set_notification(false);
                 return Ok(came && !*blocked);
             }
         }

@@ -76,7 +76,7 @@ impl Link {
     ) -> bool {
         self.draft.pieces.clear();
         let mut skip = u32::try_from(skip).expect("10 or 12");
-        for mut place in chain.readable_places() {
+        for mut place in chain.readable_ranges() {
             let skipped = skip.min(place.len);
             skip -= skipped;
             (place.offset, place.len) = (place.offset + u64::from(skipped), place.len - skipped);

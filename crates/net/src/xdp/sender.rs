@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, poll};
-use towline_vhost_user::{Batch, Head, Memory, Refusal, Ring};
+use towline_vhost_user::{BackendError, Batch, Head, Memory, Ring};
 
 use super::Xdp;
 use super::link::{Link, Trouble};
@@ -151,7 +151,7 @@ impl Sender {
         mut ring: Option<&mut Ring>,
         tally: &mut Tally,
         deadline: Instant,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), BackendError> {
         if let Some(link) = &mut self.link {
             match link.drain(ring.as_deref_mut(), deadline, true) {
                 Ok(true) => tally.pending = 0,
@@ -175,7 +175,7 @@ impl Sender {
         mut ring: Option<&mut Ring>,
         tally: &mut Tally,
         deadline: Instant,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), BackendError> {
         self.batch.clear();
         if let Some(link) = &mut self.link {
             if let Err(trouble) = link.drain(ring.as_deref_mut(), deadline, false) {
@@ -302,12 +302,12 @@ impl Sender {
     }
 
     /// Waits until nothing is with a closed socket.
-    fn part(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally) -> Result<(), Refusal> {
+    fn part(&mut self, mut ring: Option<&mut Ring>, tally: &mut Tally) -> Result<(), BackendError> {
         let until = Instant::now() + CLOSED_WITHIN;
         while !self.leaving.is_empty() && self.settle(ring.as_deref_mut(), tally) != Queue::Free {
             if Instant::now() >= until {
                 let (left, name) = (self.leaving.len(), self.shared.xdp.as_ref().map_or("", Xdp::name));
-                return Err(Refusal::new(format!(
+                return Err(BackendError::new(format!(
                     "{name} may still send {left} of its frames, as its queue is not free {} s after the socket was closed; \
                      look at the link and the driver of {name}, or another program has the queue",
                     CLOSED_WITHIN.as_secs()

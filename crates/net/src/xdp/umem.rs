@@ -14,7 +14,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::fstatfs;
-use towline_vhost_user::{Memory, Place};
+use towline_vhost_user::{GuestRange, Memory};
 
 use super::arena::SECTION_BYTES;
 use super::plan::Piece;
@@ -138,7 +138,7 @@ impl Umem {
     }
 
     /// A part of the guest's memory, in here.
-    pub(super) fn piece(&self, place: Place) -> Piece {
+    pub(super) fn piece(&self, place: GuestRange) -> Piece {
         let home = self.regions.get(place.region).copied().flatten();
         let page = home.map_or(PAGE_BYTES, |home| home.page);
         Piece { at: home.map(|home| home.at + place.offset), len: place.len, page }

@@ -30,7 +30,7 @@ impl<S: Sockets> Engine<S> {
         for _ in 0..ROUNDS {
             let wanted = self.wanted();
             if wanted == 0 {
-                ring.listen(false);
+                ring.set_notification(false);
                 return false;
             }
             let mut buffers = std::mem::take(&mut self.buffers);
@@ -39,12 +39,12 @@ impl<S: Sockets> Engine<S> {
             if count == 0 {
                 // Only now does it matter that the guest has new ones.
                 self.statistics.starved += 1;
-                ring.listen(true);
+                ring.set_notification(true);
                 return false;
             }
             let heavy = is_heavy(pieces(&self.buffers));
             let used = self.fill_batch(ring, count);
-            ring.give_back(&mut self.buffers, used);
+            ring.rewind(&mut self.buffers, used);
             if heavy {
                 self.buffers = Batch::new();
             }

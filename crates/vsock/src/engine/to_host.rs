@@ -25,7 +25,7 @@ impl<S: Sockets> Engine<S> {
             self.give_back(ring);
             // What is not looked at shall not keep us awake either.
             let takes = self.table.takes();
-            ring.listen(takes);
+            ring.set_notification(takes);
             if !takes {
                 return false;
             }

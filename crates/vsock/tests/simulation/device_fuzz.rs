@@ -261,8 +261,8 @@ impl Guest {
         assert_eq!(self.rx.in_flight(), 0, "buffers to receive into are held");
         let calls = net.calls() - before;
         assert!(calls < CALLS_MAX, "{calls} calls in one turn");
-        again |= self.rx.arm();
-        again |= self.tx.arm();
+        again |= self.rx.enable_notification_and_recheck();
+        again |= self.tx.enable_notification_and_recheck();
         again
     }
 
