@@ -223,7 +223,7 @@ fn what_would_do_nothing_is_refused() {
     let said = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
     assert!(said.starts_with("towline: --compression zstd between two images"), "{said}");
     let said = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
-    assert_eq!(said, "towline: --multifd-zstd-level is for --compression zstd\n");
+    assert_eq!(said, "towline: --multifd-zstd-level needs --compression zstd\n");
     let said = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
     assert!(said.contains("'qpl'") && said.contains("none, zlib, zstd"), "{said}");
     let said = refused(2, &["--compression", "zlib", "--multifd-zlib-level", "10", "qmp:/nowhere", "a.img"]);

@@ -124,7 +124,7 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
         (["mem:64M", "null:"], "mem: receives a synthetic guest"),
         (["mem:", "mem:"], "mem: as SOURCE needs a size"),
         (["mem:64M", "mem:64M,dirty=1M"], "dirty is for a SOURCE"),
-        (["mem:64M,speed=1", "mem:"], "is none of dirty=BYTES"),
+        (["mem:64M,speed=1", "mem:"], "expected dirty=BYTES"),
     ] {
         let refused = copy(&arguments).wait(WITHIN).unwrap();
         assert_eq!(refused.status.code(), Some(2), "{arguments:?}: {}", refused.stderr);

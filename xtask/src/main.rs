@@ -4,6 +4,7 @@
 //! developer's or CI's machine and are not part of the product. `setup` is the only task that changes the machine, and
 //! only when something is missing.
 
+mod bench;
 mod command;
 mod deb;
 mod demo;
@@ -15,6 +16,7 @@ mod setup;
 mod soak;
 mod test;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -37,6 +39,13 @@ enum Task {
         /// Install nothing; print newer QEMU versions of Debian than those that towline is tested with.
         #[arg(long, conflicts_with = "system")]
         newer: bool,
+    },
+    /// Measure on real guests, with release builds; `cargo xtask bench --help` lists tables and options.
+    #[command(disable_help_flag = true)]
+    Bench {
+        /// Tables and options.
+        #[arg(value_name = "ARGS", trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
     },
     /// Install the peers that the benches of vhost-user devices compare with, below target/peers.
     Peers,
@@ -71,6 +80,7 @@ fn main() -> ExitCode {
     let outcome = match Arguments::parse().task {
         Task::Setup { newer: true, .. } => setup::newer(),
         Task::Setup { system, .. } => setup::run(system),
+        Task::Bench { arguments } => bench::run(&arguments),
         Task::Peers => setup::peers::run(),
         Task::Lint => lint::run(),
         Task::Layering => layering::run(),

@@ -84,7 +84,7 @@ fn another_towline_goes_on_where_one_was_killed() {
     towline.kill().unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     let finished = run(&format!("copy --postcopy --recover --json {image} {}", qmp(&destination)));
-    assert_eq!(completed(&finished)["destination-state"], "runs");
+    assert_eq!(completed(&finished)["destination-state"], "running");
     prove_alive(&destination, count);
     // There is nothing to go on with any more.
     let finished = run(&format!("copy --postcopy --recover {image} {}", qmp(&destination)));

@@ -162,7 +162,7 @@ fn once_it_runs_it_is_too_late_to_cancel() {
     crate::support::tells(&mut towline, "a word about it", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("too late to cancel"))
     });
-    assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "runs");
+    assert_eq!(completed(&towline.wait(WITHIN).unwrap())["destination-state"], "running");
     prove_alive(&destination, count);
 }
 

@@ -30,9 +30,8 @@ fn a_partial_image_is_removed_when_nobody_writes_it() {
 
     let listed = place.run(&format!("repair {}", place.name("")));
     assert_ended(&listed, 0, &[]);
-    let writer = format!("stays: process {} (", alive.pid());
-    for text in [&left, "left by a writer that is gone; `towline repair IMAGE` removes it", &written, &writer]
-    {
+    let writer = format!("in use by process {} (", alive.pid());
+    for text in [&left, "left by a killed writer; `towline repair IMAGE` removes it", &written, &writer] {
         assert!(listed.stdout.contains(text), "no {text:?} in {}", listed.stdout);
     }
     assert!(std::fs::exists(&left).unwrap() && std::fs::exists(&written).unwrap());

@@ -11,7 +11,7 @@ fn an_image_goes_through_a_store_and_is_sent_once() {
     let place = Place::new();
     let first = place.done(&["copy", "mem:48M,seed=3", &place.store("vm/a")]);
     assert!(uploaded(&first, "sent-chunks") > 0, "{first}");
-    assert_eq!(first["destination-state"], "stored, synced");
+    assert_eq!(first["destination-state"], "stored");
     // Out of it, into memory that knows what it should hold, with lanes and without.
     for lanes in ["0", "3"] {
         let out = place.done(&["copy", "--multifd-channels", lanes, &place.store("vm/a"), "mem:"]);
