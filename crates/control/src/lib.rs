@@ -17,6 +17,7 @@
 
 pub mod check;
 pub mod device;
+pub mod in_place;
 pub mod journal;
 mod lock;
 pub mod moves;
