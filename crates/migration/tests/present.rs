@@ -168,7 +168,7 @@ fn present_memory_is_not_received_into() {
     }
 }
 
-/// What a QEMU without a way to leave memory out sends through a relay to one that has it.
+/// The source sends all pages, because it cannot leave any out.
 #[test]
 fn a_relay_forwards_all_but_present_blocks() {
     for lanes in [0, 2] {

@@ -12,7 +12,7 @@
 //!
 //! - [`of_image`]: QEMU maps an image copy-on-write; the guest's writes are its own.
 //! - [`of_reflink`]: QEMU maps a file that shares the image's storage ([`Reflink`]), for devices that need shared memory.
-//! - [`of_running`]: QEMU maps the memory of another QEMU, which runs the guest until it hands it over.
+//! - [`of_running`]: QEMU maps the memory of another QEMU, which has the guest until this one runs it.
 //!
 //! Out of scope: starting QEMU, and sending what is left (`plan`). Limits: Linux, a QEMU of this host whose process is
 //! identified; QEMU 8.2 and later where memory is mapped, any where it comes from. Nothing protects the image from programs that

@@ -63,8 +63,8 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error>
     of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
 }
 
-/// Returns true if a QEMU that waits at this monitor has memory of files, so that [`of_image`] may look into its process. An error
-/// is none here: the copy has it again.
+/// Returns true if a QEMU that waits at this monitor has memory of files, so that [`of_image`] looks into its process. False where
+/// the monitor cannot be asked; the copy reports that.
 #[must_use]
 pub fn may_map(socket: &Path) -> bool {
     let options =
