@@ -115,9 +115,9 @@ fn assert_mapped(presence: &Presence, block: &str, kind: Kind) {
 }
 
 #[test]
-fn memory_of_an_image_is_proven_or_the_reason_is_told() {
+fn memory_of_an_image_is_proven_or_a_reason_is_given() {
     let stored = Stored::new();
-    for binary in binaries("memory_of_an_image_is_proven_or_the_reason_is_told") {
+    for binary in binaries("memory_of_an_image_is_proven_or_a_reason_is_given") {
         if binary.expected_major == Some(7) {
             let flat = stored.path("flat");
             let arguments = format!("mem-path={},share=off", flat.display());
@@ -135,18 +135,23 @@ fn memory_of_an_image_is_proven_or_the_reason_is_told() {
         assert_eq!(*reason(&presence), Reason::PrivateCopies { bytes: MEMORY_MIB * MIB });
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=on");
         assert_eq!(*reason(&of_image(&mut qemu, &stored.image).unwrap()), Reason::ReadOnly);
-        let (_process, mut qemu) = stored.map(&binary, "share=on");
-        let error = of_image(&mut qemu, &stored.image).unwrap_err();
-        assert!(matches!(&error, Error::ImageShared { backend, .. } if backend == BLOCK_NAME), "{error}");
+        for properties in ["share=on", "share=off"] {
+            let (_process, mut qemu) = stored.map(&binary, properties);
+            let error = of_image(&mut qemu, &stored.image).unwrap_err();
+            assert!(
+                matches!(&error, Error::ImageWritable { backend, .. } if backend == BLOCK_NAME),
+                "{error}"
+            );
+        }
         // By another name of it, which QEMU's own description does not show.
         let alias = stored.path("alias");
         std::fs::hard_link(stored.image.path(), &alias).unwrap();
         let offset = stored.mapped().pages_offset;
-        let properties = format!("mem-path={},offset={offset},share=on", alias.display());
+        let properties = format!("mem-path={},offset={offset},share=off", alias.display());
         let (_process, mut qemu) = waiting(&binary, BLOCK_NAME, &properties);
         std::fs::remove_file(&alias).unwrap();
         let error = of_image(&mut qemu, &stored.image).unwrap_err();
-        assert!(matches!(error, Error::ImageShared { .. }), "{error}");
+        assert!(matches!(error, Error::ImageWritable { .. }), "{error}");
     }
 }
 
@@ -158,11 +163,11 @@ fn memory_without_a_file_is_not_expected_to_be_mapped() {
             with_memory(&binary, BLOCK_NAME, "memory-backend-ram", &["-incoming", "defer"]);
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         assert_eq!(*reason(&presence), Reason::BackendType { found: "memory-backend-ram".into() });
-        let told = std::cell::RefCell::new(Vec::new());
-        let notice = |text: &str| told.borrow_mut().push(text.to_owned());
+        let notices = std::cell::RefCell::new(Vec::new());
+        let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
         let cancel = Cancel::new().unwrap();
         let offered = offer(&mut qemu, &stored.image, Verify::Nothing, &cancel, &notice).unwrap();
-        assert!(offered.is_none() && told.into_inner().is_empty());
+        assert!(offered.is_none() && notices.into_inner().is_empty());
         drop(qemu);
         assert!(!may_map(&process.path("qmp")));
     }
@@ -288,7 +293,7 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
     }
 }
 
-/// Both blocks have one size, and which is which is not told.
+/// Both blocks have one size, and nothing else tells them apart.
 #[test]
 fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_not_proven() {
     let all = binaries("memory_of_an_old_qemu_with_two_blocks_of_one_size_is_not_proven");

@@ -1,7 +1,7 @@
 //! Memory backends of a QEMU, as it describes them itself over QMP.
 //!
 //! A RAM block of a `memory-backend-*` object has the object's id as its name, or with old machine types the object's path
-//! (`x-use-canonical-path-for-ramblock-id`). QEMU 8.2 and later also tell the address of each block.
+//! (`x-use-canonical-path-for-ramblock-id`). QEMU 8.2 and later also report the address of each block.
 
 use std::collections::BTreeMap;
 
@@ -90,7 +90,7 @@ impl Backends {
         self.backends.iter().find(|backend| backend.id == id)
     }
 
-    /// Address of a block in QEMU, where QEMU tells it.
+    /// Address of a block in QEMU, where QEMU reports it.
     pub(super) fn address_of(&self, block: &str) -> Option<u64> {
         self.addresses.get(block).copied()
     }
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_before_8_2_tells_no_addresses() {
+    fn a_qemu_before_8_2_reports_no_addresses() {
         let text = "              Block Name    PSize              Offset               Used              Total\n\
                     pc.ram    2 MiB  0x0000000000200000 0x0000000004000000 0x0000000004000000\n";
         assert_eq!(addresses(text), BTreeMap::new());

@@ -43,8 +43,8 @@ pub enum Reason {
     /// The guest could not write.
     #[error("QEMU maps it read-only, so that its guest could not write: start QEMU with rom=off")]
     ReadOnly,
-    /// QEMU does not tell the block's address, and nothing else identifies its memory.
-    #[error("QEMU {found} does not tell its address (`info ramblock`), and its size is not unique")]
+    /// QEMU does not report the block's address, and nothing else identifies its memory.
+    #[error("QEMU {found} does not report its address (`info ramblock`), and its size is not unique")]
     NoAddress {
         /// Its version.
         found: String,
@@ -107,9 +107,11 @@ pub enum Reason {
         "QEMU maps it with share=off, so that it has private copies of what it writes: start QEMU with share=on"
     )]
     Private,
-    /// The guest would write into the image.
-    #[error("QEMU maps the image shared, so that its guest would write into it: start QEMU with share=off")]
-    SharedImage,
+    /// QEMU may change the image.
+    #[error(
+        "QEMU has the image open for writing, so that its guest could change it: start QEMU with share=off,readonly=on,rom=off"
+    )]
+    WritableImage,
     /// A page of the mapping is no longer the file's.
     #[error(
         "QEMU has {bytes} bytes of private copies of it, whose content is not known: start QEMU without prealloc, and let nothing \
@@ -121,7 +123,7 @@ pub enum Reason {
     },
     /// The kernel does not report private copies.
     #[error(
-        "the kernel does not tell whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
+        "the kernel does not report whether QEMU has private copies of it (no Anonymous in /proc/PID/smaps)"
     )]
     PrivateCopiesUnknown,
     /// The image has no page bitmap bit where its file has content.
@@ -173,13 +175,13 @@ pub enum Error {
     /// Memory of the image is not what its manifest says.
     #[error(transparent)]
     Damaged(towline_migration::Error),
-    /// A restored guest would write into the image.
+    /// A restored guest could change the image.
     #[error(
-        "QEMU on {socket} maps the image {} shared and writable (memory backend {backend:?}), so that its guest would write into the \
-         image: start it with share=off, or with a copy of the image of its own (a reflink)",
+        "QEMU on {socket} has the image {} open for writing (memory backend {backend:?}), so that its guest's writes or its balloon \
+         would change the image: start it with share=off,readonly=on,rom=off, or with a copy of the image of its own (a reflink)",
         path.display()
     )]
-    ImageShared {
+    ImageWritable {
         /// The monitor's socket.
         socket: String,
         /// Id of the backend.

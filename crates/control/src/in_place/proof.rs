@@ -48,9 +48,10 @@ pub(super) fn check_backend(
     Ok(())
 }
 
-/// Returns true if the guest of a QEMU with this backend would write into the file that it maps.
-pub(super) fn writes_into_file(backend: &Backend) -> bool {
-    backend.maps_file() && backend.share && !backend.readonly
+/// Returns true if QEMU has opened the backend's file for writing. Then its guest can change the file: by writes if it is mapped
+/// shared, and if it is private by a balloon, since QEMU discards memory of a file by punching holes into it.
+pub(super) fn may_change_file(backend: &Backend) -> bool {
+    backend.maps_file() && !backend.readonly
 }
 
 /// Compares what is mapped for a block with what has to be.
@@ -78,8 +79,7 @@ pub(super) fn prove(wanted: &Wanted<'_>, found: Result<FileRange, NotOneRange>) 
         }
         (Kind::CopyOnWrite, Sharing::Private, Some(bytes)) => Err(Reason::PrivateCopies { bytes }),
         (Kind::CopyOnWrite, Sharing::Private, None) => Err(Reason::PrivateCopiesUnknown),
-        // Of an image it is refused before: `writes_into_file`.
-        (Kind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::SharedImage),
+        (Kind::CopyOnWrite, Sharing::Shared, _) => Err(Reason::WritableImage),
         (Kind::Reflink | Kind::Running, Sharing::Private, _) => Err(Reason::Private),
     }
 }

@@ -20,7 +20,7 @@ use towline_qmp::{self as qmp, Client};
 use super::backend::{Backend, Backends};
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
-use super::proof::{Wanted, check_backend, prove, writes_into_file};
+use super::proof::{Wanted, check_backend, may_change_file, prove};
 use super::{Error, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
@@ -43,12 +43,12 @@ pub enum Verify {
 /// Proves which blocks of `image` a waiting QEMU maps copy-on-write.
 ///
 /// # Errors
-/// [`Error::ImageShared`]; [`Error::Qemu`].
+/// [`Error::ImageWritable`]; [`Error::Qemu`].
 pub fn of_image(qemu: &mut Qemu, image: &Image) -> Result<Presence, Error> {
     let backends = Backends::of(qemu.client())?;
     for backend in image.ram_blocks().iter().filter_map(|block| backends.of_block(&block.name)) {
-        if writes_into_file(backend) && is_file(backend, image) {
-            return Err(image_shared(qemu, backend, image));
+        if may_change_file(backend) && is_file(backend, image) {
+            return Err(image_writable(qemu, backend, image));
         }
     }
     of_stored(qemu, &backends, image, Kind::CopyOnWrite)
@@ -134,8 +134,8 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
             None => Err(Reason::NoBackend),
             Some(backend) => stored.prove(qemu, backend, backends.address_of(&block.name), &process),
         };
-        if let (Err(Reason::SharedImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
-            return Err(image_shared(qemu, backend, image));
+        if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
+            return Err(image_writable(qemu, backend, image));
         }
         presence.add(&block.name, outcome);
     }
@@ -178,7 +178,12 @@ impl Stored<'_> {
         let own = self.own_range()?;
         let wanted =
             Wanted { block: &self.block.name, bytes, kind: self.kind, file: own.file, offset: own.offset };
-        let mapped = prove(&wanted, range_at(process.get()?, address, bytes))?;
+        let found = range_at(process.get()?, address, bytes);
+        let is_image = found.as_ref().is_ok_and(|range| range.file == own.file);
+        if is_image && self.kind == Kind::CopyOnWrite && may_change_file(backend) {
+            return Err(Reason::WritableImage);
+        }
+        let mapped = prove(&wanted, found)?;
         self.check_content(own.offset)?;
         Ok(mapped)
     }
@@ -211,9 +216,9 @@ fn is_file(backend: &Backend, image: &Image) -> bool {
     named.is_some() && named == image.file().metadata().ok().map(identity)
 }
 
-fn image_shared(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
+fn image_writable(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
     let (socket, backend) = (qemu.socket().to_owned(), backend.id.clone());
-    Error::ImageShared { socket, backend, path: image.path().to_owned() }
+    Error::ImageWritable { socket, backend, path: image.path().to_owned() }
 }
 
 /// The image, locked as its readers do, so that no towline replaces it meanwhile.

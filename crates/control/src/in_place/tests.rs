@@ -6,7 +6,7 @@ use towline_qmp::commands::Version;
 
 use super::backend::Backend;
 use super::maps::{Detail, FileId, Proc, has_shared, range_at};
-use super::proof::{Wanted, check_backend, prove, writes_into_file};
+use super::proof::{Wanted, check_backend, may_change_file, prove};
 use super::{Kind, Mapped, Reason};
 
 const MIB: u64 = 1 << 20;
@@ -137,7 +137,7 @@ fn wrong_mappings_are_not_proven() {
         ("a page off", at("rw-p", OFFSET + 4096, &file), elsewhere(OFFSET + 4096)),
         ("a page early", at("rw-p", OFFSET - 4096, &file), elsewhere(OFFSET - 4096)),
         ("the file's begin", at("rw-p", 0, &file), elsewhere(0)),
-        ("shared", at("rw-s", OFFSET, &file), Reason::SharedImage),
+        ("shared", at("rw-s", OFFSET, &file), Reason::WritableImage),
         ("read-only", at("r--p", OFFSET, &file), Reason::ReadOnly),
         ("no file", at("rw-p", 0, "00:00 0 "), Reason::Anonymous),
         ("nothing", Vec::new(), Reason::NotMapped),
@@ -198,7 +198,7 @@ fn blocks_in_another_order_are_not_proven() {
     }
 }
 
-/// Of a QEMU that does not tell addresses, the file decides.
+/// A QEMU before 8.2 reports no addresses: the file decides.
 #[test]
 fn memory_without_an_address_is_found_by_its_file() {
     let memfd = "00:01 9 /memfd:memory-backend-memfd (deleted)";
@@ -260,17 +260,16 @@ fn backends_that_cannot_map_the_image_are_not_examined() {
 }
 
 #[test]
-fn only_a_shared_writable_mapping_writes_into_the_image() {
-    assert!(!writes_into_file(&backend()));
-    assert!(!writes_into_file(&Backend { share: true, ..backend() }), "read-only");
-    assert!(!writes_into_file(&Backend { readonly: false, ..backend() }), "copy-on-write");
-    let writing = Backend { share: true, readonly: false, ..backend() };
-    assert!(writes_into_file(&writing));
-    assert!(!writes_into_file(&Backend { kind: "memory-backend-memfd".into(), ..writing }));
+fn only_a_file_that_is_open_for_reading_stays_as_it_is() {
+    assert!(!may_change_file(&backend()));
+    let writable = Backend { readonly: false, ..backend() };
+    assert!(may_change_file(&writable), "a balloon discards memory of the file");
+    assert!(may_change_file(&Backend { share: true, ..writable.clone() }));
+    assert!(!may_change_file(&Backend { kind: "memory-backend-memfd".into(), ..writable }));
 }
 
 #[test]
-fn only_expected_reasons_are_told() {
+fn reasons_of_ordinary_memory_are_not_reported() {
     let kind = "memory-backend-ram".into();
     assert!(Reason::NoBackend.is_ordinary() && Reason::BackendType { found: kind }.is_ordinary());
     assert!(!Reason::Split.is_ordinary());
