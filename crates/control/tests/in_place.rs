@@ -129,7 +129,7 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
         let (process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off");
         assert_mapped(&of_image(&mut qemu, &stored.image).unwrap(), BLOCK_NAME, Kind::CopyOnWrite);
         drop(qemu);
-        assert!(may_map(&process.path("qmp")));
+        assert!(may_map(&process.path("qmp"), stored.image.path()));
         let (_process, mut qemu) = stored.map(&binary, "share=off,readonly=on,rom=off,prealloc=on");
         let presence = of_image(&mut qemu, &stored.image).unwrap();
         assert_eq!(*reason(&presence), Reason::PrivateCopies { bytes: MEMORY_MIB * MIB });
@@ -155,23 +155,29 @@ fn memory_of_an_image_is_proven_or_a_reason_is_given() {
     }
 }
 
+/// Memory of no file, and of one that is not the image, as of huge pages.
 #[test]
-fn memory_without_a_file_is_not_expected_to_be_mapped() {
+fn memory_of_no_image_is_not_expected_to_be_mapped() {
     let stored = Stored::new();
-    for binary in binaries("memory_without_a_file_is_not_expected_to_be_mapped") {
-        let (process, mut qemu) =
-            with_memory(&binary, BLOCK_NAME, "memory-backend-ram", &["-incoming", "defer"]);
-        let presence = of_image(&mut qemu, &stored.image).unwrap();
-        assert_eq!(*reason(&presence), Reason::BackendType { found: "memory-backend-ram".into() });
-        let notices = std::cell::RefCell::new(Vec::new());
-        let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
-        let cancel = Cancel::new().unwrap();
-        let offered = offer(&mut qemu, &stored.image, Verify::Nothing, &cancel, &notice).unwrap();
-        assert!(offered.is_none() && notices.into_inner().is_empty());
-        drop(qemu);
-        assert!(!may_map(&process.path("qmp")));
+    let file = format!("memory-backend-file,share=on,mem-path={}", stored.path("memory").display());
+    for binary in binaries("memory_of_no_image_is_not_expected_to_be_mapped") {
+        for backend in ["memory-backend-ram", &file] {
+            let (process, mut qemu) = with_memory(&binary, BLOCK_NAME, backend, &["-incoming", "defer"]);
+            let presence = of_image(&mut qemu, &stored.image).unwrap();
+            assert!(
+                presence.is_empty() && presence.sent().iter().all(|sent| !sent.is_unexpected),
+                "{presence:?}"
+            );
+            let notices = std::cell::RefCell::new(Vec::new());
+            let notice = |text: &str| notices.borrow_mut().push(text.to_owned());
+            let cancel = Cancel::new().unwrap();
+            let offered = offer(&mut qemu, &stored.image, Verify::Nothing, &cancel, &notice).unwrap();
+            assert!(offered.is_none() && notices.into_inner().is_empty());
+            drop(qemu);
+            assert!(!may_map(&process.path("qmp"), stored.image.path()));
+        }
     }
-    assert!(!may_map(Path::new("/nowhere/qmp")));
+    assert!(!may_map(Path::new("/nowhere/qmp"), stored.image.path()));
 }
 
 /// As stock QEMU leaves an image of a running guest: the bit of a page is cleared, its old content stays.
@@ -295,8 +301,8 @@ fn memory_of_a_running_qemu_is_proven_for_another() {
 
 /// Both blocks have one size, and nothing else tells them apart.
 #[test]
-fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_not_proven() {
-    let all = binaries("memory_of_an_old_qemu_with_two_blocks_of_one_size_is_not_proven");
+fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_refused() {
+    let all = binaries("memory_of_an_old_qemu_with_two_blocks_of_one_size_is_refused");
     let (Some(newer), Some(binary)) =
         (all.first(), all.iter().find(|binary| binary.expected_major == Some(7)))
     else {
@@ -306,8 +312,8 @@ fn memory_of_an_old_qemu_with_two_blocks_of_one_size_is_not_proven() {
     let (old_process, mut old) =
         with_memory(binary, "mem", "memory-backend-memfd,share=on", &["-object", &spare]);
     let (_process, mut new) = waiting(newer, "mem", &format!("mem-path={},share=on", memfd_of(&old_process)));
-    let presence = of_running(&mut new, &mut old).unwrap();
-    assert!(matches!(reason(&presence), Reason::NoAddress { .. }), "{presence:?}");
+    let error = of_running(&mut new, &mut old).unwrap_err();
+    assert!(matches!(&error, Error::ForeignMemory { reason: Reason::NoAddress { .. }, .. }), "{error}");
 }
 
 #[test]
@@ -334,6 +340,30 @@ fn memory_that_an_exit_would_discard_is_refused() {
             }
         }
     }
+}
+
+/// A range of the file that is not the block's, within its memory or beside it.
+#[test]
+fn other_memory_of_a_running_guest_is_refused() {
+    let name = "other_memory_of_a_running_guest_is_refused";
+    let Some(binary) = binaries(name).into_iter().find(|binary| binary.expected_major != Some(7)) else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("ram");
+    std::fs::File::create(&path).unwrap().set_len(3 * MEMORY_MIB * MIB).unwrap();
+    let at = |offset: u64| format!("mem-path={},offset={offset},share=on", path.display());
+    let backend = format!("memory-backend-file,{}", at(0));
+    let (_old_process, mut old) = with_memory(&binary, "mem", &backend, &[]);
+    let half = MEMORY_MIB * MIB / 2;
+    let (_process, mut new) = waiting(&binary, "mem", &at(half));
+    let error = of_running(&mut new, &mut old).unwrap_err();
+    let is_of_block =
+        matches!(&error, Error::ForeignMemory { block, reason: Reason::Offset { .. }, .. } if block == "mem");
+    assert!(is_of_block, "{error}");
+    let (_process, mut new) = waiting(&binary, "mem", &at(2 * half));
+    let presence = of_running(&mut new, &mut old).unwrap();
+    assert!(matches!(reason(&presence), Reason::Offset { .. }), "{presence:?}");
 }
 
 /// The memory behind a descriptor.

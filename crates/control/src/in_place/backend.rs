@@ -95,9 +95,8 @@ impl Backends {
         self.addresses.get(block).copied()
     }
 
-    /// Returns true if one of them maps a file.
-    pub(super) fn map_files(&self) -> bool {
-        self.backends.iter().any(Backend::maps_file)
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Backend> {
+        self.backends.iter()
     }
 
     /// Returns true if no other backend has its size, so that it can be identified by that.

@@ -154,14 +154,6 @@ pub enum Reason {
     },
 }
 
-impl Reason {
-    /// Returns true if the backend maps no file at all, so that nothing was expected of it.
-    #[must_use]
-    pub fn is_ordinary(&self) -> bool {
-        matches!(self, Self::NoBackend | Self::BackendType { .. })
-    }
-}
-
 /// Reason why a copy, or an upgrade, is refused: it would damage memory that is in use.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -199,6 +191,19 @@ pub enum Error {
         socket: String,
         /// Id of the backend.
         backend: String,
+    },
+    /// A QEMU that loads would write into the guest that another one runs.
+    #[error(
+        "RAM block {block:?} of QEMU on {socket} is memory of the other QEMU's guest, and not that block of it: {reason}; loading would \
+         write into the guest"
+    )]
+    ForeignMemory {
+        /// The monitor's socket.
+        socket: String,
+        /// The block.
+        block: String,
+        /// The difference.
+        reason: Reason,
     },
     /// A copy of the image that shares its storage could not be made.
     #[error(

@@ -145,6 +145,16 @@ pub(super) fn has_shared(mappings: &[Mapping], file: FileId, offset: u64, length
     })
 }
 
+/// Returns true if a part of `length` bytes of a file from `offset` on is mapped shared.
+pub(super) fn overlaps_shared(mappings: &[Mapping], file: FileId, offset: u64, length: u64) -> bool {
+    mappings.iter().any(|mapping| {
+        let range = &mapping.range;
+        let is_before = range.offset + (mapping.end - mapping.start) <= offset;
+        let is_behind = offset + length <= range.offset;
+        range.file == file && range.sharing == Sharing::Shared && !is_before && !is_behind
+    })
+}
+
 impl FileRange {
     /// This range with the next part of it, which begins at `offset` of its file and `distance` behind this one's begin.
     fn joined(self, next: &Self, offset: u64, distance: u64) -> Option<Self> {
@@ -275,7 +285,10 @@ Anonymous:             0 kB
         assert!(has_shared(&mappings, file, 0, 1 << 20));
         assert!(has_shared(&mappings, file, 4096, (1 << 20) - 4096));
         assert!(!has_shared(&mappings, file, 4096, 1 << 20), "longer than the mapping");
+        assert!(overlaps_shared(&mappings, file, 4096, 1 << 20));
+        assert!(!overlaps_shared(&mappings, file, 1 << 20, 4096), "behind it");
         let private = FileId { major: 0xfe, minor: 0, inode: 4711 };
+        assert!(!overlaps_shared(&mappings, private, 1 << 20, 4096));
         assert!(!has_shared(&mappings, private, 1 << 20, 4096));
     }
 

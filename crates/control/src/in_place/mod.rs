@@ -73,6 +73,8 @@ pub struct Sent {
     pub block: String,
     /// Reason for it.
     pub reason: Reason,
+    /// True if the backend's file is named as if its memory were to be mapped, so that a user should learn of the reason.
+    pub is_unexpected: bool,
 }
 
 /// The memory of a guest at a destination that waits for it. While it lives, no towline replaces the image.
@@ -83,6 +85,15 @@ pub struct Presence {
     sent: Vec<Sent>,
     /// The image, locked as its readers do.
     _lock: Option<File>,
+}
+
+/// Purpose of a backend, by the file that it is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Intent {
+    /// Memory of the guest is to be mapped.
+    Mapped,
+    /// It is any other memory.
+    Other,
 }
 
 impl Presence {
@@ -121,12 +132,13 @@ impl Presence {
         self.mapped.iter().map(|mapped| mapped.block.as_str())
     }
 
-    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>) {
+    fn add(&mut self, block: &str, outcome: Result<Mapped, Reason>, intent: Intent) {
         match outcome {
             Ok(mapped) => self.mapped.push(mapped),
             Err(reason) => {
                 tracing::debug!(block, %reason, "pages are sent");
-                self.sent.push(Sent { block: block.to_owned(), reason });
+                let is_unexpected = intent == Intent::Mapped;
+                self.sent.push(Sent { block: block.to_owned(), reason, is_unexpected });
             }
         }
     }

@@ -1,16 +1,16 @@
 //! Memory of a running guest, which another QEMU maps as well.
 
 use super::backend::{Backend, Backends};
-use super::maps::{Detail, FileId, has_shared, range_at};
+use super::maps::{Detail, FileId, Sharing, has_shared, overlaps_shared, range_at};
 use super::process::Mappings;
 use super::proof::{Wanted, check_backend, prove};
-use super::{Error, Kind, Mapped, Presence, Reason};
+use super::{Error, Intent, Kind, Mapped, Presence, Reason};
 use crate::qemu::Qemu;
 
 /// Proves which blocks of the guest that `old` runs are the same memory in `new`, which waits for it.
 ///
 /// # Errors
-/// [`Error::DiscardsData`]; [`Error::Qemu`].
+/// [`Error::DiscardsData`]; [`Error::ForeignMemory`]; [`Error::Qemu`].
 pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     let (there, here) = (Backends::of(new.client())?, Backends::of(old.client())?);
     let ends = Ends {
@@ -20,11 +20,15 @@ pub fn of_running(new: &mut Qemu, old: &mut Qemu) -> Result<Presence, Error> {
     let mut presence = Presence::default();
     for block in old.facts().migrated_blocks() {
         let outcome = ends.block(&block.name, block.used_bytes);
-        if outcome.is_ok() {
-            ends.new.check_discards(&block.name)?;
-            ends.old.check_discards(&block.name)?;
+        match &outcome {
+            Ok(_) => {
+                ends.new.check_discards(&block.name)?;
+                ends.old.check_discards(&block.name)?;
+            }
+            Err(reason) => ends.check_foreign(&block.name, block.used_bytes, reason)?,
         }
-        presence.add(&block.name, outcome);
+        let is_file = there.of_block(&block.name).is_some_and(Backend::maps_file);
+        presence.add(&block.name, outcome, if is_file { Intent::Mapped } else { Intent::Other });
     }
     Ok(presence)
 }
@@ -87,5 +91,24 @@ impl Ends<'_> {
         };
         prove(&wanted(file, offset), old)?;
         prove(&wanted(file, offset), new)
+    }
+
+    /// What is not this block must not be any other memory of the guest: its pages are to be sent.
+    fn check_foreign(&self, block: &str, bytes: u64, reason: &Reason) -> Result<(), Error> {
+        let (Some(address), Ok(new), Ok(old)) =
+            (self.new.backends.address_of(block), self.new.process.get(), self.old.process.get())
+        else {
+            return Ok(());
+        };
+        match range_at(new, address, bytes) {
+            Ok(range)
+                if range.sharing == Sharing::Shared
+                    && overlaps_shared(old, range.file, range.offset, bytes) =>
+            {
+                let (socket, block) = (self.new.qemu.socket().to_owned(), block.to_owned());
+                Err(Error::ForeignMemory { socket, block, reason: reason.clone() })
+            }
+            _ => Ok(()),
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Memory of a stored guest: an image, or a reflink of one.
 
 use std::cell::OnceCell;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,7 +21,7 @@ use super::backend::{Backend, Backends};
 use super::maps::{Detail, FileRange, Mapping, range_at};
 use super::process::{Mappings, own_mappings};
 use super::proof::{Wanted, check_backend, may_change_file, prove};
-use super::{Error, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
+use super::{Error, Intent, Kind, Mapped, Presence, Reason, Reflink, Sent, content};
 use crate::qemu::Qemu;
 
 /// Threads that compare an image with its manifest.
@@ -63,14 +63,15 @@ pub fn of_reflink(qemu: &mut Qemu, reflink: &Reflink) -> Result<Presence, Error>
     of_stored(qemu, &backends, reflink.image(), Kind::Reflink)
 }
 
-/// Returns true if a QEMU that waits at this monitor has memory of files, so that [`of_image`] looks into its process. False where
-/// the monitor cannot be asked; the copy reports that.
+/// Returns true if a QEMU that waits at this monitor says that it maps this image, so that [`of_image`] looks into its process. False
+/// where one of them cannot be examined; the copy reports that.
 #[must_use]
-pub fn may_map(socket: &Path) -> bool {
+pub fn may_map(socket: &Path, image: &Path) -> bool {
     let options =
         qmp::Options { deadline: LOOK_DEADLINE, greeting_deadline: LOOK_DEADLINE, ..qmp::Options::default() };
-    let maps_file = |mut client: Client| Backends::of(&mut client).map(|backends| backends.map_files());
-    Client::connect(socket, &options).and_then(maps_file).unwrap_or_default()
+    let Ok(image) = image.metadata() else { return false };
+    let backends = Client::connect(socket, &options).and_then(|mut client| Backends::of(&mut client));
+    backends.is_ok_and(|backends| backends.iter().any(|backend| is_same(backend, &image)))
 }
 
 /// The memory of `image` that a waiting QEMU maps; `None`: all of it has to be sent. `notice` receives sentences for the user. With
@@ -87,7 +88,7 @@ pub fn offer(
     notice: &dyn Fn(&str),
 ) -> Result<Option<Presence>, Error> {
     let presence = of_image(qemu, image)?;
-    for Sent { block, reason } in presence.sent.iter().filter(|sent| !sent.reason.is_ordinary()) {
+    for Sent { block, reason, .. } in presence.sent.iter().filter(|sent| sent.is_unexpected) {
         notice(&format!("memory of block {block:?} is sent, not mapped: {reason}"));
     }
     if presence.is_empty() {
@@ -137,14 +138,17 @@ fn of_stored(qemu: &Qemu, backends: &Backends, image: &Image, kind: Kind) -> Res
         if let (Err(Reason::WritableImage), Some(backend)) = (&outcome, backends.of_block(&block.name)) {
             return Err(image_writable(qemu, backend, image));
         }
-        presence.add(&block.name, outcome);
+        let is_named = backends.of_block(&block.name).is_some_and(|backend| is_file(backend, image));
+        presence.add(&block.name, outcome, if is_named { Intent::Mapped } else { Intent::Other });
     }
     if !presence.is_empty() {
         match locked(image) {
             Ok(lock) => presence._lock = Some(lock),
             Err(reason) => {
                 let mapped = std::mem::take(&mut presence.mapped);
-                mapped.iter().for_each(|mapped| presence.add(&mapped.block, Err(reason.clone())));
+                mapped
+                    .iter()
+                    .for_each(|mapped| presence.add(&mapped.block, Err(reason.clone()), Intent::Mapped));
             }
         }
     }
@@ -211,9 +215,12 @@ impl Stored<'_> {
 
 /// Returns true if the backend's path leads to the image now.
 fn is_file(backend: &Backend, image: &Image) -> bool {
-    let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
-    let named = backend.path.as_ref().and_then(|path| std::fs::metadata(path).ok()).map(identity);
-    named.is_some() && named == image.file().metadata().ok().map(identity)
+    image.file().metadata().is_ok_and(|metadata| is_same(backend, &metadata))
+}
+
+fn is_same(backend: &Backend, file: &Metadata) -> bool {
+    let named = backend.path.as_ref().filter(|_| backend.maps_file()).map(std::fs::metadata);
+    matches!(named, Some(Ok(named)) if (named.dev(), named.ino()) == (file.dev(), file.ino()))
 }
 
 fn image_writable(qemu: &Qemu, backend: &Backend, image: &Image) -> Error {
