@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use towline_channel::Address;
+use towline_control::in_place;
 use towline_control::journal::RuntimeDirectory;
 use towline_control::plan::{Destination, Request, Source};
 
@@ -56,7 +57,7 @@ pub(crate) fn policy_of_copy(
         permit_destination(&mut policy, destination)?;
     }
     // Drives that several QEMUs share are found in their open files.
-    policy.inspects_processes = destinations.len() > 1;
+    policy.inspects_processes = destinations.len() > 1 || may_map(source, destinations, request);
     if is_local(source, destinations) {
         // Lanes within this process are TCP connections by any free port.
         (policy.bind, policy.connect) = (Ports::Any, Ports::Any);
@@ -95,6 +96,14 @@ fn permit_destination(policy: &mut Policy, destination: &Destination) -> Option<
         Destination::Qmp(_) | Destination::Memory(_) | Destination::Null => {}
     }
     Some(())
+}
+
+/// Returns true if a destination's QEMU names the image as its memory, which its mappings have to prove.
+fn may_map(source: &Source, destinations: &[Destination], request: &Request) -> bool {
+    let Source::Image(image) = source else { return false };
+    let may_map =
+        |one: &Destination| matches!(one, Destination::Qmp(socket) if in_place::may_map(socket, image));
+    !request.stream && destinations.iter().any(may_map)
 }
 
 /// Permits an image, the target of its symbolic link, and its base images.

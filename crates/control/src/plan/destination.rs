@@ -105,6 +105,11 @@ impl QmpDestination {
         &self.qemu
     }
 
+    /// The QEMU, for queries.
+    pub(super) fn qemu_mut(&mut self) -> &mut Qemu {
+        &mut self.qemu
+    }
+
     /// The facts.
     pub(super) fn facts(&self) -> &Facts {
         self.qemu.facts()

@@ -28,6 +28,8 @@ pub enum Error {
     Check(#[from] crate::check::Error),
     #[error(transparent)]
     Move(#[from] crate::moves::Error),
+    #[error(transparent)]
+    InPlace(#[from] crate::in_place::Error),
     #[error("{0}")]
     Usage(String),
     #[error(

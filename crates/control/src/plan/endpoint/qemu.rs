@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use towline_channel::Channel;
 use towline_image::{Image, Origin as ImageOrigin};
 use towline_migration::incoming::Connections;
-use towline_migration::{Compression, Relay, Session, Sink, Snapshot};
+use towline_migration::{Compression, Guest, Relay, Session, Sink, Snapshot};
 
 use super::super::context::Context;
 use super::super::destination::{QmpDestination, StartFailure};
@@ -25,6 +25,7 @@ use super::super::vsock::DetachedVsocks;
 use super::traits::{
     DestinationEndpoint, GuestDescription, LocalGuest, Rollback, SourceControl, SourceEndpoint, receiver,
 };
+use crate::in_place::{self, Presence, Verify};
 use crate::moves::MoveEnd;
 use crate::switchover::{
     DestinationKind, DestinationStatus, Directive, GuestRunState, SourceKind, StartResult,
@@ -176,15 +177,26 @@ impl QemuDestination {
         Self { qemu, relay: None, is_loaded_by_qemu: false }
     }
 
+    /// The memory that this QEMU already has, because it maps the image.
+    fn presence(&mut self, local: &LocalGuest<'_>, context: &Context<'_>) -> Result<Option<Presence>, Error> {
+        let Some(image) = local.file.filter(|_| !context.options.stream) else { return Ok(None) };
+        let verify = if context.options.verify { Verify::All } else { Verify::Nothing };
+        let notice = |text: &str| context.observer.notice(text);
+        let presence = in_place::offer(self.qemu.qemu_mut(), image, verify, context.cancel, &notice)?;
+        context.check_cancelled()?;
+        Ok(presence)
+    }
+
     fn stream(
         &mut self,
-        local: &LocalGuest<'_>,
+        guest: &dyn Guest,
+        lanes: usize,
         switchover: &Arc<SharedSwitchover>,
         context: &Context<'_>,
     ) -> Result<Snapshot, Error> {
-        let connections = self.qemu.start(context.lanes, context.options, context.cancel)?;
+        let connections = self.qemu.start(lanes, context.options, context.cancel)?;
         let mut queried_at = Instant::now();
-        send(local.guest, &connections, switchover, context, &mut || {
+        send(guest, &connections, switchover, context, &mut || {
             if queried_at.elapsed() > SEND_INTERVAL {
                 queried_at = Instant::now();
                 self.qemu.check_not_failed()?;
@@ -250,11 +262,14 @@ impl DestinationEndpoint for QemuDestination {
             && context.options.compression == Compression::None;
         let loads = !context.options.stream && self.qemu.loads_images() && is_plain;
         let file = local.file.filter(|image| loads && !image.is_incremental());
-        self.is_loaded_by_qemu = file.is_some();
+        let presence = self.presence(local, context)?;
+        self.is_loaded_by_qemu = file.is_some() && presence.is_none();
         context.observer.phase(Phase::Connect);
-        let moved = match file {
-            Some(file) => self.load(file, context)?,
-            None => self.stream(local, switchover, context)?,
+        let moved = match (&presence, file) {
+            // Few bytes are left: no lanes.
+            (Some(presence), _) => self.stream(&presence.guest(local.guest)?, 0, switchover, context)?,
+            (None, Some(file)) => self.load(file, context)?,
+            (None, None) => self.stream(local.guest, context.lanes, switchover, context)?,
         };
         self.qemu.wait_loaded()?;
         Ok(moved)
