@@ -25,6 +25,7 @@ const TABLE: &[(&str, May)] = &[
     ("towline-compat", May::Use(&["towline-protocol"])),
     ("towline-vhost-user", May::Use(&["towline-channel"])),
     ("towline-qmp", May::Use(&["towline-channel"])),
+    ("towline-launch", May::Use(&["towline-qmp"])),
     ("towline-frontend", May::Use(&[])),
     ("towline-net", May::Use(&["towline-vhost-user", "towline-channel"])),
     ("towline-vsock", May::Use(&["towline-vhost-user", "towline-channel"])),

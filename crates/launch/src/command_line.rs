@@ -1,0 +1,365 @@
+//! The command line of a QEMU as typed options.
+//!
+//! ```text
+//!   /proc/PID/cmdline ─► CommandLine ─► Recorded (JSON, without secrets) ─► Recorded::allow ─► AllowedCommandLine ─► argv
+//!                             └───────────────── CommandLine::trust ──────────────────────────────┘
+//! ```
+//! A command line that was parsed is written again so that QEMU reads the same options in the same order. Nothing here judges it; that
+//! is [`Recorded::allow`](crate::Recorded::allow). An option with a name that is not known is an error, because it cannot be said if it takes a value.
+
+mod error;
+mod options;
+mod properties;
+mod size;
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt as _;
+
+pub use error::{ParseError, ValueError};
+pub(crate) use options::DISK_FILE;
+pub use options::{OptionName, Syntax};
+pub use properties::{Properties, Property};
+pub use size::parse_size;
+
+use crate::limits::{COMMAND_LINE_BYTES_MAX, OPTIONS_MAX, VALUE_BYTES_MAX};
+
+/// A CPU model and its features, as `-cpu` has them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CpuModel {
+    /// Name of the model.
+    pub model: String,
+    /// Features as they were written: `+avx`, `-avx`, `avx`, `avx=on`.
+    pub features: Vec<String>,
+}
+
+/// A default for a property of all devices of a driver (`-global`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Global {
+    /// The driver's name.
+    pub driver: String,
+    /// The property's name.
+    pub property: String,
+    /// Its value.
+    pub value: String,
+}
+
+/// Value of an option, parsed as the option's [`Syntax`] requires.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OptionValue {
+    /// A flag has none.
+    Flag,
+    /// A text.
+    Text(String),
+    /// Properties.
+    Properties(Properties),
+    /// Of `-cpu`.
+    Cpu(CpuModel),
+    /// Of `-global`.
+    Global(Global),
+}
+
+/// One option.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QemuOption {
+    /// Its name.
+    pub name: OptionName,
+    /// Its value.
+    pub value: OptionValue,
+}
+
+/// Options in their order, without the program's name.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CommandLine {
+    options: Vec<QemuOption>,
+}
+
+/// Size of the guest's memory, as `-m` has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemorySize {
+    /// Bytes at start.
+    pub size_bytes: u64,
+    /// Slots for memory that is plugged later.
+    pub slots: u64,
+    /// Bytes with all slots used; `None` without slots.
+    pub size_bytes_max: Option<u64>,
+}
+
+impl CommandLine {
+    /// Parses the arguments of a QEMU, without the program's name.
+    ///
+    /// # Errors
+    /// The first fault, with the option that has it.
+    pub fn parse<I: IntoIterator<Item: AsRef<OsStr>>>(arguments: I) -> Result<Self, ParseError> {
+        let mut command_line = Self::default();
+        let mut bytes = 0;
+        let mut words = arguments.into_iter().enumerate();
+        while let Some((position, word)) = words.next() {
+            let word = text(word.as_ref(), position + 1)?;
+            bytes += word.len() + 1;
+            if bytes > COMMAND_LINE_BYTES_MAX {
+                return Err(ParseError::TooLong { found: bytes });
+            }
+            let Some(name) = word.strip_prefix('-') else {
+                command_line.push(QemuOption::parse(DISK_FILE, Some(word))?)?;
+                continue;
+            };
+            let name = name.strip_prefix('-').unwrap_or(name);
+            let name = OptionName::find(name).filter(|name| *name != DISK_FILE);
+            let name = name.ok_or_else(|| ParseError::UnknownOption { option: excerpt(word) })?;
+            let value = match name.syntax() {
+                Syntax::Flag => None,
+                _ => {
+                    let Some((position, value)) = words.next() else {
+                        return Err(ParseError::MissingValue { option: name.to_string() });
+                    };
+                    let value = text(value.as_ref(), position + 1)?.to_owned();
+                    bytes += value.len() + 1;
+                    Some(value)
+                }
+            };
+            command_line.push(QemuOption::parse(name, value.as_deref())?)?;
+        }
+        if bytes > COMMAND_LINE_BYTES_MAX {
+            return Err(ParseError::TooLong { found: bytes });
+        }
+        Ok(command_line)
+    }
+
+    /// Parses the contents of `/proc/PID/cmdline`: words that end with a NUL, the first of which is the program.
+    ///
+    /// # Errors
+    /// As [`CommandLine::parse`].
+    pub fn parse_proc(cmdline: &[u8]) -> Result<Self, ParseError> {
+        if cmdline.len() > COMMAND_LINE_BYTES_MAX {
+            return Err(ParseError::TooLong { found: cmdline.len() });
+        }
+        let words = cmdline.strip_suffix(b"\0").unwrap_or(cmdline);
+        Self::parse(words.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes))
+    }
+
+    /// Reads the command line of a running QEMU. Its working directory is not part of it: relative paths are the caller's to resolve.
+    ///
+    /// # Errors
+    /// [`ParseError::Process`] if `/proc` does not show it, and those of [`CommandLine::parse`].
+    pub fn of_process(pid: u32) -> Result<Self, ParseError> {
+        let bytes = std::fs::read(format!("/proc/{pid}/cmdline"));
+        Self::parse_proc(&bytes.map_err(|error| ParseError::Process { pid, reason: error.to_string() })?)
+    }
+
+    /// Its options, in order.
+    #[must_use]
+    pub fn options(&self) -> &[QemuOption] {
+        &self.options
+    }
+
+    pub(crate) fn options_mut(&mut self) -> &mut Vec<QemuOption> {
+        &mut self.options
+    }
+
+    /// Adds an option at the end.
+    ///
+    /// # Errors
+    /// [`ParseError::TooManyOptions`].
+    pub fn push(&mut self, option: QemuOption) -> Result<(), ParseError> {
+        if self.options.len() == OPTIONS_MAX {
+            return Err(ParseError::TooManyOptions);
+        }
+        self.options.push(option);
+        Ok(())
+    }
+
+    /// Writes it as arguments, without the program's name.
+    #[must_use]
+    pub fn to_arguments(&self) -> Vec<OsString> {
+        let mut arguments = Vec::with_capacity(2 * self.options.len());
+        for option in &self.options {
+            if option.name != DISK_FILE {
+                arguments.push(OsString::from(format!("-{}", option.name.as_str())));
+            }
+            arguments.extend(option.value_text().map(OsString::from));
+        }
+        arguments
+    }
+
+    /// Returns the options of that name, in order.
+    pub fn named<'a>(&'a self, name: &'a str) -> impl DoubleEndedIterator<Item = &'a QemuOption> + 'a {
+        self.options.iter().filter(move |option| option.name.as_str() == name)
+    }
+
+    /// Returns a property of an option that is merged of all its occurrences (`-machine`, `-m`, `-smp`, `-name`): the last one given.
+    #[must_use]
+    pub fn merged_value(&self, name: &str, key: &str) -> Option<String> {
+        self.named(name).rev().find_map(|option| option.properties()?.value(key))
+    }
+
+    /// Returns the machine type, if there is one.
+    #[must_use]
+    pub fn machine_type(&self) -> Option<String> {
+        self.merged_value("machine", "type")
+    }
+
+    /// Returns the size of the guest's memory; `None` for QEMU's default.
+    ///
+    /// # Errors
+    /// [`ParseError::Value`] if it is not a size.
+    pub fn memory_size(&self) -> Result<Option<MemorySize>, ParseError> {
+        let fault = |source| ParseError::Value { option: "-m".into(), source };
+        let size = |key, unit| {
+            self.merged_value("m", key).map(|text| parse_size(&text, unit)).transpose().map_err(fault)
+        };
+        let Some(size_bytes) = size("size", 1 << 20)? else { return Ok(None) };
+        let slots = size("slots", 1)?.unwrap_or(0);
+        Ok(Some(MemorySize { size_bytes, slots, size_bytes_max: size("maxmem", 1)? }))
+    }
+
+    /// Returns the object with this id.
+    #[must_use]
+    pub fn object(&self, id: &str) -> Option<&QemuOption> {
+        self.named("object").find(|option| option.id().as_deref() == Some(id))
+    }
+}
+
+impl QemuOption {
+    /// Parses an option's value.
+    ///
+    /// # Errors
+    /// A value that is missing, too long, has control characters or not the option's syntax.
+    pub fn parse(name: OptionName, value: Option<&str>) -> Result<Self, ParseError> {
+        let option = || name.to_string();
+        let Some(text) = value else {
+            return match name.syntax() {
+                Syntax::Flag => Ok(Self { name, value: OptionValue::Flag }),
+                _ => Err(ParseError::MissingValue { option: option() }),
+            };
+        };
+        if name == DISK_FILE && text.starts_with('-') {
+            // It would be written as a word that QEMU takes for an option.
+            return Err(ParseError::UnknownOption { option: excerpt(text) });
+        }
+        if text.len() > VALUE_BYTES_MAX {
+            return Err(ParseError::ValueTooLong { option: option(), found: text.len() });
+        }
+        if text.chars().any(char::is_control) {
+            return Err(ParseError::ControlCharacter { option: option() });
+        }
+        let fault = |source| ParseError::Value { option: option(), source };
+        let value = match name.syntax() {
+            Syntax::Flag => return Err(ParseError::UnexpectedValue { option: option() }),
+            Syntax::Text => OptionValue::Text(text.to_owned()),
+            Syntax::Properties { accepts_json: true, .. } if text.starts_with('{') => {
+                OptionValue::Properties(Properties::parse_json(text).map_err(fault)?)
+            }
+            Syntax::Properties { implied, .. } => {
+                OptionValue::Properties(Properties::parse(text, implied).map_err(fault)?)
+            }
+            Syntax::Cpu => OptionValue::Cpu(CpuModel::parse(text)),
+            Syntax::Global => OptionValue::Global(Global::parse(text).map_err(fault)?),
+        };
+        Ok(Self { name, value })
+    }
+
+    /// Writes its value as QEMU reads it; a flag has none.
+    #[must_use]
+    pub fn value_text(&self) -> Option<String> {
+        Some(match &self.value {
+            OptionValue::Flag => return None,
+            OptionValue::Text(text) => text.clone(),
+            OptionValue::Properties(properties) => {
+                let implied = match self.name.syntax() {
+                    Syntax::Properties { implied, .. } => implied,
+                    _ => None,
+                };
+                properties.to_text(implied)
+            }
+            OptionValue::Cpu(cpu) => cpu.to_text(),
+            OptionValue::Global(global) => global.to_text(),
+        })
+    }
+
+    /// Its properties, if its syntax has them.
+    #[must_use]
+    pub fn properties(&self) -> Option<&Properties> {
+        match &self.value {
+            OptionValue::Properties(properties) => Some(properties),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn properties_mut(&mut self) -> Option<&mut Properties> {
+        match &mut self.value {
+            OptionValue::Properties(properties) => Some(properties),
+            _ => None,
+        }
+    }
+
+    /// Returns the id by which others refer to it: `id=`, or the `node-name=` of a `-blockdev`.
+    #[must_use]
+    pub fn id(&self) -> Option<String> {
+        let key = if self.name.as_str() == "blockdev" { "node-name" } else { "id" };
+        self.properties()?.value(key)
+    }
+}
+
+impl CpuModel {
+    fn parse(text: &str) -> Self {
+        let mut words = text.split(',').map(str::to_owned);
+        Self { model: words.next().unwrap_or_default(), features: words.collect() }
+    }
+
+    fn to_text(&self) -> String {
+        let words: Vec<&str> =
+            std::iter::once(&self.model).chain(&self.features).map(String::as_str).collect();
+        words.join(",")
+    }
+}
+
+impl Global {
+    fn parse(text: &str) -> Result<Self, ValueError> {
+        let fault = || ValueError::Global { found: excerpt(text) };
+        let (before, value) = text.split_once('=').ok_or_else(fault)?;
+        // `driver.property=value`, where the value is not escaped; otherwise properties.
+        if let Some((driver, property)) = before.split_once('.')
+            && !before.contains(',')
+        {
+            return Ok(Self {
+                driver: driver.to_owned(),
+                property: property.to_owned(),
+                value: value.to_owned(),
+            });
+        }
+        let properties = Properties::parse(text, None)?;
+        let field = |key| properties.value(key).ok_or_else(fault);
+        Ok(Self { driver: field("driver")?, property: field("property")?, value: field("value")? })
+    }
+
+    fn to_text(&self) -> String {
+        let is_plain = |text: &str| !text.is_empty() && text.len() < 64 && !text.contains(['.', '=', ',']);
+        if is_plain(&self.driver) && is_plain(&self.property) {
+            return format!("{}.{}={}", self.driver, self.property, self.value);
+        }
+        let escape = |text: &str| text.replace(',', ",,");
+        format!(
+            "driver={},property={},value={}",
+            escape(&self.driver),
+            escape(&self.property),
+            escape(&self.value)
+        )
+    }
+}
+
+/// The beginning of a text of unknown length, for errors.
+pub(crate) fn excerpt(text: &str) -> String {
+    const CHARS_MAX: usize = 80;
+    let mut excerpt: String = text.chars().take(CHARS_MAX).flat_map(char::escape_debug).collect();
+    if text.chars().nth(CHARS_MAX).is_some() {
+        excerpt.push('…');
+    }
+    excerpt
+}
+
+fn text(word: &OsStr, position: usize) -> Result<&str, ParseError> {
+    word.to_str().ok_or(ParseError::NotUtf8 { position })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,305 @@
+//! The command line of an image, which may come from anyone, and what of it is started.
+//!
+//! Everything is an allow-list: options, types of objects, devices and backends, their properties, and the form of each value
+//! ([`form`]). No form admits a path, so whatever is in the image, the argv has no path, socket, interface or program of its choice.
+//! Values for those come from [`HostArguments`]. Values that an image has in their place are refused rather than ignored, so that a
+//! guest does not start without a part of it.
+
+mod devices;
+mod form;
+mod options;
+mod refusal;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+
+pub(crate) use options::is_of_process;
+pub use refusal::{Reason, Refusal, Refused};
+
+use crate::command_line::{
+    CommandLine, CpuModel, Global, OptionName, OptionValue, Properties, QemuOption, excerpt,
+};
+use crate::host::HostArguments;
+use crate::limits::COMMAND_LINE_BYTES_MAX;
+use crate::record::Recorded;
+use crate::settings::{self, Candidate, Origin};
+use form::Form;
+use options::{Known, Rule, rule};
+
+/// A command line that may be started. Made by [`Recorded::allow`], or by a caller who trusts its origin.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AllowedCommandLine {
+    pub(crate) command_line: CommandLine,
+    /// The user's own arguments, which follow as they are.
+    pub(crate) arguments: Vec<OsString>,
+}
+
+impl Recorded {
+    /// Accepts what is known to be harmless and takes everything of the host from `host`.
+    ///
+    /// # Errors
+    /// [`Refused::Image`] with all refusals; or a setting or an argument of `host` that is at fault.
+    pub fn allow(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+        let mut candidates = settings::apply(self.command_line(), &host.settings)?;
+        let mut refusals = self.missing_secrets(host);
+        replace_consoles(&mut candidates, host);
+        candidates.iter().for_each(|candidate| judge(candidate, &mut refusals));
+        duplicate_ids(&candidates, &mut refusals);
+        if refusals.is_empty() { finish(candidates, host) } else { Err(Refused::Image(refusals)) }
+    }
+
+    /// Accepts everything: the image decides what runs on this host and with which files. Values of `host` replace the image's.
+    ///
+    /// # Errors
+    /// A secret that was left out and not set; a setting or an argument of `host` that is at fault.
+    pub fn trust(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+        let refusals = self.missing_secrets(host);
+        if !refusals.is_empty() {
+            return Err(Refused::Image(refusals));
+        }
+        trust(self.command_line(), host)
+    }
+
+    fn missing_secrets(&self, host: &HostArguments) -> Vec<Refusal> {
+        let is_set = |key: &str| {
+            host.settings.iter().any(|setting| {
+                setting.key == key || key.strip_prefix(&setting.key).is_some_and(|rest| rest.starts_with('.'))
+            })
+        };
+        let missing = self.left_out().iter().filter(|key| !is_set(key));
+        missing.map(|key| refusal(key.clone(), "", Reason::LeftOut)).collect()
+    }
+}
+
+impl CommandLine {
+    /// Accepts a command line whose origin is trusted as this host is: that of a process of the same user on it.
+    ///
+    /// # Errors
+    /// A setting or an argument of `host` that is at fault.
+    pub fn trust(&self, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+        trust(self, host)
+    }
+}
+
+impl AllowedCommandLine {
+    /// Its options, without the user's own arguments.
+    #[must_use]
+    pub fn command_line(&self) -> &CommandLine {
+        &self.command_line
+    }
+
+    /// Writes it as arguments, without the program's name. They are meant for `execve`, never for a shell.
+    #[must_use]
+    pub fn to_arguments(&self) -> Vec<OsString> {
+        let mut arguments = self.command_line.to_arguments();
+        arguments.extend(self.arguments.iter().cloned());
+        arguments
+    }
+}
+
+fn trust(command_line: &CommandLine, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+    let guest = command_line.without_process_options();
+    let mut candidates = settings::apply(&guest, &host.settings)?;
+    // Those of the host alone: a port of a trusted image has the other end that the image names.
+    candidates.retain(|candidate| {
+        candidate.origin == Origin::Host || !is_of_process(candidate.option.name.as_str())
+    });
+    finish(candidates, host)
+}
+
+fn finish(candidates: Vec<Candidate>, host: &HostArguments) -> Result<AllowedCommandLine, Refused> {
+    let mut command_line = CommandLine::default();
+    for candidate in candidates {
+        command_line.push(candidate.option).map_err(Refused::Argument)?;
+    }
+    let own = CommandLine::parse(&host.arguments).map_err(Refused::Argument)?;
+    // Without an option for it, QEMU opens a window or listens for VNC.
+    let is_display =
+        |option: &QemuOption| ["display", "nographic", "vnc", "spice"].contains(&option.name.as_str());
+    if !command_line.options().iter().chain(own.options()).any(is_display)
+        && let Some(name) = OptionName::find("display")
+    {
+        let option = QemuOption::parse(name, Some("none")).map_err(Refused::Argument)?;
+        command_line.push(option).map_err(Refused::Argument)?;
+    }
+    let allowed = AllowedCommandLine { command_line, arguments: host.arguments.clone() };
+    let found = allowed.to_arguments().iter().map(|argument| argument.len() + 1).sum();
+    if found > COMMAND_LINE_BYTES_MAX {
+        return Err(Refused::Argument(crate::ParseError::TooLong { found }));
+    }
+    Ok(allowed)
+}
+
+fn refusal(setting: String, found: &str, reason: Reason) -> Refusal {
+    Refusal { setting, found: excerpt(found), reason }
+}
+
+/// Adds the refusals of one option.
+fn judge(candidate: &Candidate, refusals: &mut Vec<Refusal>) {
+    let Candidate { option, address, origin } = candidate;
+    let Origin::Image(trusted) = origin else { return };
+    let whole = || option.value_text().unwrap_or_default();
+    let mut refuse = |reason| refusals.push(refusal(address.clone(), &whole(), reason));
+    let Some(rule) = rule(option.name.as_str()) else { return refuse(Reason::Option) };
+    match (rule, &option.value) {
+        (Rule::Host, _) => refuse(Reason::Host),
+        (Rule::Process, OptionValue::Properties(properties)) if is_no_display(option, properties) => {}
+        (Rule::Process, OptionValue::Text(text)) if option.name.as_str() == "monitor" && text == "none" => {}
+        (Rule::Process, _) => refuse(Reason::Process),
+        (Rule::Text(Form::Empty), OptionValue::Flag) => {}
+        (Rule::Text(form), OptionValue::Text(text)) if form.admits(text) => {}
+        (Rule::Text(form), _) => refuse(Reason::Form { expected: form.describe() }),
+        (Rule::Serial, OptionValue::Text(text)) if ["none", "null"].contains(&text.as_str()) => {}
+        (Rule::Serial, _) => refuse(Reason::Host),
+        (Rule::Cpu, OptionValue::Cpu(cpu)) if is_cpu(cpu) => {}
+        (Rule::Cpu, _) => refuse(Reason::Form { expected: "a CPU model and its features".into() }),
+        (Rule::Global, OptionValue::Global(global)) => judge_global(global, refuse),
+        (rule, OptionValue::Properties(properties)) => {
+            let judged = Judged { address, trusted, properties };
+            match known_properties(rule, properties) {
+                Ok(known) => judged.judge(&known, refusals),
+                Err(type_key) => judged.refuse_type(type_key, refusals),
+            }
+            judged.judge_format(option.name, refusals);
+        }
+        (_, _) => refuse(Reason::Option),
+    }
+}
+
+fn is_no_display(option: &QemuOption, properties: &Properties) -> bool {
+    option.name.as_str() == "display" && properties.pairs() == [("type", "none".to_owned())]
+}
+
+/// A CPU model is a word; so is each part of its features.
+fn is_cpu(cpu: &CpuModel) -> bool {
+    let is_feature = |feature: &String| {
+        let (name, value) = feature.split_once('=').unwrap_or((feature, "on"));
+        Form::Word.admits(name.strip_prefix(['+', '-']).unwrap_or(name)) && Form::Label.admits(value)
+    };
+    Form::Word.admits(&cpu.model) && cpu.features.iter().all(is_feature)
+}
+
+fn judge_global(global: &Global, mut refuse: impl FnMut(Reason)) {
+    match devices::global(&global.driver, &global.property) {
+        None => refuse(Reason::Property),
+        Some(form) if form.admits(&global.value) => {}
+        Some(Form::Host) => refuse(Reason::Host),
+        Some(form) => refuse(Reason::Form { expected: form.describe() }),
+    }
+}
+
+/// Returns the properties that an option with these may have; or the key of its type, if an image may not have that type.
+fn known_properties(rule: Rule, properties: &Properties) -> Result<Vec<Known>, &'static str> {
+    let value = |key| properties.value(key).unwrap_or_default();
+    match rule {
+        Rule::Properties(known) => Ok(known.to_vec()),
+        Rule::Typed { key, types } => options::typed_properties(types, &value(key)).ok_or(key),
+        Rule::Machine => {
+            let is_known = properties.value("type").is_none_or(|machine| options::is_machine(&machine));
+            if is_known { Ok(options::MACHINE.to_vec()) } else { Err("type") }
+        }
+        Rule::Device => {
+            let mut known = options::device_properties(&value("driver")).ok_or("driver")?;
+            known.push(("driver", Form::Word));
+            Ok(known)
+        }
+        _ => Ok(Vec::new()),
+    }
+}
+
+/// Properties of one option, most of them an image's.
+struct Judged<'a> {
+    address: &'a str,
+    /// Keys whose values come from this host.
+    trusted: &'a BTreeSet<String>,
+    properties: &'a Properties,
+}
+
+impl Judged<'_> {
+    fn judge(&self, known: &[Known], refusals: &mut Vec<Refusal>) {
+        let mut seen = BTreeMap::new();
+        for (key, value) in self.properties.pairs() {
+            if self.trusted.contains(key) {
+                continue;
+            }
+            let mut refuse =
+                |reason| refusals.push(refusal(format!("{}.{key}", self.address), &value, reason));
+            let form = known.iter().find(|(known, _)| *known == key).map(|(_, form)| *form);
+            let times = seen.entry(key.to_owned()).or_insert(0);
+            *times += 1;
+            match form {
+                None => refuse(Reason::Property),
+                Some(Form::Host) => refuse(Reason::Host),
+                Some(form) if *times > 1 && form != Form::Ranges => refuse(Reason::Repeated),
+                Some(form) if form.admits(&value) => {}
+                Some(form) => refuse(Reason::Form { expected: form.describe() }),
+            }
+        }
+    }
+
+    fn refuse_type(&self, key: &str, refusals: &mut Vec<Refusal>) {
+        let value = self.properties.value(key).unwrap_or_default();
+        refusals.push(refusal(format!("{}.{key}", self.address), &value, Reason::Type));
+    }
+
+    /// A disk whose file comes from this host has its format from this host too.
+    fn judge_format(&self, name: OptionName, refusals: &mut Vec<Refusal>) {
+        let has = |key: &str| self.trusted.contains(key);
+        if name.as_str() == "drive" && has("file") && !has("format") && !has("driver") {
+            refusals.push(refusal(format!("{}.format", self.address), "", Reason::Format));
+        }
+    }
+}
+
+/// Adds refusals of ids that two options of the same kind have.
+fn duplicate_ids(candidates: &[Candidate], refusals: &mut Vec<Refusal>) {
+    let mut seen = BTreeSet::new();
+    for candidate in candidates {
+        let Some(id) = candidate.option.id() else { continue };
+        if candidate.option.name.as_str() != "numa" && !seen.insert((candidate.option.name, id.clone())) {
+            refusals.push(refusal(candidate.address.clone(), &id, Reason::DuplicateId));
+        }
+    }
+}
+
+/// Gives serial ports and consoles a log file of this host as their other end, whatever the image has there.
+fn replace_consoles(candidates: &mut [Candidate], host: &HostArguments) {
+    let Some(directory) = &host.console_directory else { return };
+    let Some(directory) = directory.to_str() else { return };
+    let consoles: BTreeSet<String> = candidates
+        .iter()
+        .filter_map(|candidate| {
+            candidate.option.properties().filter(|_| candidate.option.name.as_str() == "device")
+        })
+        .filter(|properties| devices::is_console(&properties.value("driver").unwrap_or_default()))
+        .filter_map(|properties| properties.value("chardev"))
+        .collect();
+    let (mut ports, mut logs) = (0, 0);
+    for candidate in candidates.iter_mut().filter(|candidate| candidate.origin != Origin::Host) {
+        let text = match (candidate.option.name.as_str(), &candidate.option.value) {
+            ("serial", OptionValue::Text(text)) => {
+                ports += 1;
+                let is_open = !["none", "null"].contains(&text.as_str());
+                // The number of the port names the file, and nothing of the image does.
+                is_open.then(|| format!("file:{directory}/serial{}.log", ports - 1))
+            }
+            ("chardev", OptionValue::Properties(properties)) => {
+                let id = properties.value("id").filter(|id| consoles.contains(id) && Form::Id.admits(id));
+                let directory = directory.replace(',', ",,");
+                id.map(|id| {
+                    logs += 1;
+                    format!("file,id={id},path={directory}/console{}.log", logs - 1)
+                })
+            }
+            _ => None,
+        };
+        let replaced = text.and_then(|text| QemuOption::parse(candidate.option.name, Some(&text)).ok());
+        if let Some(option) = replaced {
+            candidate.option = option;
+            candidate.origin = Origin::Host;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

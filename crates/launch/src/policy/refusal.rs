@@ -1,0 +1,114 @@
+//! Refusals of an image's command line, by name.
+
+use std::fmt;
+
+use super::super::settings::SettingError;
+
+/// Refusals that a message lists; the number of the others follows.
+const SHOWN_MAX: usize = 24;
+
+/// One option or property that is refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The key of the setting that replaces it, as `drive.disk0.file`.
+    pub setting: String,
+    /// The beginning of its value, with control characters escaped.
+    pub found: String,
+    /// The reason.
+    pub reason: Reason,
+}
+
+/// Reason of a refusal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Reason {
+    /// The option is not on the list of those that an image may have.
+    Option,
+    /// The option belongs to the process, which the launcher arranges itself.
+    Process,
+    /// The type, model or driver is not on the list.
+    Type,
+    /// The property is not on the list.
+    Property,
+    /// It names something of the host.
+    Host,
+    /// The value does not have the form that it may have.
+    Form {
+        /// Description of that form.
+        expected: String,
+    },
+    /// The property is given more than once.
+    Repeated,
+    /// The id is given more than once.
+    DuplicateId,
+    /// It was left out when the command line was recorded.
+    LeftOut,
+    /// A file of this host without a format, which would be guessed from what the guest wrote.
+    Format,
+}
+
+/// A command line that is not started.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Refused {
+    /// Of the image, with every refusal.
+    Image(Vec<Refusal>),
+    /// A setting of the user.
+    Setting(SettingError),
+    /// An argument of the user.
+    Argument(crate::ParseError),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.setting)?;
+        if !self.found.is_empty() {
+            write!(f, "={}", self.found)?;
+        }
+        let reason = match &self.reason {
+            Reason::Option => "an image may not have this option",
+            Reason::Process => "this option belongs to the process that saved it",
+            Reason::Type => "an image may not have this type",
+            Reason::Property => "an image may not have this property",
+            Reason::Host => "comes from this host only",
+            Reason::Form { expected } => return write!(f, ": expected {expected}"),
+            Reason::Repeated => "given more than once",
+            Reason::DuplicateId => "this id is given more than once",
+            Reason::LeftOut => "a secret, which is not in the image",
+            Reason::Format => "missing; without it QEMU guesses the format from what the guest wrote",
+        };
+        write!(f, ": {reason}")
+    }
+}
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let refusals = match self {
+            Self::Image(refusals) => refusals,
+            Self::Setting(error) => return write!(f, "{error}"),
+            Self::Argument(error) => return write!(f, "QEMU's arguments cannot be read: {error}"),
+        };
+        write!(f, "command line of the image is refused: ")?;
+        for (index, refusal) in refusals.iter().take(SHOWN_MAX).enumerate() {
+            let separator = if index == 0 { "" } else { "; " };
+            write!(f, "{separator}{refusal}")?;
+        }
+        if let Some(more) = refusals.len().checked_sub(SHOWN_MAX).filter(|more| *more > 0) {
+            write!(f, "; and {more} more")?;
+        }
+        let key = refusals.first().map_or("KEY", |refusal| refusal.setting.as_str());
+        write!(
+            f,
+            ". Give each with --set, as --set {key}=VALUE (an option with an empty value is removed); or, if you trust who made \
+             the image as you trust a program, use --trust-command-line"
+        )
+    }
+}
+
+impl std::error::Error for Refused {}
+
+impl From<SettingError> for Refused {
+    fn from(error: SettingError) -> Self {
+        Self::Setting(error)
+    }
+}

@@ -1,0 +1,282 @@
+//! A command line as it is recorded in an image.
+//!
+//! Format, as JSON: `{"version": 1, "options": [{"option": "machine", "value": "pc-q35-10.0,accel=kvm"}, …], "left-out":
+//! ["object.key0.data"]}`. A value is written as QEMU reads it; a flag has none. A reader refuses versions that it does not know, and
+//! parses the options as those of a process.
+//!
+//! Options that belong to the process rather than to its guest (monitors, displays, logs, `-incoming`, `-daemonize`, …) are not recorded.
+//!
+//! Secrets are left out, and the settings that give them back are named in `left-out`: `data` of a `secret`, passwords and keys of any
+//! option, URLs with credentials, `string` of `-fw_cfg` and `value` of `-smbios type=11`, which often bring a guest its first
+//! credentials. Paths of keys and certificates are no secrets. `-append` is recorded: the image holds it anyway, in the guest's memory.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, Properties, QemuOption};
+use crate::limits::{COMMAND_LINE_BYTES_MAX, LEFT_OUT_MAX, NAME_BYTES_MAX, OPTIONS_MAX};
+use crate::policy::is_of_process;
+use crate::settings::addresses;
+
+/// Version of the format.
+const VERSION: u32 = 1;
+
+/// A command line without secrets and without the options of its process. Serialized as described in the module's source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Format", into = "Format")]
+pub struct Recorded {
+    command_line: CommandLine,
+    left_out: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Format {
+    version: u32,
+    options: Vec<FormatOption>,
+    #[serde(rename = "left-out", default)]
+    left_out: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct FormatOption {
+    option: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    value: Option<String>,
+}
+
+impl CommandLine {
+    /// Returns what an image keeps of it.
+    ///
+    /// # Errors
+    /// [`ParseError::TooManyLeftOut`].
+    pub fn record(&self) -> Result<Recorded, ParseError> {
+        self.without_process_options().without_secrets()
+    }
+
+    /// Returns it without secrets.
+    pub(crate) fn without_secrets(&self) -> Result<Recorded, ParseError> {
+        let addresses = addresses(self);
+        let mut recorded = Recorded { command_line: Self::default(), left_out: Vec::new() };
+        for (option, address) in self.options().iter().zip(addresses) {
+            let mut option = option.clone();
+            let left_out = &mut recorded.left_out;
+            let is_kept = match &mut option.value {
+                OptionValue::Properties(properties) => {
+                    let keys = secret_keys(option.name, properties);
+                    keys.iter().for_each(|key| properties.remove(key));
+                    left_out.extend(keys.into_iter().map(|key| format!("{address}.{key}")));
+                    true
+                }
+                OptionValue::Text(text) => !is_secret_text(text),
+                OptionValue::Global(global) => !is_secret(&global.property, &global.value),
+                OptionValue::Flag | OptionValue::Cpu(_) => true,
+            };
+            if is_kept {
+                recorded.command_line.push(option)?;
+            } else {
+                left_out.push(address);
+            }
+        }
+        if recorded.left_out.len() > LEFT_OUT_MAX {
+            return Err(ParseError::TooManyLeftOut);
+        }
+        Ok(recorded)
+    }
+
+    /// Returns the options of the guest: without those of the process, and without what only they referred to.
+    pub(crate) fn without_process_options(&self) -> Self {
+        let mut guest = self.clone();
+        guest.options_mut().retain(|option| !is_process_option(option));
+        // Chardevs of monitors, credentials of displays, secrets of credentials.
+        loop {
+            let options = guest.options().to_vec();
+            let is_orphan = |option: &QemuOption| {
+                is_auxiliary(option)
+                    && self.is_referred_to(option)
+                    && !options.iter().any(|other| refers_to(other, option))
+            };
+            guest.options_mut().retain(|option| !is_orphan(option));
+            if guest.options().len() == options.len() {
+                return guest;
+            }
+        }
+    }
+
+    fn is_referred_to(&self, option: &QemuOption) -> bool {
+        self.options().iter().any(|other| refers_to(other, option))
+    }
+}
+
+impl Recorded {
+    /// Parses a recorded command line.
+    ///
+    /// # Errors
+    /// A text that is too long, not of the format, of another version, or not a command line.
+    pub fn from_json(json: &[u8]) -> Result<Self, ParseError> {
+        if json.len() > COMMAND_LINE_BYTES_MAX {
+            return Err(ParseError::TooLong { found: json.len() });
+        }
+        let format: Format = serde_json::from_slice(json)
+            .map_err(|error| ParseError::Recorded { reason: error.to_string() })?;
+        format.try_into()
+    }
+
+    /// Writes it as JSON.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("text and numbers can be written as JSON")
+    }
+
+    /// Its options.
+    #[must_use]
+    pub fn command_line(&self) -> &CommandLine {
+        &self.command_line
+    }
+
+    /// Keys of the settings that give back what was left out, as `object.key0.data`.
+    #[must_use]
+    pub fn left_out(&self) -> &[String] {
+        &self.left_out
+    }
+}
+
+impl TryFrom<Format> for Recorded {
+    type Error = ParseError;
+
+    fn try_from(format: Format) -> Result<Self, ParseError> {
+        if format.version != VERSION {
+            return Err(ParseError::Version { found: format.version, expected: VERSION });
+        }
+        if format.options.len() > OPTIONS_MAX {
+            return Err(ParseError::TooManyOptions);
+        }
+        let is_key = |key: &String| {
+            key.len() <= 3 * NAME_BYTES_MAX && !key.chars().any(|c| c.is_control() || c == '=')
+        };
+        if format.left_out.len() > LEFT_OUT_MAX || !format.left_out.iter().all(is_key) {
+            return Err(ParseError::TooManyLeftOut);
+        }
+        let mut command_line = CommandLine::default();
+        let mut bytes = 0;
+        for FormatOption { option, value } in format.options {
+            bytes += option.len() + value.as_ref().map_or(0, String::len) + 3;
+            if bytes > COMMAND_LINE_BYTES_MAX {
+                return Err(ParseError::TooLong { found: bytes });
+            }
+            let name = OptionName::find(&option)
+                .ok_or_else(|| ParseError::UnknownOption { option: crate::command_line::excerpt(&option) })?;
+            command_line.push(QemuOption::parse(name, value.as_deref())?)?;
+        }
+        Ok(Self { command_line, left_out: format.left_out })
+    }
+}
+
+impl From<Recorded> for Format {
+    fn from(recorded: Recorded) -> Self {
+        let option = |option: &QemuOption| FormatOption {
+            option: option.name.as_str().to_owned(),
+            value: option.value_text(),
+        };
+        Self {
+            version: VERSION,
+            options: recorded.command_line.options().iter().map(option).collect(),
+            left_out: recorded.left_out,
+        }
+    }
+}
+
+/// Monitors are objects too, from QEMU 11.1 on.
+fn is_process_option(option: &QemuOption) -> bool {
+    let kind = || option.properties().and_then(|properties| properties.value("qom-type"));
+    is_of_process(option.name.as_str())
+        || option.name.as_str() == "object" && kind().is_some_and(|kind| kind.starts_with("monitor-"))
+}
+
+/// Options that do nothing by themselves.
+fn is_auxiliary(option: &QemuOption) -> bool {
+    let kind = option.properties().and_then(|properties| properties.value("qom-type")).unwrap_or_default();
+    match option.name.as_str() {
+        "chardev" => true,
+        "object" => ["tls-creds-", "authz-", "secret"].iter().any(|prefix| kind.starts_with(prefix)),
+        _ => false,
+    }
+}
+
+fn refers_to(option: &QemuOption, target: &QemuOption) -> bool {
+    let Some(id) = target.id() else { return false };
+    if option.name == target.name && option.id().as_ref() == Some(&id) {
+        return false;
+    }
+    match &option.value {
+        OptionValue::Properties(properties) => properties
+            .pairs()
+            .iter()
+            .any(|(key, value)| *value == id || value.contains(&format!("\"{id}\"")) || *key == id),
+        OptionValue::Text(text) => text.split([':', ',', '=']).any(|word| word == id),
+        OptionValue::Global(global) => global.value == id,
+        OptionValue::Flag | OptionValue::Cpu(_) => false,
+    }
+}
+
+/// Keys whose values are secrets.
+fn secret_keys(name: OptionName, properties: &Properties) -> Vec<String> {
+    let kind = |key: &str| properties.value(key).unwrap_or_default();
+    let is_always = |key: &str| match name.as_str() {
+        "object" => kind("qom-type").starts_with("secret") && key == "data",
+        "fw_cfg" => key == "string",
+        "smbios" => key == "value" && kind("type") == "11",
+        _ => false,
+    };
+    let pairs = properties.pairs().into_iter();
+    let mut keys: Vec<String> = pairs
+        .filter(|(key, value)| is_always(key) || is_secret(key, value))
+        .map(|(key, _)| key.to_owned())
+        .collect();
+    keys.dedup();
+    keys
+}
+
+/// A value under a key that names a secret, or one that contains a secret. A switch (`password=on`) is not one.
+fn is_secret(key: &str, value: &str) -> bool {
+    is_secret_key(key) && !["on", "off", ""].contains(&value) || is_secret_text(value)
+}
+
+fn is_secret_key(key: &str) -> bool {
+    let last = key.rsplit('.').next().unwrap_or(key).to_ascii_lowercase();
+    ["password", "passwd", "passphrase", "cookie", "psk"].contains(&last.as_str())
+        || last.ends_with("-password")
+        || last.ends_with("_password")
+}
+
+/// Credentials within a value: of a URL, of RBD, of nested JSON.
+fn is_secret_text(text: &str) -> bool {
+    if let Some((_, rest)) = text.split_once("://")
+        && let Some((user, _)) =
+            rest.split(['/', '?']).next().and_then(|authority| authority.rsplit_once('@'))
+        && user.contains([':', '%'])
+    {
+        return true;
+    }
+    if text.starts_with("rbd:") && text.contains(":key=") {
+        return true;
+    }
+    if text.contains("password=") {
+        return true;
+    }
+    let json = text.strip_prefix("json:").unwrap_or(text);
+    json.starts_with(['{', '[']) && serde_json::from_str::<Value>(json).is_ok_and(|json| has_secret(&json))
+}
+
+fn has_secret(json: &Value) -> bool {
+    match json {
+        Value::Object(map) => {
+            map.iter().any(|(key, value)| is_secret_key(key) && value.is_string() || has_secret(value))
+        }
+        Value::Array(values) => values.iter().any(has_secret),
+        Value::String(text) => is_secret_text(text),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests;

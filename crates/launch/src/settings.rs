@@ -1,0 +1,329 @@
+//! Values of this host for a command line's options: `--set KEY=VALUE`.
+//!
+//! `KEY` is `OPTION`, `OPTION.ID` or `OPTION.N` (the N-th of those without an id, from 0), each with `.PROPERTY` or without:
+//! `machine.type`, `drive.disk0.file`, `serial.0`. A value for a property replaces that property; a value for an option replaces the
+//! whole option, and an empty one removes it.
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+
+use crate::command_line::{CommandLine, OptionName, OptionValue, ParseError, QemuOption, Syntax, excerpt};
+use crate::limits::NAME_BYTES_MAX;
+
+/// A value for an option or for a property of one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// The option or property: `OPTION`, `OPTION.ID` or `OPTION.N`, each with `.PROPERTY` or without.
+    pub key: String,
+    /// Value of the property, without QEMU's escape for commas; or of the whole option, as QEMU reads it.
+    pub value: String,
+}
+
+/// A setting that cannot be applied.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingError {
+    /// Not of the form `KEY=VALUE`.
+    #[error(
+        "setting {found:?} is malformed: expected OPTION.ID.PROPERTY=VALUE, as drive.disk0.file=/srv/disk0"
+    )]
+    Malformed {
+        /// The argument.
+        found: String,
+    },
+    /// QEMU has no such option.
+    #[error("setting {key}: QEMU has no option -{option}; write the option's name as QEMU has it")]
+    UnknownOption {
+        /// The setting's key.
+        key: String,
+        /// The name.
+        option: String,
+    },
+    /// The command line has no such option.
+    #[error("setting {key}: no option of the guest matches; expected one of {expected}")]
+    NoMatch {
+        /// The setting's key.
+        key: String,
+        /// Keys of the options with that name.
+        expected: String,
+    },
+    /// The option has no properties.
+    #[error("setting {key}: -{option} has no properties; set its whole value with {option}=VALUE")]
+    NoProperties {
+        /// The setting's key.
+        key: String,
+        /// The name.
+        option: String,
+    },
+    /// The value does not have the option's syntax.
+    #[error("setting {key}: {source}; write the value as QEMU expects it")]
+    Value {
+        /// The setting's key.
+        key: String,
+        /// Its fault.
+        source: ParseError,
+    },
+}
+
+/// An option while settings are applied to it.
+#[derive(Debug, Clone)]
+pub(crate) struct Candidate {
+    pub(crate) option: QemuOption,
+    /// The key that addresses it.
+    pub(crate) address: String,
+    pub(crate) origin: Origin,
+}
+
+/// Origin of an option's values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The image, but for these properties.
+    Image(BTreeSet<String>),
+    /// This host.
+    Host,
+}
+
+impl FromStr for Setting {
+    type Err = SettingError;
+
+    fn from_str(text: &str) -> Result<Self, SettingError> {
+        let malformed = || SettingError::Malformed { found: excerpt(text) };
+        let (key, value) = text.split_once('=').ok_or_else(malformed)?;
+        if key.is_empty() || key.len() > 3 * NAME_BYTES_MAX {
+            return Err(malformed());
+        }
+        Ok(Self { key: key.to_owned(), value: value.to_owned() })
+    }
+}
+
+/// Applies settings to a command line. Addresses are those of the command line as it was.
+pub(crate) fn apply(
+    command_line: &CommandLine,
+    settings: &[Setting],
+) -> Result<Vec<Candidate>, SettingError> {
+    let addresses = addresses(command_line);
+    let options = command_line.options().iter().zip(&addresses);
+    let mut candidates: Vec<Option<Candidate>> = options
+        .map(|(option, address)| {
+            let origin = Origin::Image(BTreeSet::new());
+            Some(Candidate { option: option.clone(), address: address.clone(), origin })
+        })
+        .collect();
+    for setting in settings {
+        apply_one(&mut candidates, setting)?;
+    }
+    Ok(candidates.into_iter().flatten().collect())
+}
+
+fn apply_one(candidates: &mut Vec<Option<Candidate>>, setting: &Setting) -> Result<(), SettingError> {
+    let Setting { key, value } = setting;
+    let (name, rest) = key.split_once('.').map_or((key.as_str(), None), |(name, rest)| (name, Some(rest)));
+    let found = OptionName::find(name);
+    let Some(name) = found else {
+        return Err(SettingError::UnknownOption { key: key.clone(), option: excerpt(name) });
+    };
+    let Some((index, property)) = find(candidates, name, key) else {
+        return add(candidates, name, rest, setting);
+    };
+    let fault = |source| SettingError::Value { key: key.clone(), source };
+    let slot = &mut candidates[index];
+    let Some(candidate) = slot else { return Ok(()) };
+    match property {
+        None if value.is_empty() && name.syntax() != Syntax::Flag => *slot = None,
+        None => {
+            let id = candidate.option.id();
+            candidate.option = QemuOption::parse(name, Some(value)).map_err(fault)?;
+            let has_id = candidate.option.id().is_some();
+            if let (Some(id), false, Some(properties)) = (id, has_id, candidate.option.properties_mut()) {
+                properties.set(if name.as_str() == "blockdev" { "node-name" } else { "id" }, &id);
+            }
+            candidate.origin = Origin::Host;
+        }
+        Some(property) => {
+            let Some(properties) = candidate.option.properties_mut() else {
+                return Err(SettingError::NoProperties { key: key.clone(), option: name.as_str().into() });
+            };
+            properties.set(&property, value);
+            if let Origin::Image(trusted) = &mut candidate.origin {
+                trusted.insert(property);
+            }
+            // The whole is checked again, now with this value.
+            let text = candidate.option.value_text();
+            candidate.option = QemuOption::parse(name, text.as_deref()).map_err(fault)?;
+        }
+    }
+    Ok(())
+}
+
+/// Adds an option that the command line does not have.
+fn add(
+    candidates: &mut Vec<Option<Candidate>>,
+    name: OptionName,
+    rest: Option<&str>,
+    setting: &Setting,
+) -> Result<(), SettingError> {
+    let Setting { key, value } = setting;
+    let fault = |source| SettingError::Value { key: key.clone(), source };
+    let has_name = |candidate: &&Candidate| candidate.option.name == name;
+    let expected: Vec<&str> =
+        candidates.iter().flatten().filter(has_name).map(|candidate| candidate.address.as_str()).collect();
+    let option = match rest {
+        None if value.is_empty() => return Ok(()),
+        None => QemuOption::parse(name, Some(value)).map_err(fault)?,
+        Some(property) if expected.is_empty() && !has_ids(name) => {
+            let text = format!("{property}={}", value.replace(',', ",,"));
+            QemuOption::parse(name, Some(&text)).map_err(fault)?
+        }
+        Some(_) => {
+            let expected = if expected.is_empty() {
+                format!("-{} with an id, of which there are none", name.as_str())
+            } else {
+                expected.join(", ")
+            };
+            return Err(SettingError::NoMatch { key: key.clone(), expected });
+        }
+    };
+    candidates.push(Some(Candidate { option, address: name.as_str().to_owned(), origin: Origin::Host }));
+    Ok(())
+}
+
+/// The option that a key addresses, and the property if it has one: the longest address counts, since ids may contain dots.
+fn find(candidates: &[Option<Candidate>], name: OptionName, key: &str) -> Option<(usize, Option<String>)> {
+    let mut best: Option<(usize, usize, Option<String>)> = None;
+    for (index, candidate) in candidates.iter().enumerate() {
+        let Some(candidate) = candidate else { continue };
+        if candidate.option.name != name {
+            continue;
+        }
+        let Some(rest) = key.strip_prefix(&candidate.address) else { continue };
+        let property = match rest.strip_prefix('.') {
+            Some(property) => Some(property.to_owned()),
+            None if rest.is_empty() => None,
+            None => continue,
+        };
+        let length = candidate.address.len();
+        if best.as_ref().is_none_or(|(_, best, _)| *best <= length) {
+            best = Some((index, length, property));
+        }
+    }
+    best.map(|(index, _, property)| (index, property))
+}
+
+/// Options that are distinguished by an id.
+fn has_ids(name: OptionName) -> bool {
+    ["audiodev", "blockdev", "chardev", "device", "drive", "fsdev", "netdev", "object", "tpmdev"]
+        .contains(&name.as_str())
+}
+
+/// The key that addresses each option: with its id, with a number if several have none, or its name alone. Of options that are merged,
+/// the last has the name alone, because its values count.
+pub(crate) fn addresses(command_line: &CommandLine) -> Vec<String> {
+    let options = command_line.options();
+    let ids: Vec<Option<String>> =
+        options.iter().map(|option| option.id().filter(|id| has_ids(option.name) && is_id(id))).collect();
+    let is_same = |a: usize, b: usize| options[a].name == options[b].name && ids[b].is_none();
+    let mut addresses = Vec::with_capacity(options.len());
+    for (index, option) in options.iter().enumerate() {
+        let name = option.name.as_str();
+        if let Some(id) = &ids[index] {
+            addresses.push(format!("{name}.{id}"));
+            continue;
+        }
+        let before = (0..index).filter(|other| is_same(index, *other)).count();
+        let after = (index + 1..options.len()).filter(|other| is_same(index, *other)).count();
+        let is_merged = matches!(option.value, OptionValue::Properties(_)) && is_merged(name);
+        if is_merged && after == 0 || !is_merged && before + after == 0 {
+            addresses.push(name.to_owned());
+        } else {
+            addresses.push(format!("{name}.{before}"));
+        }
+    }
+    addresses
+}
+
+/// Returns true if QEMU accepts the id; another could not be written in a key. Source: `id_wellformed` of QEMU's `util/id.c`.
+fn is_id(id: &str) -> bool {
+    id.len() <= NAME_BYTES_MAX
+        && id.starts_with(|c: char| c.is_ascii_alphabetic())
+        && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+}
+
+fn is_merged(name: &str) -> bool {
+    ["machine", "m", "smp", "name", "boot", "rtc", "action", "icount", "overcommit"].contains(&name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(words: &str) -> CommandLine {
+        CommandLine::parse(words.split(' ')).unwrap()
+    }
+
+    fn set(words: &str, settings: &[&str]) -> Result<String, SettingError> {
+        let settings: Vec<Setting> = settings.iter().map(|text| text.parse().unwrap()).collect();
+        let candidates = apply(&line(words), &settings)?;
+        let mut result = CommandLine::default();
+        candidates.into_iter().for_each(|candidate| result.push(candidate.option).unwrap());
+        let words: Vec<_> =
+            result.to_arguments().into_iter().map(|word| word.into_string().unwrap()).collect();
+        Ok(words.join(" "))
+    }
+
+    #[test]
+    fn options_are_addressed_by_id_number_or_name() {
+        let line =
+            line("-M q35 -machine smm=off -device e1000,id=pci.1 -device e1000 -serial none -serial null -S");
+        let wanted = ["machine.0", "machine", "device.pci.1", "device", "serial.0", "serial.1", "S"]
+            .map(str::to_owned);
+        assert_eq!(addresses(&line), wanted);
+    }
+
+    #[test]
+    fn longest_id_counts() {
+        let words = "-device e1000,id=pci -device e1000,id=pci.1";
+        assert_eq!(
+            set(words, &["device.pci.1.addr=3"]).unwrap(),
+            "-device e1000,id=pci -device e1000,id=pci.1,addr=3"
+        );
+    }
+
+    #[test]
+    fn a_value_for_an_option_replaces_it_and_keeps_its_id() {
+        let words = "-netdev user,id=n0 -device e1000,netdev=n0";
+        let wanted = "-netdev tap,ifname=tap0,id=n0 -device e1000,netdev=n0";
+        assert_eq!(set(words, &["netdev.n0=tap,ifname=tap0"]).unwrap(), wanted);
+        assert_eq!(set(words, &["netdev.n0="]).unwrap(), "-device e1000,netdev=n0");
+    }
+
+    #[test]
+    fn missing_option_is_added() {
+        assert_eq!(
+            set("-S", &["m.size=1G", "cpu=Nehalem"]).unwrap(),
+            "-S -m size=1G -cpu Nehalem".replace("size=", "")
+        );
+    }
+
+    #[test]
+    fn settings_without_a_target_are_errors() {
+        let error = |setting: &str| set("-drive id=a,if=none -S", &[setting]).unwrap_err().to_string();
+        assert_eq!(
+            error("drive.b.file=/x"),
+            "setting drive.b.file: no option of the guest matches; expected one of drive.a"
+        );
+        assert_eq!(
+            error("disk.b.file=/x"),
+            "setting disk.b.file: QEMU has no option -disk; write the option's name as QEMU has it"
+        );
+        assert_eq!(error("S.b=/x"), "setting S.b: -S has no properties; set its whole value with S=VALUE");
+        assert!(matches!("drive".parse::<Setting>(), Err(SettingError::Malformed { .. })));
+    }
+
+    #[test]
+    fn comma_in_a_value_does_not_begin_a_property() {
+        assert_eq!(
+            set("-drive id=a,if=none", &["drive.a.file=/x,readonly=off"]).unwrap(),
+            "-drive id=a,if=none,file=/x,,readonly=off"
+        );
+    }
+}
