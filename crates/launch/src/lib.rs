@@ -19,13 +19,18 @@
 
 pub mod command_line;
 mod host;
+mod launcher;
 pub mod limits;
 mod policy;
 mod record;
+mod runtime;
 mod settings;
+mod sys;
 
 pub use command_line::{CommandLine, ParseError};
 pub use host::{EnvironmentVariable, GuestIdentity, HostArguments, HostError};
+pub use launcher::{Incoming, LaunchError, Launcher, Lifetime, ProcessSandbox, RunningQemu};
 pub use policy::{AllowedCommandLine, Reason, Refusal, Refused};
 pub use record::Recorded;
+pub use runtime::{GuestName, GuestState, NameError, RuntimeDirectory, RuntimeError, RuntimeRoot};
 pub use settings::{Setting, SettingError};

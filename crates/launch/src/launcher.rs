@@ -1,0 +1,391 @@
+//! Starts a QEMU and waits until its monitor answers.
+//!
+//! ```text
+//!   RuntimeDirectory ── socket, bound and listened on here ─┐
+//!   AllowedCommandLine, HostArguments ──────────────────────┴─► fork, execve ─► the greeting of QMP, or the end and its last words
+//! ```
+//! The socket is QEMU's from the beginning, as a descriptor. So a client can connect at once and waits for the greeting alone, and the
+//! connection ends with a QEMU that ends: nothing is polled.
+//!
+//! A QEMU is started by a thread of its own, which lives until the QEMU ends and reaps it: the kernel's death signal follows that thread.
+//! Its environment has `PATH`, the locale, `TZ` and `TMPDIR` of this process, and nothing else that the host did not name: credentials of
+//! object stores are in others.
+//!
+//! Limits: Linux 5.11 (`close_range` with `CLOSE_RANGE_CLOEXEC`).
+
+mod process;
+
+use std::ffi::OsString;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+use rustix::process::{Signal, pidfd_send_signal};
+use towline_qmp::{Client, Options};
+
+use crate::command_line::CommandLine;
+use crate::host::HostArguments;
+use crate::policy::AllowedCommandLine;
+use crate::runtime::{RuntimeDirectory, RuntimeError, new_state};
+use process::{Exit, Spawned, spawn};
+
+/// Default time limit until the monitor answers.
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for the end of a QEMU that was killed, or whose monitor closed its connection.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest path of a Unix socket.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// The end of the log that an error shows.
+const LOG_BYTES_MAX: usize = 4096;
+const LOG_LINES_MAX: usize = 10;
+/// Variables that QEMU inherits.
+const INHERITED: [&str; 8] = ["HOME", "LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES", "PATH", "TMPDIR", "TZ"];
+
+/// End of a QEMU's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lifetime {
+    /// It is killed when this process ends, however that is, or when its [`RunningQemu`] is dropped.
+    WithOwner,
+    /// It outlives this process.
+    Detached,
+}
+
+/// State in which a QEMU starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Incoming {
+    /// The guest boots.
+    No,
+    /// It waits for `migrate-incoming` (`-incoming defer`).
+    Defer,
+}
+
+/// QEMU's own restrictions on its process (`-sandbox`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProcessSandbox {
+    /// Everything that QEMU can do without.
+    Strict,
+    /// As `Strict`, but it may start programs: scripts of taps, helpers of bridges.
+    AllowSpawn,
+    /// None, for a QEMU that was built without it.
+    Off,
+}
+
+/// A QEMU to be started.
+#[derive(Debug)]
+pub struct Launcher {
+    /// The guest's directory.
+    pub directory: RuntimeDirectory,
+    /// End of its life.
+    pub lifetime: Lifetime,
+    /// State in which it starts.
+    pub incoming: Incoming,
+    /// True if its guest does not run until `cont` (`-S`).
+    pub is_paused: bool,
+    /// Restrictions on its process.
+    pub sandbox: ProcessSandbox,
+    /// Time limit until its monitor answers.
+    pub start_timeout: Duration,
+    /// The image that it is started from, for the list of guests.
+    pub image: Option<PathBuf>,
+    /// Descriptors that it inherits, under the numbers that they have here.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+/// A QEMU that was started, and whose monitor has answered.
+#[derive(Debug)]
+pub struct RunningQemu {
+    pid: u32,
+    pidfd: OwnedFd,
+    exit: Arc<Exit>,
+    lifetime: Lifetime,
+    // `None` only while it is dropped.
+    directory: Option<RuntimeDirectory>,
+}
+
+/// A QEMU that did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// The guest's directory cannot be used.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// The program cannot be executed.
+    #[error("QEMU {} cannot be started: {source}; name another with --qemu", binary.display())]
+    Binary {
+        /// The program.
+        binary: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// It ended before its monitor answered.
+    #[error("QEMU {} ended at its start ({status}): {log}; correct the option that it names", binary.display())]
+    Exited {
+        /// The program.
+        binary: PathBuf,
+        /// Its exit status.
+        status: ExitStatus,
+        /// The last lines of its log.
+        log: String,
+    },
+    /// Its monitor did not answer in time, or not as QMP. It was killed.
+    #[error("QEMU {} does not answer: {source}; it was killed, and wrote: {log}", binary.display())]
+    NotReady {
+        /// The program.
+        binary: PathBuf,
+        /// The error of its monitor.
+        source: Box<towline_qmp::Error>,
+        /// The last lines of its log.
+        log: String,
+    },
+}
+
+impl Launcher {
+    /// A launcher with the defaults: the QEMU ends with this process, boots, runs, and is restricted strictly.
+    #[must_use]
+    pub fn new(directory: RuntimeDirectory) -> Self {
+        Self {
+            directory,
+            lifetime: Lifetime::WithOwner,
+            incoming: Incoming::No,
+            is_paused: false,
+            sandbox: ProcessSandbox::Strict,
+            start_timeout: START_TIMEOUT,
+            image: None,
+            descriptors: Vec::new(),
+        }
+    }
+
+    /// Starts the QEMU and waits until its monitor answers. The monitor is free afterwards.
+    ///
+    /// # Errors
+    /// A program that cannot be executed, a QEMU that ends with its last words, or one that does not answer in time. No process and no
+    /// file remains.
+    pub fn start(self, guest: &AllowedCommandLine, host: &HostArguments) -> Result<RunningQemu, LaunchError> {
+        let started = Instant::now();
+        let (command, listener) = match self.prepare(guest, host) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                self.directory.remove();
+                return Err(error);
+            }
+        };
+        let Self { directory, lifetime, image, start_timeout, descriptors: mut inherited, .. } = self;
+        inherited.push(listener.into());
+        let lock = directory.lock().try_clone_to_owned();
+        let spawned = lock.and_then(|lock| {
+            inherited.push(lock);
+            spawn(command, inherited, lifetime)
+        });
+        let Spawned { pid, pidfd, exit } = match spawned {
+            Ok(spawned) => spawned,
+            Err(source) => {
+                directory.remove();
+                return Err(LaunchError::Binary { binary: host.binary.clone(), source });
+            }
+        };
+        // From here on, dropping it kills the QEMU and removes its directory.
+        let mut running =
+            RunningQemu { pid, pidfd, exit, lifetime: Lifetime::WithOwner, directory: Some(directory) };
+        running.await_monitor(start_timeout.saturating_sub(started.elapsed()), &host.binary)?;
+        running.write_state(lifetime, image)?;
+        running.lifetime = lifetime;
+        tracing::info!(pid, elapsed = ?started.elapsed(), "started QEMU");
+        Ok(running)
+    }
+
+    /// Makes the socket, the log and the command.
+    fn prepare(
+        &self,
+        guest: &AllowedCommandLine,
+        host: &HostArguments,
+    ) -> Result<(Command, UnixListener), LaunchError> {
+        let listener = self.listen()?;
+        let arguments = self.arguments(guest, host, listener.as_fd());
+        log_start(&self.directory, &host.binary, &arguments);
+        let log = self.directory.create_log()?;
+        let errors =
+            log.try_clone().map_err(|source| LaunchError::Binary { binary: host.binary.clone(), source })?;
+        let mut command = Command::new(&host.binary);
+        command.args(&arguments).current_dir(host.working_directory.as_deref().unwrap_or(Path::new("/")));
+        command.env_clear();
+        command.envs(INHERITED.iter().filter_map(|name| Some((name, std::env::var_os(name)?))));
+        command.envs(host.environment.iter().map(|variable| (&variable.name, &variable.value)));
+        command.stdin(Stdio::null()).stdout(log).stderr(errors);
+        Ok((command, listener))
+    }
+
+    fn listen(&self) -> Result<UnixListener, RuntimeError> {
+        let path = self.directory.qmp_path();
+        let found = path.as_os_str().as_bytes().len();
+        if found > SOCKET_PATH_BYTES_MAX {
+            return Err(RuntimeError::PathTooLong { path, found, expected: SOCKET_PATH_BYTES_MAX });
+        }
+        UnixListener::bind(&path).map_err(|source| RuntimeError::Io {
+            path,
+            operation: "listen on it",
+            source,
+        })
+    }
+
+    /// The launcher's own options precede the guest's, whose order is kept; the user's come last.
+    fn arguments(
+        &self,
+        guest: &AllowedCommandLine,
+        host: &HostArguments,
+        listener: BorrowedFd<'_>,
+    ) -> Vec<OsString> {
+        let mut arguments: Vec<OsString> = Vec::new();
+        for directory in &host.firmware_directories {
+            arguments.extend(["-L".into(), directory.into()]);
+        }
+        let sandbox = match self.sandbox {
+            ProcessSandbox::Strict => Some("deny"),
+            ProcessSandbox::AllowSpawn => Some("allow"),
+            ProcessSandbox::Off => None,
+        };
+        if let Some(spawn) = sandbox {
+            let sandbox =
+                format!("on,obsolete=deny,elevateprivileges=deny,spawn={spawn},resourcecontrol=deny");
+            arguments.extend(["-sandbox".into(), sandbox.into()]);
+        }
+        let chardev = format!("socket,id=towline-qmp,fd={},server=on,wait=off", listener.as_raw_fd());
+        arguments.extend(["-chardev".into(), chardev.into()]);
+        arguments.extend(["-mon".into(), "chardev=towline-qmp,mode=control".into()]);
+        if self.incoming == Incoming::Defer {
+            arguments.extend(["-incoming".into(), "defer".into()]);
+        }
+        if self.is_paused {
+            arguments.push("-S".into());
+        }
+        arguments.extend(guest.command_line.to_arguments());
+        let name = format!("guest={},debug-threads=on", self.directory.name());
+        arguments.extend(["-name".into(), name.into()]);
+        arguments.extend(guest.arguments.iter().cloned());
+        arguments
+    }
+}
+
+impl RunningQemu {
+    /// Its process id.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Descriptor of its process, which becomes readable when it ends.
+    #[must_use]
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Its directory.
+    ///
+    /// # Panics
+    /// Never.
+    #[must_use]
+    pub fn directory(&self) -> &RuntimeDirectory {
+        self.directory.as_ref().expect("only drop removes it")
+    }
+
+    /// Path of its monitor's socket.
+    #[must_use]
+    pub fn qmp_path(&self) -> PathBuf {
+        self.directory().qmp_path()
+    }
+
+    /// Waits until it ends. `None` if it still runs after `timeout`.
+    #[must_use]
+    pub fn wait(&self, timeout: Duration) -> Option<ExitStatus> {
+        self.exit.wait(timeout)
+    }
+
+    /// Kills it. Has no effect on one that has ended.
+    pub fn kill(&self) {
+        // The descriptor is of this process even if its id is used again.
+        if let Err(errno) = pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            tracing::debug!(pid = self.pid, %errno, "QEMU is not killed: it has ended");
+        }
+    }
+
+    /// The last lines that it wrote.
+    #[must_use]
+    pub fn log_tail(&self) -> String {
+        log_tail(&self.directory().log_path())
+    }
+
+    fn await_monitor(&self, within: Duration, binary: &Path) -> Result<(), LaunchError> {
+        let options = Options { greeting_deadline: within, deadline: within, ..Options::default() };
+        let Err(source) = Client::connect(self.qmp_path(), &options) else { return Ok(()) };
+        let is_lost = matches!(
+            source,
+            towline_qmp::Error::Disconnected { .. }
+                | towline_qmp::Error::Refused { .. }
+                | towline_qmp::Error::Missing { .. }
+        );
+        // A lost connection is the first sign of an end.
+        let status = self.wait(if is_lost { EXIT_TIMEOUT } else { Duration::ZERO });
+        let (binary, log) = (binary.to_owned(), self.log_tail());
+        Err(match status {
+            Some(status) => LaunchError::Exited { binary, status, log },
+            None => LaunchError::NotReady { binary, source: Box::new(source), log },
+        })
+    }
+
+    fn write_state(&self, lifetime: Lifetime, image: Option<PathBuf>) -> Result<(), RuntimeError> {
+        let directory = self.directory();
+        let state = new_state(directory, self.pid, lifetime, image).map_err(|source| RuntimeError::Io {
+            path: directory.path().to_owned(),
+            operation: "examine QEMU's process for it",
+            source,
+        })?;
+        directory.write_state(&state)
+    }
+}
+
+impl Drop for RunningQemu {
+    fn drop(&mut self) {
+        if self.lifetime == Lifetime::WithOwner {
+            self.kill();
+            if self.wait(EXIT_TIMEOUT).is_none() {
+                tracing::warn!(pid = self.pid, "QEMU was killed and has not ended");
+                return;
+            }
+        }
+        if self.wait(Duration::ZERO).is_some()
+            && let Some(directory) = self.directory.take()
+        {
+            directory.remove();
+        }
+    }
+}
+
+/// Logs the command line without its secrets.
+fn log_start(directory: &RuntimeDirectory, binary: &Path, arguments: &[OsString]) {
+    let words = CommandLine::parse(arguments).and_then(|command_line| command_line.without_secrets());
+    let words = match words {
+        Ok(recorded) => recorded.command_line().to_arguments(),
+        Err(_) => Vec::new(),
+    };
+    tracing::info!(name = %directory.name(), binary = %binary.display(), arguments = ?words, "starting QEMU");
+}
+
+/// The last lines of a file, without control characters.
+fn log_tail(path: &Path) -> String {
+    let bytes = fs::read(path).unwrap_or_default();
+    let bytes = &bytes[bytes.len().saturating_sub(LOG_BYTES_MAX)..];
+    let text = String::from_utf8_lossy(bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let lines = &lines[lines.len().saturating_sub(LOG_LINES_MAX)..];
+    if lines.is_empty() {
+        return "no message".into();
+    }
+    lines.join("\n").chars().map(|c| if c.is_control() && c != '\n' { '?' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,93 @@
+//! The process of a QEMU, started and reaped by a thread of its own.
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::process::{Child, Command, ExitStatus};
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::Lifetime;
+use crate::sys;
+
+/// The exit status of a process, once it has ended.
+#[derive(Debug, Default)]
+pub(super) struct Exit {
+    status: Mutex<Option<ExitStatus>>,
+    changed: Condvar,
+}
+
+/// A process that was started.
+#[derive(Debug)]
+pub(super) struct Spawned {
+    pub(super) pid: u32,
+    pub(super) pidfd: OwnedFd,
+    pub(super) exit: Arc<Exit>,
+}
+
+impl Exit {
+    /// Waits for the status; `None` after `timeout`.
+    pub(super) fn wait(&self, timeout: Duration) -> Option<ExitStatus> {
+        let waiting = self.changed.wait_timeout_while(self.lock(), timeout, |status| status.is_none());
+        *waiting.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn set(&self, status: ExitStatus) {
+        *self.lock() = Some(status);
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<ExitStatus>> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts a process that inherits these descriptors, and closes them here.
+pub(super) fn spawn(
+    mut command: Command,
+    descriptors: Vec<OwnedFd>,
+    lifetime: Lifetime,
+) -> io::Result<Spawned> {
+    let exit = Arc::new(Exit::default());
+    let (sender, receiver) = sync_channel(1);
+    let supervisor = {
+        let exit = Arc::clone(&exit);
+        move || {
+            let borrowed: Vec<BorrowedFd<'_>> =
+                descriptors.iter().map(|descriptor| descriptor.as_fd()).collect();
+            sys::isolate(&mut command, &sys::Child { descriptors: &borrowed, lifetime });
+            let child = command.spawn();
+            // Only the child has them from here on: what it closes is closed.
+            drop(borrowed);
+            drop(descriptors);
+            drop(command);
+            supervise(child, &sender, &exit);
+        }
+    };
+    thread::Builder::new().name("qemu".into()).spawn(supervisor)?;
+    let (pid, pidfd) =
+        receiver.recv().map_err(|_| io::Error::other("the thread that starts it has ended"))??;
+    Ok(Spawned { pid, pidfd, exit })
+}
+
+/// Reports the child and waits until it ends.
+fn supervise(child: io::Result<Child>, report: &SyncSender<io::Result<(u32, OwnedFd)>>, exit: &Exit) {
+    let mut child = match child {
+        Ok(child) => child,
+        Err(error) => return drop(report.send(Err(error))),
+    };
+    // Not yet reaped, so that its id is its own.
+    let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty());
+    if pidfd.is_err() && child.kill().is_err() {
+        tracing::warn!(pid = child.id(), "QEMU cannot be supervised and is not killed");
+    }
+    let is_awaited = report.send(pidfd.map(|pidfd| (child.id(), pidfd)).map_err(io::Error::from)).is_ok();
+    debug_assert!(is_awaited, "the caller waits for the report");
+    match child.wait() {
+        Ok(status) => exit.set(status),
+        Err(error) => tracing::warn!(pid = child.id(), %error, "QEMU's exit status is not known"),
+    }
+}

@@ -1,0 +1,99 @@
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::{Mutex, PoisonError};
+
+use super::*;
+use crate::host::EnvironmentVariable;
+use crate::runtime::RuntimeRoot;
+
+/// A program in QEMU's place that reports what it was given and ends.
+fn start(script: &str, change: impl FnOnce(&mut Launcher)) -> LaunchError {
+    // A program cannot be executed while a child of another thread has it open for writing, between its fork and its execve.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let parent = tempfile::tempdir().unwrap();
+    let binary = parent.path().join("qemu");
+    fs::write(&binary, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&binary, fs::Permissions::from_mode(0o700)).unwrap();
+    let root = RuntimeRoot::at(parent.path().join("run"));
+    let mut launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    change(&mut launcher);
+    let environment = vec![EnvironmentVariable { name: "OF_HOST".into(), value: "1".into() }];
+    let host = HostArguments { binary, environment, ..HostArguments::default() };
+    let guest = CommandLine::parse(["-machine", "q35"]).unwrap().trust(&host).unwrap();
+    let error = launcher.start(&guest, &host).unwrap_err();
+    assert!(!root.path().join("web").exists(), "nothing remains");
+    error
+}
+
+fn log(error: &LaunchError) -> &str {
+    match error {
+        LaunchError::Exited { log, .. } => log,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn last_lines_of_a_process_that_ends_are_shown() {
+    let error = start("seq 1 20; printf 'qemu: \\033[1mno\\n' >&2; exit 3", |_| {});
+    assert_eq!(log(&error), "12\n13\n14\n15\n16\n17\n18\n19\n20\nqemu: ?[1mno");
+    assert!(error.to_string().contains("ended at its start (exit status: 3): 12\n"), "{error}");
+    assert_eq!(log(&start("exit 1", |_| {})), "no message");
+}
+
+#[test]
+fn own_options_precede_the_guests() {
+    let error = start("echo \"$@\"; exit 1", |launcher| {
+        launcher.incoming = Incoming::Defer;
+        launcher.is_paused = true;
+        launcher.sandbox = ProcessSandbox::AllowSpawn;
+    });
+    let words: Vec<&str> = log(&error).split(' ').map(|word| word.split("fd=").next().unwrap()).collect();
+    assert_eq!(
+        words.join(" "),
+        "-sandbox on,obsolete=deny,elevateprivileges=deny,spawn=allow,resourcecontrol=deny -chardev socket,id=towline-qmp, \
+         -mon chardev=towline-qmp,mode=control -incoming defer -S -machine q35 -display none -name guest=web,debug-threads=on"
+    );
+}
+
+#[test]
+fn environment_and_descriptors_are_only_those_that_are_given() {
+    // Any descriptor that is not closed on execution would be inherited.
+    let leaked = fs::File::open("/dev/null").unwrap();
+    rustix::io::fcntl_setfd(&leaked, rustix::io::FdFlags::empty()).unwrap();
+    let given = fs::File::open("/dev/zero").unwrap();
+    let error = start(
+        "env | grep -v -e ^PWD= -e ^OLDPWD= -e ^_= -e ^SHLVL= | cut -d= -f1 | sort; pwd; readlink /proc/$$/fd/* | grep /dev/ | sort; exit 1",
+        |launcher| launcher.descriptors.push(given.into()),
+    );
+    let lines: Vec<&str> = log(&error).lines().collect();
+    let is_expected =
+        |line: &&&str| line.starts_with('/') || INHERITED.contains(*line) || **line == "OF_HOST";
+    assert_eq!(lines.iter().filter(is_expected).count(), lines.len(), "{lines:?}");
+    assert!(lines.contains(&"OF_HOST") && lines.contains(&"/") && lines.contains(&"/dev/zero"), "{lines:?}");
+    // Its standard input is one.
+    assert_eq!(lines.iter().filter(|line| **line == "/dev/null").count(), 1, "{lines:?}");
+}
+
+#[test]
+fn a_process_that_does_not_answer_is_killed_at_the_deadline() {
+    let error = start("echo $$; kill -STOP $$", |launcher| {
+        launcher.start_timeout = Duration::from_millis(300);
+    });
+    let LaunchError::NotReady { log, .. } = &error else { panic!("{error}") };
+    assert!(!Path::new("/proc").join(log).exists(), "{error}");
+}
+
+#[test]
+fn a_program_that_is_missing_is_an_error() {
+    let parent = tempfile::tempdir().unwrap();
+    let root = RuntimeRoot::at(parent.path().join("run"));
+    let launcher = Launcher::new(root.claim(&"web".parse().unwrap()).unwrap());
+    let host = HostArguments { binary: "/nowhere/qemu".into(), ..HostArguments::default() };
+    let guest = CommandLine::default().trust(&host).unwrap();
+    let error = launcher.start(&guest, &host).unwrap_err().to_string();
+    assert_eq!(
+        error,
+        "QEMU /nowhere/qemu cannot be started: No such file or directory (os error 2); name another with --qemu"
+    );
+    assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+}

@@ -1,0 +1,355 @@
+//! The directory of a running guest: `$XDG_RUNTIME_DIR/towline/NAME`, or `/run/towline/NAME`.
+//!
+//! ```text
+//!   NAME/lock        locked (flock) by the launcher and by the QEMU that inherits it: the name is in use while either lives
+//!   NAME/qmp.sock    QEMU's monitor
+//!   NAME/qemu.log    standard output and error of QEMU
+//!   NAME/serialN.log what the guest writes to its serial ports
+//!   NAME/state.json  for `towline ps`
+//! ```
+//! Root and directory belong to the user alone (0700) and are not symbolic links. What a guest that has ended leaves is removed by the next
+//! one of its name. Lock, socket and state of a guest cannot disagree: all are written by the process that holds the lock.
+
+mod state;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, fstat, mkdirat, openat, statat, unlinkat};
+use rustix::io::Errno;
+use rustix::process::geteuid;
+
+pub use state::GuestState;
+
+use crate::launcher::Lifetime;
+
+/// Longest name of a guest in bytes. A socket's path has 107 bytes at most.
+const NAME_BYTES_MAX: usize = 48;
+/// Attempts to lock a directory that others remove at the same time.
+const ATTEMPTS_MAX: u32 = 100;
+/// Guests that are listed.
+const GUESTS_MAX: usize = 10_000;
+const LOCK: &str = "lock";
+const STATE: &str = "state.json";
+const STATE_STAGING: &str = "state.json.new";
+
+/// Name of a guest: letters, digits, `-`, `_` and `.`, beginning with a letter or a digit.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GuestName(String);
+
+/// A text that cannot be a guest's name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{found:?} cannot be a guest's name: expected up to {NAME_BYTES_MAX} letters, digits, '-', '_' and '.', the first a letter or a \
+     digit; choose another with --name"
+)]
+pub struct NameError {
+    /// The text.
+    pub found: String,
+}
+
+/// Directory with one directory for each guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuntimeRoot {
+    path: PathBuf,
+}
+
+/// The directory of one guest, whose name is ours while this value or a process that inherited its lock lives.
+#[derive(Debug)]
+pub struct RuntimeDirectory {
+    name: GuestName,
+    path: PathBuf,
+    directory: OwnedFd,
+    lock: OwnedFd,
+}
+
+/// A runtime directory that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuntimeError {
+    /// A call of the system failed.
+    #[error("runtime directory {}: cannot {operation}: {source}; set XDG_RUNTIME_DIR to a directory of this user", path.display())]
+    Io {
+        /// The file or directory.
+        path: PathBuf,
+        /// The operation.
+        operation: &'static str,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Not a directory that belongs to this user alone.
+    #[error(
+        "runtime directory {} has owner {owner} and mode {mode:03o}, expected {expected} and 700; remove it or set XDG_RUNTIME_DIR",
+        path.display()
+    )]
+    NotPrivate {
+        /// The directory.
+        path: PathBuf,
+        /// User id of its owner.
+        owner: u32,
+        /// Its permissions.
+        mode: u32,
+        /// This process's user id.
+        expected: u32,
+    },
+    /// A guest of this name runs.
+    #[error("name {name} is taken by {holder}; choose another with --name")]
+    Taken {
+        /// The name.
+        name: GuestName,
+        /// The process that has it, as far as it is known.
+        holder: String,
+    },
+    /// The path of a socket in it would be too long.
+    #[error("socket path {} has {found} bytes, expected at most {expected}; choose a shorter --name or XDG_RUNTIME_DIR", path.display())]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length.
+        found: usize,
+        /// The longest that the system accepts.
+        expected: usize,
+    },
+}
+
+impl FromStr for GuestName {
+    type Err = NameError;
+
+    fn from_str(text: &str) -> Result<Self, NameError> {
+        let is_valid = text.len() <= NAME_BYTES_MAX
+            && text.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+        if is_valid {
+            return Ok(Self(text.to_owned()));
+        }
+        Err(NameError { found: crate::command_line::excerpt(text) })
+    }
+}
+
+impl GuestName {
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for GuestName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl RuntimeRoot {
+    /// The root of this user: in `$XDG_RUNTIME_DIR` if it is the user's own, else in `/run`.
+    #[must_use]
+    pub fn of_user() -> Self {
+        let own = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|path| {
+            let stat = statat(CWD, path, AtFlags::SYMLINK_NOFOLLOW);
+            path.is_absolute() && stat.is_ok_and(|stat| stat.st_uid == geteuid().as_raw())
+        });
+        Self::at(own.unwrap_or_else(|| "/run".into()).join("towline"))
+    }
+
+    /// A root at this path. Its parent must exist.
+    #[must_use]
+    pub fn at(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes the directory of a guest, and removes what an earlier guest of that name has left.
+    ///
+    /// # Errors
+    /// [`RuntimeError::Taken`] while that guest or its launcher lives; a root that others could write to.
+    pub fn claim(&self, name: &GuestName) -> Result<RuntimeDirectory, RuntimeError> {
+        let root = open_private(CWD, &self.path, &self.path)?;
+        let path = self.path.join(name.as_str());
+        for _ in 0..ATTEMPTS_MAX {
+            let directory = match open_private(root.as_fd(), Path::new(name.as_str()), &path) {
+                // Removed between its making and its opening.
+                Err(RuntimeError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => continue,
+                other => other?,
+            };
+            let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let lock = match openat(&directory, LOCK, flags, Mode::RUSR | Mode::WUSR) {
+                Err(Errno::NOENT) => continue,
+                other => other.map_err(|errno| io_error(&path.join(LOCK), "open it", errno))?,
+            };
+            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => {
+                    return Err(RuntimeError::Taken { name: name.clone(), holder: holder(&path) });
+                }
+                Err(errno) => return Err(io_error(&path.join(LOCK), "lock it", errno)),
+            }
+            // The file may have been removed, with its directory, before it was locked.
+            let named = statat(CWD, path.join(LOCK), AtFlags::SYMLINK_NOFOLLOW);
+            let open = fstat(&lock).map_err(|errno| io_error(&path.join(LOCK), "examine it", errno))?;
+            if named.is_ok_and(|named| (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino)) {
+                let claimed = RuntimeDirectory { name: name.clone(), path, directory, lock };
+                claimed.remove_files();
+                return Ok(claimed);
+            }
+        }
+        Err(RuntimeError::Taken {
+            name: name.clone(),
+            holder: "processes that start and end at this moment".into(),
+        })
+    }
+
+    /// Returns the guests that run, by name.
+    ///
+    /// # Errors
+    /// A root that cannot be read, or that others could write to. A root that does not exist has no guests.
+    pub fn list(&self) -> Result<Vec<GuestState>, RuntimeError> {
+        let entries = match std::fs::read_dir(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(|source| RuntimeError::Io {
+                path: self.path.clone(),
+                operation: "read it",
+                source,
+            })?,
+        };
+        open_private(CWD, &self.path, &self.path)?;
+        let names =
+            entries.take(GUESTS_MAX).flatten().filter_map(|entry| entry.file_name().into_string().ok());
+        let mut guests: Vec<GuestState> = names
+            .filter_map(|name| name.parse::<GuestName>().ok())
+            .filter_map(|name| GuestState::read(&self.path.join(name.as_str()).join(STATE)))
+            .filter(GuestState::is_running)
+            .collect();
+        guests.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(guests)
+    }
+}
+
+impl RuntimeDirectory {
+    /// The guest's name.
+    #[must_use]
+    pub fn name(&self) -> &GuestName {
+        &self.name
+    }
+
+    /// Its path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Path of the monitor's socket.
+    #[must_use]
+    pub fn qmp_path(&self) -> PathBuf {
+        self.path.join("qmp.sock")
+    }
+
+    /// Path of QEMU's log.
+    #[must_use]
+    pub fn log_path(&self) -> PathBuf {
+        self.path.join("qemu.log")
+    }
+
+    /// The descriptor that keeps the name in use; for the QEMU that inherits it.
+    pub(crate) fn lock(&self) -> BorrowedFd<'_> {
+        self.lock.as_fd()
+    }
+
+    /// Creates QEMU's log.
+    pub(crate) fn create_log(&self) -> Result<File, RuntimeError> {
+        let flags = OFlags::CREATE
+            | OFlags::EXCL
+            | OFlags::WRONLY
+            | OFlags::APPEND
+            | OFlags::NOFOLLOW
+            | OFlags::CLOEXEC;
+        let file = openat(&self.directory, "qemu.log", flags, Mode::RUSR | Mode::WUSR);
+        file.map(File::from).map_err(|errno| io_error(&self.log_path(), "create it", errno))
+    }
+
+    /// Writes the state of the guest for [`RuntimeRoot::list`].
+    pub(crate) fn write_state(&self, state: &GuestState) -> Result<(), RuntimeError> {
+        let path = self.path.join(STATE);
+        let error = |source| RuntimeError::Io { path: path.clone(), operation: "write it", source };
+        let staging = self.path.join(STATE_STAGING);
+        std::fs::write(&staging, state.to_json()).map_err(error)?;
+        std::fs::rename(&staging, &path).map_err(error)
+    }
+
+    /// Removes the directory and its files. The name is free afterwards.
+    pub(crate) fn remove(self) {
+        self.remove_files();
+        // The lock's file goes while it is locked: another process that opened it finds that it is not the named one.
+        let removed =
+            unlinkat(&self.directory, LOCK, AtFlags::empty()).and_then(|()| rustix::fs::rmdir(&self.path));
+        if let Err(errno) = removed {
+            tracing::debug!(path = %self.path.display(), %errno, "runtime directory is not removed");
+        }
+    }
+
+    fn remove_files(&self) {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        for entry in entries.filter(|entry| entry.file_name() != LOCK) {
+            if let Err(error) = std::fs::remove_file(entry.path()) {
+                tracing::debug!(path = %entry.path().display(), %error, "file of an earlier guest is not removed");
+            }
+        }
+    }
+}
+
+/// Makes a directory if there is none, opens it, and checks that it is this user's alone.
+fn open_private(at: BorrowedFd<'_>, name: &Path, path: &Path) -> Result<OwnedFd, RuntimeError> {
+    match mkdirat(at, name, Mode::RWXU) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(errno) => return Err(io_error(path, "make it", errno)),
+    }
+    let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::RDONLY | OFlags::CLOEXEC;
+    let directory =
+        openat(at, name, flags, Mode::empty()).map_err(|errno| io_error(path, "open it", errno))?;
+    let stat = fstat(&directory).map_err(|errno| io_error(path, "examine it", errno))?;
+    let (expected, mode) = (geteuid().as_raw(), stat.st_mode & 0o777);
+    if stat.st_uid != expected || mode != 0o700 {
+        return Err(RuntimeError::NotPrivate { path: path.to_owned(), owner: stat.st_uid, mode, expected });
+    }
+    Ok(directory)
+}
+
+fn io_error(path: &Path, operation: &'static str, errno: Errno) -> RuntimeError {
+    RuntimeError::Io { path: path.to_owned(), operation, source: errno.into() }
+}
+
+/// The process that has a name, as its state tells.
+fn holder(path: &Path) -> String {
+    match GuestState::read(&path.join(STATE)) {
+        Some(state) => format!("process {} (started by process {})", state.pid, state.owner_pid),
+        None => "a guest that is being started".into(),
+    }
+}
+
+/// Returns the state that a guest has at its start.
+pub(crate) fn new_state(
+    directory: &RuntimeDirectory,
+    pid: u32,
+    lifetime: Lifetime,
+    image: Option<PathBuf>,
+) -> io::Result<GuestState> {
+    Ok(GuestState {
+        name: directory.name.0.clone(),
+        pid,
+        start_time: state::start_time(pid)?,
+        owner_pid: std::process::id(),
+        is_detached: lifetime == Lifetime::Detached,
+        qmp: directory.qmp_path(),
+        image,
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+use std::os::unix::fs::{PermissionsExt as _, symlink};
+
+use super::*;
+
+fn root() -> (tempfile::TempDir, RuntimeRoot) {
+    let parent = tempfile::tempdir().unwrap();
+    let root = RuntimeRoot::at(parent.path().join("towline"));
+    (parent, root)
+}
+
+fn name(text: &str) -> GuestName {
+    text.parse().unwrap()
+}
+
+#[test]
+fn names_are_no_paths() {
+    for text in ["", ".", "..", "a/b", "-a", "a b", "é", &"a".repeat(NAME_BYTES_MAX + 1)] {
+        assert!(text.parse::<GuestName>().is_err(), "{text}");
+    }
+    assert_eq!(name("web-1.test_2").as_str(), "web-1.test_2");
+}
+
+#[test]
+fn a_name_is_taken_until_its_directory_is_dropped() {
+    let (_parent, root) = root();
+    let first = root.claim(&name("a")).unwrap();
+    let error = root.claim(&name("a")).unwrap_err();
+    assert!(matches!(error, RuntimeError::Taken { .. }), "{error}");
+    std::fs::write(first.path().join("qemu.log"), "of the first").unwrap();
+    drop(first);
+    let second = root.claim(&name("a")).unwrap();
+    assert!(!second.log_path().exists(), "what the first left is removed");
+    second.create_log().unwrap();
+    let path = second.path().to_owned();
+    second.remove();
+    assert!(!path.exists());
+    root.claim(&name("a")).unwrap();
+}
+
+#[test]
+fn a_directory_of_others_is_refused() {
+    let (_parent, root) = root();
+    drop(root.claim(&name("a")).unwrap());
+    let set = |path: &Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    set(&root.path().join("a"), 0o750);
+    assert!(matches!(root.claim(&name("a")), Err(RuntimeError::NotPrivate { mode: 0o750, .. })));
+    set(root.path(), 0o777);
+    assert!(matches!(root.claim(&name("b")), Err(RuntimeError::NotPrivate { mode: 0o777, .. })));
+    assert!(matches!(root.list(), Err(RuntimeError::NotPrivate { mode: 0o777, .. })));
+}
+
+#[test]
+fn symbolic_links_are_not_followed() {
+    let (parent, root) = root();
+    drop(root.claim(&name("a")).unwrap());
+    let elsewhere = parent.path().join("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    symlink(&elsewhere, root.path().join("b")).unwrap();
+    assert!(matches!(root.claim(&name("b")), Err(RuntimeError::Io { operation: "open it", .. })));
+    std::fs::remove_file(root.path().join("a/lock")).unwrap();
+    symlink(elsewhere.join("lock"), root.path().join("a/lock")).unwrap();
+    assert!(root.claim(&name("a")).is_err());
+    assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0);
+}
+
+#[test]
+fn only_guests_that_run_are_listed() {
+    let (_parent, root) = root();
+    assert_eq!(root.list().unwrap(), []);
+    let directory = root.claim(&name("a")).unwrap();
+    let image = Some(PathBuf::from("/srv/a.img"));
+    let state = new_state(&directory, std::process::id(), Lifetime::Detached, image).unwrap();
+    directory.write_state(&state).unwrap();
+    let ended = root.claim(&name("b")).unwrap();
+    let other = GuestState { name: "b".into(), start_time: state.start_time + 1, ..state.clone() };
+    ended.write_state(&other).unwrap();
+    std::fs::write(root.claim(&name("c")).unwrap().path().join(STATE), "{").unwrap();
+    assert_eq!(root.list().unwrap(), [state]);
+    let taken = root.claim(&name("a")).unwrap_err().to_string();
+    let pid = std::process::id();
+    assert_eq!(
+        taken,
+        format!("name a is taken by process {pid} (started by process {pid}); choose another with --name")
+    );
+}

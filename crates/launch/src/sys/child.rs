@@ -1,0 +1,53 @@
+//! A child that inherits only what it is given, has a session of its own, and can be bound to the life of its parent.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
+use crate::launcher::Lifetime;
+
+/// Properties of a child.
+pub(crate) struct Child<'a> {
+    /// The only descriptors that it has beside the standard ones, under the numbers that they have here.
+    pub(crate) descriptors: &'a [BorrowedFd<'a>],
+    /// The end of its life.
+    pub(crate) lifetime: Lifetime,
+}
+
+/// Has the child of `command` be as described. The descriptors must be open when it is started.
+///
+/// With [`Lifetime::WithOwner`] the kernel kills the child when the *thread* that starts it ends, so that thread has to live on.
+pub(crate) fn isolate(command: &mut Command, child: &Child<'_>) {
+    let numbers: Vec<RawFd> = child.descriptors.iter().map(|descriptor| descriptor.as_raw_fd()).collect();
+    let lifetime = child.lifetime;
+    let parent = std::process::id();
+    let prepare = move || {
+        // SAFETY: setsid is async-signal-safe and touches no memory.
+        check(unsafe { libc::setsid() })?;
+        if lifetime == Lifetime::WithOwner {
+            // SAFETY: prctl with this argument is a system call that touches no memory.
+            check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
+            // SAFETY: getppid has no conditions.
+            let now = unsafe { libc::getppid() };
+            // The parent may have ended before the signal was requested.
+            if now.cast_unsigned() != parent {
+                return Err(io::Error::from_raw_os_error(libc::ESRCH));
+            }
+        }
+        let range_flags = libc::CLOSE_RANGE_CLOEXEC.cast_signed();
+        // SAFETY: close_range with this flag only marks descriptors of the child's own table.
+        check(unsafe { libc::close_range(3, libc::c_uint::MAX, range_flags) })?;
+        for &number in &numbers {
+            // SAFETY: fcntl is async-signal-safe; it clears a flag of the child's own table and touches no memory.
+            check(unsafe { libc::fcntl(number, libc::F_SETFD, 0) })?;
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes system calls and allocates nothing, as a child of a threaded process must.
+    unsafe { command.pre_exec(prepare) };
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
