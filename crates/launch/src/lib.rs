@@ -19,6 +19,7 @@
 
 pub mod command_line;
 mod host;
+mod in_use;
 mod launcher;
 pub mod limits;
 mod memory;
@@ -30,9 +31,15 @@ mod sys;
 
 pub use command_line::{CommandLine, ParseError};
 pub use host::{EnvironmentVariable, GuestIdentity, HostArguments, HostError};
+pub use in_use::{InUse, Start, check_in_use};
 pub use launcher::{Incoming, LaunchError, Launcher, Lifetime, ProcessSandbox, RunningQemu};
 pub use memory::{MappedBlock, MappedMemory, MemoryError, QemuVersion, Sharing};
 pub use policy::{AllowedCommandLine, Reason, Refusal, Refused};
 pub use record::Recorded;
 pub use runtime::{GuestName, GuestState, NameError, RuntimeDirectory, RuntimeError, RuntimeRoot};
 pub use settings::{Setting, SettingError};
+
+/// The example of the README, as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,0 +1,342 @@
+//! Ports, taps, sockets and MAC addresses that guests which are about to start would share with each other or with this host.
+//!
+//! The check is for messages: another process may take a port between the check and the start, and then QEMU reports it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::{IpAddr, Ipv4Addr, TcpListener, UdpSocket};
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::Path;
+
+use crate::command_line::{CommandLine, ParseError, Properties, QemuOption};
+use crate::policy::AllowedCommandLine;
+use crate::settings::addresses;
+
+/// Processes that are examined to find the one that has a tap.
+const PROCESSES_MAX: usize = 32_768;
+
+/// A guest that is about to start.
+#[derive(Debug, Clone, Copy)]
+pub struct Start<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its command line.
+    pub command_line: &'a AllowedCommandLine,
+}
+
+/// Something that only one guest can have. Each error names the setting that changes it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InUse {
+    /// Two guests would have the same.
+    #[error("{what} is of both {first} and {second}; set {setting} with {{n}} in its value")]
+    Shared {
+        /// The port, interface, socket or address.
+        what: String,
+        /// The guest that has it first.
+        first: String,
+        /// The other guest.
+        second: String,
+        /// Key of the setting.
+        setting: String,
+    },
+    /// A port on which a process of this host listens.
+    #[error("{what} is in use on this host; set {setting} to a free port")]
+    Port {
+        /// Protocol, address and port.
+        what: String,
+        /// Key of the setting.
+        setting: String,
+    },
+    /// A tap that a process has open.
+    #[error("tap {interface} is in use by {holder}; set {setting} to another")]
+    Tap {
+        /// The interface.
+        interface: String,
+        /// The process, as far as it is known.
+        holder: String,
+        /// Key of the setting.
+        setting: String,
+    },
+    /// The path of a socket to listen on exists.
+    #[error("socket {path} exists already; remove it, or set {setting} to another path")]
+    SocketExists {
+        /// The path.
+        path: String,
+        /// Key of the setting.
+        setting: String,
+    },
+    /// The path of a socket to connect to does not exist.
+    #[error(
+        "socket {path} does not exist; start the process that listens on it, or set {setting} to its path"
+    )]
+    SocketMissing {
+        /// The path.
+        path: String,
+        /// Key of the setting.
+        setting: String,
+    },
+    /// The command line cannot be read.
+    #[error(transparent)]
+    CommandLine(#[from] ParseError),
+}
+
+/// Something of which there is one.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Resource {
+    Tcp(IpAddr, u16),
+    Udp(IpAddr, u16),
+    Tap(String),
+    Listening(String),
+    Connecting(String),
+    Mac(String),
+}
+
+/// A resource, and the key of the setting that changes it.
+struct Use {
+    resource: Resource,
+    setting: String,
+}
+
+/// Checks that these guests can run beside each other and on this host.
+///
+/// # Errors
+/// The first thing that is in use.
+pub fn check_in_use(starts: &[Start<'_>]) -> Result<(), InUse> {
+    let mut seen: BTreeMap<Resource, &str> = BTreeMap::new();
+    for start in starts {
+        let command_line = CommandLine::parse(start.command_line.to_arguments())?;
+        for Use { resource, setting } in uses(&command_line) {
+            if let Some(first) = seen.get(&resource) {
+                let (first, second) = ((*first).to_owned(), start.name.to_owned());
+                return Err(InUse::Shared { what: resource.describe(), first, second, setting });
+            }
+            resource.check(&setting)?;
+            // Several guests may be clients of one process.
+            if !matches!(resource, Resource::Connecting(_)) {
+                seen.insert(resource, start.name);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn uses(command_line: &CommandLine) -> Vec<Use> {
+    let options = command_line.options().iter().zip(addresses(command_line));
+    options.flat_map(|(option, address)| uses_of(option, &address)).collect()
+}
+
+fn uses_of(option: &QemuOption, address: &str) -> Vec<Use> {
+    let Some(properties) = option.properties() else { return Vec::new() };
+    let value = |key: &str| properties.value(key).unwrap_or_default();
+    let mut uses = Vec::new();
+    let mut add = |resource: Option<Resource>, key: &str| {
+        uses.extend(resource.map(|resource| Use { resource, setting: format!("{address}.{key}") }));
+    };
+    match (option.name.as_str(), value("type").as_str()) {
+        ("netdev" | "net" | "nic", "user") => {
+            for (key, value) in properties.pairs() {
+                if key == "hostfwd" {
+                    add(forwarded_port(&value), key);
+                }
+            }
+        }
+        ("netdev" | "net" | "nic", "tap") => add(some(value("ifname")).map(Resource::Tap), "ifname"),
+        _ => {}
+    }
+    if option.name.as_str() == "chardev" && value("backend") == "socket" {
+        add(unix_socket(properties), "path");
+        add(tcp_server(properties), "port");
+    }
+    for key in ["mac", "macaddr"] {
+        add(some(value(key)).map(|mac| Resource::Mac(mac.to_ascii_lowercase())), key);
+    }
+    uses
+}
+
+fn some(text: String) -> Option<String> {
+    (!text.is_empty()).then_some(text)
+}
+
+fn is_server(properties: &Properties) -> bool {
+    properties.value("server").is_some_and(|server| ["on", "yes", "true"].contains(&server.as_str()))
+}
+
+fn unix_socket(properties: &Properties) -> Option<Resource> {
+    let path = properties.value("path").and_then(some)?;
+    Some(if is_server(properties) { Resource::Listening(path) } else { Resource::Connecting(path) })
+}
+
+fn tcp_server(properties: &Properties) -> Option<Resource> {
+    let port = properties.value("port")?.parse().ok().filter(|_| is_server(properties))?;
+    Some(Resource::Tcp(parse_address(&properties.value("host").unwrap_or_default())?, port))
+}
+
+/// Parses `tcp:[ADDRESS]:PORT-…`, a rule of QEMU's own network.
+fn forwarded_port(rule: &str) -> Option<Resource> {
+    let (host, _) = rule.split_once('-')?;
+    let (protocol, rest) = host.split_once(':')?;
+    let (address, port) = rest.rsplit_once(':')?;
+    let (address, port) = (parse_address(address.trim_matches(['[', ']']))?, port.parse().ok()?);
+    match protocol {
+        "tcp" | "" => Some(Resource::Tcp(address, port)),
+        "udp" => Some(Resource::Udp(address, port)),
+        _ => None,
+    }
+}
+
+/// No address is every address. A name is QEMU's to resolve.
+fn parse_address(text: &str) -> Option<IpAddr> {
+    if text.is_empty() { Some(Ipv4Addr::UNSPECIFIED.into()) } else { text.parse().ok() }
+}
+
+impl Resource {
+    fn describe(&self) -> String {
+        match self {
+            Self::Tcp(address, port) => format!("TCP port {port} of {address}"),
+            Self::Udp(address, port) => format!("UDP port {port} of {address}"),
+            Self::Tap(interface) => format!("tap {interface}"),
+            Self::Listening(path) | Self::Connecting(path) => format!("socket {path}"),
+            Self::Mac(mac) => format!("MAC address {mac}"),
+        }
+    }
+
+    /// Fails if something else on this host has it.
+    fn check(&self, setting: &str) -> Result<(), InUse> {
+        let setting = setting.to_owned();
+        let is_taken = |error: std::io::Error| error.kind() == std::io::ErrorKind::AddrInUse;
+        match self {
+            // Port 0 is any free one.
+            Self::Tcp(address, port) if TcpListener::bind((*address, *port)).is_err_and(is_taken) => {
+                Err(InUse::Port { what: self.describe(), setting })
+            }
+            Self::Udp(address, port) if UdpSocket::bind((*address, *port)).is_err_and(is_taken) => {
+                Err(InUse::Port { what: self.describe(), setting })
+            }
+            Self::Tap(interface) => match tap_holder(interface) {
+                Some(holder) => Err(InUse::Tap { interface: interface.clone(), holder, setting }),
+                None => Ok(()),
+            },
+            Self::Listening(path) if fs::symlink_metadata(path).is_ok() => {
+                Err(InUse::SocketExists { path: path.clone(), setting })
+            }
+            Self::Connecting(path)
+                if !fs::metadata(path).is_ok_and(|found| found.file_type().is_socket()) =>
+            {
+                Err(InUse::SocketMissing { path: path.clone(), setting })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The process that has a tap open. `fdinfo` of its descriptor has a line `iff:` with the interface's name; a process of another user is
+/// known only by the carrier, which a tap has while it is open.
+fn tap_holder(interface: &str) -> Option<String> {
+    let directory = Path::new("/sys/class/net").join(interface);
+    // A tap that does not exist is made by QEMU. A name with a slash is QEMU's to refuse.
+    if interface.contains('/') || !directory.join("tun_flags").exists() {
+        return None;
+    }
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten().take(PROCESSES_MAX);
+    for process in processes {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        if has_tap(pid, interface) {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            return Some(format!("process {pid} ({})", name.trim()));
+        }
+    }
+    let has_carrier =
+        fs::read_to_string(directory.join("carrier")).is_ok_and(|carrier| carrier.trim() == "1");
+    has_carrier.then(|| "another process".to_owned())
+}
+
+fn has_tap(pid: u32, interface: &str) -> bool {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    descriptors
+        .filter(|entry| fs::read_link(entry.path()).is_ok_and(|target| target == Path::new("/dev/net/tun")))
+        .any(|entry| {
+            let info = Path::new("/proc").join(pid.to_string()).join("fdinfo").join(entry.file_name());
+            let info = fs::read_to_string(info).unwrap_or_default();
+            info.lines().any(|line| line.strip_prefix("iff:").is_some_and(|found| found.trim() == interface))
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+    use crate::host::HostArguments;
+
+    fn allowed(words: &str) -> AllowedCommandLine {
+        CommandLine::parse(words.split(' ')).unwrap().trust(&HostArguments::default()).unwrap()
+    }
+
+    fn check(lines: &[&str]) -> Result<(), InUse> {
+        let lines: Vec<_> = lines.iter().map(|words| allowed(words)).collect();
+        let names = ["a", "b", "c"];
+        let starts: Vec<_> =
+            lines.iter().zip(names).map(|(command_line, name)| Start { name, command_line }).collect();
+        check_in_use(&starts)
+    }
+
+    #[test]
+    fn a_port_that_is_listened_on_is_in_use() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let words = format!("-netdev user,id=n0,hostfwd=tcp::0-:22,hostfwd=tcp:127.0.0.1:{port}-:80");
+        let error = check(&[&words]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!(
+                "TCP port {port} of 127.0.0.1 is in use on this host; set netdev.n0.hostfwd to a free port"
+            )
+        );
+        drop(listener);
+        check(&[&words]).unwrap();
+    }
+
+    #[test]
+    fn clones_do_not_share_a_mac_or_a_tap() {
+        let line = "-device virtio-net-pci,id=net0,netdev=n0,mac=52:54:00:AA:00:01";
+        let other = line.replace("AA", "aa");
+        let error = check(&[line, &other]).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "MAC address 52:54:00:aa:00:01 is of both a and b; set device.net0.mac with {n} in its value"
+        );
+        let taps = ["-netdev tap,id=n0,ifname=towline-no0", "-netdev tap,id=n0,ifname=towline-no1"];
+        check(&taps).unwrap();
+        assert!(matches!(check(&[taps[0], taps[0]]), Err(InUse::Shared { .. })));
+    }
+
+    #[test]
+    fn sockets_are_there_for_clients_and_not_for_servers() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("socket");
+        let server = format!("-chardev socket,id=c0,server=on,wait=off,path={}", path.display());
+        let client = format!("-chardev socket,id=c0,path={}", path.display());
+        check(&[&server]).unwrap();
+        assert!(
+            matches!(check(&[&client]), Err(InUse::SocketMissing { setting, .. }) if setting == "chardev.c0.path")
+        );
+        let _listener = UnixListener::bind(&path).unwrap();
+        assert!(matches!(check(&[&server]), Err(InUse::SocketExists { .. })));
+        check(&[&client, &client]).unwrap();
+    }
+
+    #[test]
+    fn rules_of_the_user_network_have_ports() {
+        let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+        assert_eq!(forwarded_port("tcp::2222-:22"), Some(Resource::Tcp(any, 2222)));
+        assert_eq!(
+            forwarded_port("udp:127.0.0.1:53-10.0.2.15:53"),
+            Some(Resource::Udp([127, 0, 0, 1].into(), 53))
+        );
+        assert_eq!(forwarded_port("unix:/run/a-:22"), None);
+        assert_eq!(forwarded_port("tcp:a"), None);
+    }
+}
