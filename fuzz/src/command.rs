@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 /// All targets, with the maximum length of their inputs.
-pub const TARGETS: [(&str, u32); 12] = [
+pub const TARGETS: [(&str, u32); 13] = [
     ("main_channel", 2048),
     ("lane", 4096),
     ("return_path", 1024),
@@ -16,6 +16,7 @@ pub const TARGETS: [(&str, u32); 12] = [
     ("vhost_session", 2048),
     ("vhost_ring", 3072),
     ("facts", 2048),
+    ("command_line", 4096),
     ("net_segments", 1024),
     ("net_device", 2048),
 ];

@@ -25,5 +25,8 @@ pub mod net_device;
 #[path = "../../crates/compat/tests/hostile.rs"]
 pub mod compat;
 
+#[path = "../../crates/launch/tests/hostile/harness.rs"]
+pub mod launch;
+
 pub mod command;
 pub mod sys;
