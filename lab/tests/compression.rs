@@ -1,4 +1,4 @@
-//! Compressed lanes against stock QEMUs, each way: what arrives is what was there, to the byte, and it goes on.
+//! Compressed lanes to and from stock QEMUs: the guest's memory arrives unchanged to the byte, and the guest runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab, towl
 
 const WITHIN: Duration = Duration::from_secs(60);
 const METHODS: [&str; 2] = ["zlib", "zstd"];
-/// Half of each page is noise.
+/// Half of each page is incompressible.
 const GUEST: BootSector =
     BootSector { fill_mib: 16, words_per_page: 512, seed: 1, sweep_pages: 256, uses_popcnt: false };
 
@@ -21,9 +21,7 @@ fn builder(version: Version, machine: Version) -> Builder {
     builder.memory_mib(64).boot_sector(GUEST)
 }
 
-/// A guest that counts. On 7.2 it is stopped then: before 9.0 an emulated guest's writes to a page are lost to the migration
-/// from the second look at the dirty log on, whoever receives it (QEMU's "physmem: Fix migration dirty bitmap coherency with
-/// TCG memory access").
+/// Starts a guest and waits until it counts. On 7.2 it is stopped then, see [`Version::tracks_emulated_writes`].
 fn boot(version: Version, machine: Version) -> Qemu {
     let qemu = start(version, machine);
     if version == Version::V7_2 {
@@ -56,9 +54,9 @@ fn refused(code: i32, arguments: &[&str]) -> String {
     finished.stderr
 }
 
-/// A copy over compressed lanes, which must have saved a good part.
+/// Copies over compressed lanes, which must have saved a good part of the bytes.
 fn copy(method: &str, arguments: &[&str]) -> Value {
-    // A guest that writes faster than its pages are compressed is stopped for the rest all the same.
+    // A guest that writes faster than its pages are compressed must be stopped for the rest all the same.
     let how = ["--compression", method, "--downtime-limit", "10000"];
     let finished = start_copy(&[&how, arguments].concat()).wait_done(WITHIN).unwrap();
     let done = completed(&finished);
@@ -66,13 +64,14 @@ fn copy(method: &str, arguments: &[&str]) -> Value {
     assert_eq!(done["handed-over"], false, "{done}");
     let ratio = done["compression-ratio"].as_f64().unwrap();
     println!("{arguments:?}: {method} {ratio:.2}:1");
-    // How much more depends on how often a running guest's few written pages, which compress well, went again.
+    // The rest depends on the number of times that a running guest's few written pages, which compress well, were
+    // resent.
     assert!(ratio > 1.5, "{done}");
     assert!(done["ram"]["transferred"].as_u64() < done["ram"]["normal-bytes"].as_u64(), "{done}");
     done
 }
 
-/// Two stopped guests are equal in every byte, and the destination's goes on from there.
+/// Asserts that two stopped guests are equal in every byte, and that the destination's runs on from there.
 fn prove_equal(source: &Qemu, destination: &Qemu) {
     let counter = source.counter().unwrap();
     assert_eq!(destination.memory_hash().unwrap(), source.memory_hash().unwrap());
@@ -81,7 +80,7 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     assert!(destination.wait_counting(WITHIN).unwrap() > counter);
 }
 
-/// Sets a QEMU as a user would who drives it without towline.
+/// Sets up a QEMU as a user would without towline.
 fn set(qemu: &Qemu, lanes: u64, method: &str) {
     let on = |name| json!({ "capability": name, "state": true });
     let capabilities = json!({ "capabilities": [on("multifd"), on("return-path")] });

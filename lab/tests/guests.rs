@@ -1,4 +1,4 @@
-//! The lab tests itself: both QEMUs, both guests, and a migration by stock QEMU alone.
+//! Tests of the lab itself: both QEMUs, both guests, and a migration by stock QEMU alone.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::time::{Duration, Instant};
@@ -150,7 +150,7 @@ fn linux_moves_with_its_memory_and_its_agent() {
     if !require_lab("linux_moves_with_its_memory_and_its_agent") {
         return;
     }
-    // A part of the memory above 4 GiB, without the gigabytes that q35 would want for it.
+    // A part of the memory above 4 GiB, without the gigabytes that q35 would need for that.
     let machine = "pc-q35-10.0,max-ram-below-4g=256M";
     let builder = Qemu::builder(Version::V10_0).machine(machine).linux().memory_mib(512).processors(2);
     let source = builder.clone().start().unwrap();

@@ -1,5 +1,5 @@
-//! Encrypted streams against stock QEMUs (`tls-creds-x509`), each way, and every way in which two ends do not trust each
-//! other: a reason in seconds, and a guest that runs on.
+//! Encrypted streams to and from stock QEMUs (`tls-creds-x509`), and every way in which one end rejects the other: an
+//! error within seconds, and a guest that runs on.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};
@@ -13,12 +13,12 @@ use towline_lab::{
 };
 
 const WITHIN: Duration = Duration::from_secs(60);
-/// How long anybody may take to say that it trusts nobody.
+/// Time limit of a rejection.
 const REFUSES_WITHIN: Duration = Duration::from_secs(30);
 const V10_0: Version = Version::V10_0;
 const V7_2: Version = Version::V7_2;
 
-/// A directory for the certificates of each of the two ends, and for the rest.
+/// Directories for the certificates of both ends, and for other files.
 struct Place {
     authority: Authority,
     directory: TempDir,
@@ -44,7 +44,7 @@ impl Place {
         self.directory.path().join(end)
     }
 
-    /// A QEMU with an object for TLS, whose guest is to come.
+    /// Builder of a QEMU with an object for TLS.
     fn qemu(&self, version: Version, machine: Version, endpoint: &str) -> Builder {
         // `-cpu max` is not the same in two versions.
         let builder = Qemu::builder(version).machine(machine.machine()).cpu("Nehalem");
@@ -52,8 +52,8 @@ impl Place {
         builder.memory_mib(64).boot_sector(BootSector::default()).args(["-object", &object])
     }
 
-    /// A guest that counts, on a QEMU that can connect with TLS. On 7.2 it is stopped then: before 9.0 an emulated guest's
-    /// writes may be lost to a migration.
+    /// Starts a guest on a QEMU that can connect with TLS, and waits until it counts. On 7.2 it is stopped then, see
+    /// [`Version::tracks_emulated_writes`].
     fn boot(&self, version: Version, machine: Version) -> Qemu {
         let qemu = self.qemu(version, machine, "client").start().unwrap();
         qemu.wait_counting(WITHIN).unwrap();
@@ -63,7 +63,7 @@ impl Place {
         qemu
     }
 
-    /// `towline copy` with its own certificates.
+    /// Starts `towline copy` with its own certificates.
     fn copy(&self, arguments: &[&str]) -> Towline {
         let credentials = self.path("towline");
         towline([&["copy", "--tls-creds", &credentials], arguments].concat()).unwrap()
@@ -77,7 +77,7 @@ impl Place {
         finished.stderr.replace(self.directory.path().to_str().unwrap(), "DIR")
     }
 
-    /// An image of a guest of this machine type.
+    /// Stores an image of a guest of this machine type.
     fn image(&self) -> String {
         let (source, image) = (self.boot(V10_0, V10_0), self.path("guest.img"));
         let from = format!("qmp:{}", source.qmp_path().display());
@@ -86,7 +86,7 @@ impl Place {
     }
 }
 
-/// Sets a QEMU as a user would who drives it without towline.
+/// Sets up a QEMU as a user would without towline.
 fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
     let set = |name, state| json!({ "capability": name, "state": state });
     let capabilities = json!({ "capabilities": [set("multifd", lanes > 0), set("return-path", true)] });
@@ -96,7 +96,7 @@ fn set(qemu: &Qemu, lanes: u64, tls: &Value) {
     qemu.qmp().execute("migrate-set-parameters", parameters).unwrap();
 }
 
-/// Where a towline listens, once it does.
+/// Waits until a towline listens, and returns its address.
 fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
@@ -110,7 +110,7 @@ fn says(towline: &mut Towline, text: &str) {
     .unwrap();
 }
 
-/// Has a waiting QEMU listen; returns where.
+/// Has a waiting QEMU listen; returns its address.
 fn listen(qemu: &Qemu, uri: &str) -> String {
     let mut arguments = json!({ "uri": uri });
     if qemu.version() != V7_2 {
@@ -124,7 +124,7 @@ fn listen(qemu: &Qemu, uri: &str) -> String {
     format!("tcp:127.0.0.1:{}", said["socket-address"][0]["port"].as_str().unwrap())
 }
 
-/// The destination has the guest, and it goes on there. What was stopped is equal in every byte.
+/// Asserts that the destination has the guest, and that it runs on there. A stopped guest is equal in every byte.
 fn prove_equal(source: &Qemu, destination: &Qemu) {
     let ran = source.version() != V7_2;
     let loaded = if ran { "running" } else { "paused" };
@@ -138,7 +138,7 @@ fn prove_equal(source: &Qemu, destination: &Qemu) {
     assert!(destination.wait_counting(WITHIN).unwrap() > source.counter().unwrap());
 }
 
-/// A stock QEMU connects to towline with TLS, and towline to another one.
+/// A stock QEMU connects to towline with TLS, and towline to another QEMU.
 fn through_towline(version: Version, machine: Version, lanes: u64) {
     from_one_to_another([version, version], machine, lanes);
 }
@@ -164,7 +164,7 @@ fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
     prove_equal(&source, &destination);
 }
 
-/// Each release with the newest one; `make test` has two of them, `cargo xtask soak versions` all.
+/// Each release with the newest one; `make test` runs two of them, `cargo xtask soak versions` all.
 #[test]
 fn the_newest_qemu_and_each_other_one() {
     use Version::{Newest, Stable};
@@ -211,7 +211,7 @@ tests! {
     a_destination_that_is_not_trusted_or_does_not_trust_is_named: destinations();
 }
 
-/// One on each host: the source's QEMU and the destination's are theirs, by QMP.
+/// A towline on each host drives its QEMU by QMP.
 fn two_towlines() {
     let (place, source) = (Place::new(), Place::new().boot(V10_0, V10_0));
     let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
@@ -226,7 +226,8 @@ fn two_towlines() {
     prove_equal(&source, &destination);
 }
 
-/// A QEMU connects to a towline that listens. It fails, its guest runs on, and towline says why and goes on listening.
+/// A QEMU connects to a listening towline. It fails, its guest runs on, and towline reports the reason and keeps
+/// listening.
 fn sources() {
     let at_good = |_: &Place| {};
     let spoil_ca = |place: &Place| Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
@@ -283,7 +284,7 @@ fn sources() {
 
 fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str) {
     let begun = Instant::now();
-    // It may be refused by QEMU itself, at once.
+    // QEMU itself may refuse it at once.
     let _ = source.qmp().execute("migrate", json!({ "uri": uri }));
     says(towline, text);
     source.qmp().wait_migration("failed", WITHIN).unwrap();
@@ -328,7 +329,7 @@ fn destinations() {
 
     place.authority.furnish(&place.end("towline")).unwrap();
     place.authority.issue(&place.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
-    // QEMU itself takes no expired certificate.
+    // QEMU itself accepts no expired certificate.
     let expired = place.qemu(V10_0, V10_0, "server").incoming_defer().start();
     assert!(expired.is_err_and(|error| format!("{error:#}").contains("expired")));
 
@@ -366,7 +367,7 @@ fn what_cannot_be_encrypted_is_refused() {
     assert_eq!(finished.status.code(), Some(2), "{}", finished.stderr);
 }
 
-/// What docs/tls.md says makes certificates that both ends take.
+/// The commands in docs/tls.md create certificates that both ends accept.
 #[test]
 fn the_documentation_s_lines_make_good_certificates() {
     let documentation = std::fs::read_to_string(towline_lab::paths::workspace().join("docs/tls.md")).unwrap();

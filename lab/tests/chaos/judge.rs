@@ -1,4 +1,4 @@
-//! What became of the guest, held against what was said of it.
+//! Comparison of the guest's fate with towline's report of it.
 
 use std::os::unix::process::ExitStatusExt;
 
@@ -7,25 +7,25 @@ use towline_lab::Finished;
 use crate::case::{Case, Fault, Kind, Victim};
 use crate::guests::Held;
 
-/// What is there at the end.
+/// State at the end of a run.
 #[derive(Debug)]
 pub(crate) struct Seen {
-    /// How each towline ended; with two, the destination's is the first.
+    /// Exit of each towline; with two, the destination's is the first.
     pub(crate) ends: Vec<Finished>,
     pub(crate) source: Option<Held>,
     pub(crate) destinations: Vec<Held>,
     /// Files of the working directory.
     pub(crate) work: Vec<String>,
-    /// Temporary files.
+    /// Files in the directory for temporary files.
     pub(crate) tmp: Vec<String>,
-    /// Whether an image that has its name verifies.
+    /// Result of verifying the image, if there is one under its final name.
     pub(crate) image_is_right: Option<bool>,
 }
 
-/// Whether something is so.
+/// A condition on the state at the end.
 type IsSo = fn(&Seen) -> bool;
 
-/// What a text with exit code 3 says, and what must be so then.
+/// Texts of reports with exit status 3, and the condition that makes each of them true.
 const PLACES: &[(&str, IsSo)] = &[
     ("paused at its source", |seen| seen.source == Some(Held::Whole)),
     ("its source still holds it", |seen| seen.source == Some(Held::Whole)),
@@ -49,7 +49,7 @@ const PLACES: &[(&str, IsSo)] = &[
     ("the image is as it was", |seen| !seen.destinations.contains(&Held::Busy)),
 ];
 
-/// Compares it; one line that says what was found.
+/// Compares the two; returns a summary in one line.
 pub(crate) fn judge(case: &Case, seen: &Seen, operator_ran: bool) -> Result<String, String> {
     let checks = [
         runs_twice(case, seen, operator_ran),
@@ -76,8 +76,9 @@ fn runs_twice(case: &Case, seen: &Seen, operator_ran: bool) -> Option<String> {
     (live > 1 && !is_allowed).then(|| "two guests run".into())
 }
 
-/// With a destination that runs the guest by itself, docs/move.md says what no protocol can rule out between the last byte and the
-/// acknowledgement: a towline that is killed, and a cancellation at the source's own monitor, which is exit 3 and is named.
+/// True in the cases that docs/move.md excludes from its guarantee if the destination runs the guest by itself,
+/// between the last byte and the acknowledgement: towline is killed, or the migration is cancelled at the source's
+/// own monitor, which exits with 3 and is named.
 pub(crate) fn is_in_the_window(case: &Case, seen: &Seen) -> bool {
     let is_named = |end: &Finished| {
         end.status.code() == Some(3)
@@ -87,7 +88,7 @@ pub(crate) fn is_in_the_window(case: &Case, seen: &Seen) -> bool {
     case.kind == Kind::ToStock && (is_cancelled || case.kills(Victim::Towline(0)))
 }
 
-/// A guest may go with a QEMU that was killed, if no other one has all of it.
+/// A guest may be lost with a QEMU that was killed, unless another QEMU has all of it.
 fn is_lost(case: &Case, seen: &Seen) -> Option<String> {
     let held = |held: &Held| matches!(held, Held::Live | Held::Whole);
     let is_stored = !case.kind.has_source() || seen.image_is_right == Some(true);
@@ -114,7 +115,8 @@ fn is_untrue(case: &Case, seen: &Seen) -> Option<String> {
     })
 }
 
-/// SIGKILL is sent here; a signal that ends it comes twice, or before it is there to take it.
+/// A killed towline was sent SIGKILL by this test; one that was ended by another signal got it twice, or before it
+/// had installed its handlers.
 fn end_by_signal(case: &Case, index: usize, end: &Finished) -> Option<String> {
     let may = match case.fault {
         Fault::Kill(victim) => victim == Victim::Towline(index),
@@ -158,7 +160,7 @@ fn safe(case: &Case, seen: &Seen, has_source: bool, stderr: &str) -> Option<&'st
         Some(Held::Whole) if case.may_be_paused() => None,
         Some(Held::Gone) if case.kills(Victim::Source) && !has_source => None,
         Some(Held::Gone) if case.kills(Victim::Source) && stderr.contains("could not be reached") => None,
-        // The source's own towline was killed before it could run the guest on.
+        // The source's own towline was killed before it could resume the guest.
         Some(Held::Whole) if !has_source && seen.ends.len() > 1 => None,
         _ => Some("exit 1, and the guest does not run at its source"),
     }
@@ -175,14 +177,14 @@ fn look(case: &Case, seen: &Seen, stderr: &str) -> Option<&'static str> {
     if places.peek().is_none() {
         return Some("exit 3, with a place that this test does not know");
     }
-    // What was killed later may be gone from where it was.
+    // A QEMU that was killed later may no longer have it.
     let is_killed = matches!(case.fault, Fault::Kill(Victim::Source | Victim::Destination(_)));
     let wrong = places.any(|(_, is_so)| !is_so(seen));
     (wrong && !is_killed).then_some("exit 3, and the guest is not where it says")
 }
 
 fn leaves_files(case: &Case, seen: &Seen) -> Option<String> {
-    // One that was killed could not remove what it had made.
+    // A killed towline could not remove its files.
     if seen.ends.iter().any(|end| end.status.code().is_none()) {
         return None;
     }

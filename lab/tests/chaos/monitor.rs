@@ -1,4 +1,4 @@
-//! A proxy between towline and a monitor, as a management layer puts one there.
+//! A proxy between towline and a monitor, as a management layer may run one.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use towline_lab::Qemu;
 
-/// Time between two looks at whether the proxy is cut or held.
+/// Interval at which the proxy checks whether it is cut or held.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Forwards each connection to the monitor until it is cut or dropped. File descriptors are not passed on.
+/// Forwards each connection to the monitor until it is cut or dropped. File descriptors are not forwarded.
 pub(crate) struct MonitorProxy {
     path: PathBuf,
     state: Arc<State>,
@@ -41,7 +41,7 @@ impl MonitorProxy {
         format!("qmp:{}", self.path.display())
     }
 
-    /// Ends all connections, and accepts no more.
+    /// Closes all connections, and accepts no more.
     pub(crate) fn cut(&self) {
         self.state.cut.store(true, Ordering::Release);
     }
@@ -77,7 +77,7 @@ impl State {
         }
     }
 
-    /// Forwards both ways, in a thread each. A monitor that cannot be reached is a connection that closes.
+    /// Forwards both directions, in a thread each. If the monitor cannot be reached, the connection is closed.
     fn join(self: &Arc<Self>, client: UnixStream, monitor: &Path) {
         let Ok(server) = UnixStream::connect(monitor) else { return };
         let ways = [(client.try_clone(), server.try_clone()), (Ok(server), Ok(client))];
@@ -103,7 +103,7 @@ impl State {
             }
         }
         for stream in [from, to] {
-            // Its other end may be gone.
+            // The peer may have closed the connection.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
     }

@@ -1,5 +1,5 @@
-//! A copy that is asked, hurried and cancelled while it goes on, by `towline ctl`, by a QMP client and by QEMU's own `qmp-shell`; and
-//! whose metrics are scraped.
+//! A copy that is queried, changed and cancelled under way, by `towline ctl`, by a QMP client and by QEMU's own
+//! `qmp-shell`; and its metrics.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
@@ -14,13 +14,13 @@ use towline_lab::{
 };
 
 const WITHIN: Duration = Duration::from_secs(60);
-/// At which 16 MiB would take the whole day.
+/// A rate at which 16 MiB would take the whole day.
 const CRAWLING: &str = "200";
 
 struct Place {
     source: Qemu,
     directory: TempDir,
-    /// Where nobody listened when it was made.
+    /// Port that was free when the directory was made.
     metrics: SocketAddr,
 }
 
@@ -37,11 +37,11 @@ impl Place {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// A copy into an image that would never end, once it moves.
+    /// Starts a copy into an image that would never end; returns when memory is sent.
     fn copy(&self) -> Towline {
         let (qmp, from) = (self.path("ctl.sock"), format!("qmp:{}", self.source.qmp_path().display()));
         let (image, metrics) = (self.path("guest.img"), self.metrics.to_string());
-        // Without lanes: with them, QEMU sends more than it may.
+        // Without lanes: with them, QEMU exceeds its bandwidth limit.
         let slowly = ["--multifd-channels", "0", "--max-bandwidth", CRAWLING, "--resume"];
         let options = [&slowly[..], &["--qmp", &qmp, "--metrics", &metrics]].concat();
         let mut towline = towline([&["copy", &from, &image][..], &options].concat()).unwrap();
@@ -93,11 +93,11 @@ fn a_copy_is_asked_and_hurried() {
     monitor.wait_event("STOP", WITHIN).unwrap();
     let finished = towline.wait(WITHIN).unwrap();
     assert!(finished.status.success(), "{}", finished.stderr);
-    // All of them are there before the socket closes.
+    // All events are there before the socket closes.
     while monitor.wait_event("MIGRATION", WITHIN).unwrap()["data"]["status"] != "completed" {}
     assert!(!PathBuf::from(place.path("ctl.sock")).exists(), "a socket that nobody listens on");
     place.source.wait_counting(WITHIN).unwrap();
-    // What was changed under way is put back like all the rest.
+    // Settings changed under way are restored like all others.
     let parameters = place.source.qmp().execute("query-migrate-parameters", Value::Null).unwrap();
     assert_eq!(
         (&parameters["downtime-limit"], &parameters["max-bandwidth"]),
@@ -126,14 +126,14 @@ fn a_copy_is_cancelled_over_its_socket() {
     assert!(ended.contains("ctl.sock"), "{ended}");
 }
 
-/// What `ctl` says where nobody listens.
+/// Output of a `ctl` that must fail: no process listens at its socket.
 fn towline_ctl_fails(place: &Place) -> String {
     let finished = towline(["ctl", &place.path("ctl.sock"), "query-status"]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(1), "{}", finished.stderr);
     finished.stderr
 }
 
-/// QEMU's own client, which knows nothing of towline.
+/// QEMU's own client, which has no special support of towline.
 #[test]
 fn qmp_shell_works_unchanged() {
     let python = paths::qmp_python(&paths::lab_directory());
@@ -149,7 +149,7 @@ fn qmp_shell_works_unchanged() {
     }
     let place = Place::new();
     let towline = place.copy();
-    // As a module: the script of that name holds the path of where its environment was made.
+    // As a module: the script of that name contains the path in which its environment was created.
     let mut child = Command::new(python)
         .args(["-m", "qemu.qmp.qmp_shell"])
         .arg(place.path("ctl.sock"))

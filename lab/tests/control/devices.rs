@@ -1,4 +1,4 @@
-//! Network cards and a vsock that wait for their guests: asked, compared with each other, and told to end.
+//! Network cards and a vsock device without guests: queried, compared with each other, and quit by command.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,7 +10,7 @@ use towline_lab::{Finished, Network, Towline, scrape, skip, towline, towline_bin
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// A network of its own, whose ports nobody has, and where sockets are.
+/// A network namespace whose ports are free, and a directory for sockets.
 struct Place {
     network: Network,
     directory: TempDir,
@@ -21,7 +21,7 @@ impl Place {
         self.directory.path().join(name).display().to_string()
     }
 
-    /// A device whose control socket is `NAME.qmp`, once that is there.
+    /// Starts a device with the control socket `NAME.qmp`, and waits for that.
     fn start(&self, name: &str, arguments: &[&str]) -> Towline {
         let (socket, qmp) = (self.path(&format!("{name}.sock")), self.path(&format!("{name}.qmp")));
         let (prefix, binary) = (self.network.prefix(), towline_binary().unwrap());
@@ -44,7 +44,7 @@ impl Place {
         if status.success() { Ok(serde_json::from_str(&stdout).unwrap()) } else { Err(stderr) }
     }
 
-    /// The exit code of a check, and all that was found.
+    /// Exit status of a check, and its output.
     fn check(&self, source: &str, destination: &str) -> (i32, String) {
         let end = |name: &str| match name.split_once(':') {
             Some((scheme, name)) => format!("{scheme}:{}", self.path(name)),
@@ -99,7 +99,7 @@ fn a_device_takes_the_version_of_its_like() {
         let (found, said) = place.check(source, destination);
         assert!(found == code && said.contains(text), "{source} to {destination}: {found} {said}");
     }
-    // Hosts that do not see each other: what was written down is given to the device that there is.
+    // Hosts that cannot reach each other: the recorded facts are compared with the existing device.
     let facts = place.path("a.facts");
     let written = towline(["check", "--facts-out", &facts, &format!("ctl:{}", place.path("a.qmp"))]).unwrap();
     written.wait_done(WITHIN).unwrap();
@@ -107,7 +107,7 @@ fn a_device_takes_the_version_of_its_like() {
     assert_eq!(place.check("facts:a.facts", "b").0, 1);
     assert_eq!(place.check("facts:a.facts", "facts:a.facts").0, 0);
 
-    // It may be gone before its answer is read.
+    // The process may have exited before its reply is read.
     let _ = place.ctl("fixed", &["quit"]);
     fixed.wait_done(WITHIN).unwrap();
     drop(a);

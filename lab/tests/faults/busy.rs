@@ -1,4 +1,4 @@
-//! A QEMU that is busy, and not broken.
+//! A QEMU that is busy, not broken.
 
 use std::time::Duration;
 
@@ -6,7 +6,8 @@ use towline_lab::{BootSector, Qemu, Version, require_lab};
 
 use crate::support::{Place, WITHIN, qmp, save, signal, waiting};
 
-/// A QEMU that loads an image itself answers nobody until it has it: a large guest, or a slow disk, is no failure.
+/// A QEMU that loads an image itself does not answer until the load is done: a large guest, or a slow disk, is no
+/// failure.
 #[test]
 fn a_destination_that_loads_for_long_is_waited_for() {
     if !require_lab("a_destination_that_loads_for_long_is_waited_for") {
@@ -23,12 +24,12 @@ fn a_destination_that_loads_for_long_is_waited_for() {
     };
     let before = resident();
     let mut towline = place.towline(&format!("copy {} {}", place.name("guest.img"), qmp(&destination)));
-    // Pages: it has begun to load, and has far to go.
+    // Pages: the load has begun, and is far from its end.
     while resident() < before + 8192 {
         assert!(towline.runs().unwrap(), "{}", towline.stderr());
     }
     signal(destination.pid(), "-STOP");
-    // Longer than any other command may take.
+    // Longer than the timeout of any other command.
     std::thread::sleep(Duration::from_secs(11));
     assert!(towline.runs().unwrap(), "{}", towline.stderr());
     signal(destination.pid(), "-CONT");

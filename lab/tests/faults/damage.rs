@@ -1,4 +1,4 @@
-//! Images that are cut short, damaged, or none at all.
+//! Images that are truncated or damaged, and files that are not images.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,8 +12,8 @@ use crate::support::{
     waiting,
 };
 
-/// Where the parts of an image lie, read by hand: be64 length, be32 version, be64 page size, be64 bitmap offset and be64
-/// pages offset follow a block's name.
+/// Offsets of the parts of an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap offset and
+/// be64 pages offset follow a block's name.
 struct Layout {
     name: u64,
     bitmap: u64,
@@ -56,7 +56,7 @@ fn an_image_that_is_cut_short_says_where_it_ends() {
     let (image, destination) = (place.path("guest.img"), waiting(&guest()));
     let layout = Layout::of(&image);
     let file = File::options().write(true).open(&image).unwrap();
-    // From the end on, as what is cut off is not put back.
+    // From the end on, as truncated bytes are not restored.
     for (length, texts) in [
         (layout.length - 10, ["the device state at byte", "the stream ends inside the device state"]),
         (layout.device_state + 100, ["the device state at byte", "the stream ends inside the device state"]),
@@ -82,7 +82,7 @@ fn an_image_that_is_cut_short_says_where_it_ends() {
         assert_waits(&destination);
     }
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
-    // Nothing of it reached the destination, so it takes the next guest.
+    // None of it reached the destination, so it can load the next guest.
     save(&place, guest(), "whole.img");
     assert_ended(
         &place.run(&format!("copy --stream {} {}", place.name("whole.img"), qmp(&destination))),
@@ -115,7 +115,8 @@ fn what_is_no_image_is_told_from_one() {
     place.assert_holds(&["directory", "text"]);
 }
 
-/// QEMU's own `migrate exec:cat>file` makes no mapped-ram file. The message says how to make an image of it, and that works.
+/// QEMU's own `migrate exec:cat>file` writes no mapped-ram file. The message names the command that converts it, and
+/// that works.
 #[test]
 fn an_ordinary_stream_in_a_file_can_be_converted() {
     if !require_lab("an_ordinary_stream_in_a_file_can_be_converted") {
@@ -130,7 +131,7 @@ fn an_ordinary_stream_in_a_file_can_be_converted() {
     let text = "a migration stream, but not one with mapped-ram: convert it with `towline copy --return-path off exec:'cat";
     let finished = place.run(&format!("copy --stream {stream} {}", qmp(&destination)));
     assert_safe(&finished, &[&stream, text]);
-    // The line's arguments are separated by spaces; the shell is told where its word ends.
+    // The line is split at spaces, so `<` separates the words of the shell.
     let finished = place.run(&format!("copy --return-path off exec:cat<{stream} {image}"));
     assert_ended(&finished, 0, &[]);
     assert_ended(&place.run(&format!("copy --verify --stream --run {image} {}", qmp(&destination))), 0, &[]);
@@ -155,7 +156,7 @@ fn one_wrong_bit_of_memory_is_found_and_never_runs() {
     save(&place, guest(), "guest.img");
     let (image, layout) = (place.path("guest.img"), Layout::of(&place.path("guest.img")));
     let name = image.display().to_string();
-    // In the third chunk of 2 MiB, and in a zero that a page with content has.
+    // In the third chunk of 2 MiB, and in a zero of a page with content.
     for (offset, chunk) in [
         (BootSector::FILL_ADDRESS + (3 << 20) + 8, "block \"pc.ram\", chunk 2 (from byte 0x400000)"),
         (BootSector::FILL_ADDRESS + (15 << 20) + 4000, "block \"pc.ram\", chunk 8 (from byte 0x1000000)"),
@@ -183,7 +184,7 @@ fn one_wrong_bit_of_memory_is_found_and_never_runs() {
     assert_ended(&place.run(&format!("inspect --verify {name}")), 0, &[]);
 }
 
-/// A page whose bit is gone would be a page of zeros for the guest, though the file still has its content.
+/// A page whose bit is cleared would be a zero page for the guest, though the file still has its content.
 #[test]
 fn a_cleared_bit_of_a_page_bitmap_is_found_and_never_runs() {
     if !require_lab("a_cleared_bit_of_a_page_bitmap_is_found_and_never_runs") {
@@ -219,7 +220,7 @@ fn one_wrong_bit_of_device_state_names_the_device() {
     let destination = waiting(&guest());
     let mut named = 0;
     for (device, offset) in &layout.devices {
-        // Behind the section's head (type, id, counted name, instance, version): its first field.
+        // After the section's header (type, ID, counted name, instance, version): its first field.
         let at = layout.device_state + offset + 5 + 1 + device.len() as u64 + 8 + 1;
         flip(&image, at);
         let wanted = format!("in device {device:?}");
@@ -237,7 +238,7 @@ fn one_wrong_bit_of_device_state_names_the_device() {
         }
     }
     assert_waits(&destination);
-    // The same without --verify, as it is small: it is always compared.
+    // The same without --verify: device state is small and always compared.
     flip(&image, layout.device_state + 200);
     assert_safe(
         &place.run(&format!("copy --stream {name} {}", qmp(&destination))),
@@ -280,7 +281,7 @@ fn a_manifest_that_is_missing_or_anothers_is_refused() {
     );
     assert_waits(&destination);
     assert_runs(&source);
-    // Without --verify it is QEMU's own kind of image, and restored with a notice.
+    // Without --verify it is an image as QEMU writes it, and restored with a notice.
     let finished = place.run(&format!("copy --stream {one} {}", qmp(&destination)));
     assert_ended(&finished, 0, &["has no manifest"]);
     assert_runs(&destination);

@@ -1,15 +1,15 @@
-//! A disk that fills up, and a directory that takes no file.
+//! A disk that fills up, and a directory that accepts no file.
 
 use towline_lab::{Towline, require_lab, skip};
 
 use crate::support::{Place, WITHIN, assert_ended, assert_runs, assert_safe, counting, guest, qmp};
 
-/// Mounts a filesystem of this size where only the command and its children see it, runs towline's command line, lists
-/// what is left there, and ends as towline did.
+/// Shell script: mounts a filesystem of this size that only the command and its children see, runs towline's command
+/// line, lists the files that are left, and exits as towline did.
 const IN_A_SMALL_FILESYSTEM: &str =
     r#"mount -t tmpfs -o size=$1 none "$2" && shift 2 && { "$@"; code=$?; ls -A "$0"; exit $code; }"#;
 
-/// Whether this user may mount; if not, the skip of `name` is printed.
+/// Returns true if this user may mount; if not, prints the skip of `name`.
 fn may_mount(name: &str, place: &Place) -> bool {
     let probe = std::process::Command::new("unshare")
         .args(["-m", "mount", "-t", "tmpfs", "none"])
@@ -57,7 +57,7 @@ fn a_full_disk_costs_the_image_and_not_the_guest() {
         assert_runs(&source);
         place.assert_holds(&[]);
     }
-    // And with room it works, from the same source.
+    // With enough space it works, from the same source.
     assert_ended(&place.run(&format!("copy --resume {} {image}", qmp(&source))), 0, &[]);
     assert_runs(&source);
 }

@@ -1,4 +1,4 @@
-//! Endpoints that are taken, missing, busy, or in the wrong state.
+//! Endpoints that are in use, missing, busy, or in the wrong state.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 
@@ -22,7 +22,7 @@ fn a_socket_path_in_use_is_refused_and_a_stale_one_replaced() {
     assert_safe(&place.run(&line), &[&socket, "is in use by a listening process; choose another path"]);
     assert!(UnixStream::connect(&path).is_ok(), "it still listens");
     place.assert_holds(&["s.sock"]);
-    // The file of a listener that is gone.
+    // The file of a listener that has exited.
     drop(live);
     assert!(path.exists());
     let mut towline = place.towline(&line);
@@ -59,12 +59,12 @@ fn a_qmp_socket_that_is_missing_wrong_or_busy_is_named() {
     both(&missing, &["no QMP socket at ", &missing, "check the path, or start QEMU with -qmp unix:"]);
     std::fs::write(place.path("file"), "a file").unwrap();
     both(&place.name("file"), &[&place.name("file")]);
-    // A monitor for people.
+    // A human monitor (HMP).
     let people =
         counting(guest().args(["-monitor", &format!("unix:{},server=on,wait=off", place.name("human"))]));
     both(&place.name("human"), &[&place.name("human"), "is not a QMP socket", "human monitor"]);
     drop(people);
-    // A monitor that somebody else holds: towline cannot tell that from a QEMU that hangs, and says both.
+    // A monitor that another client holds: towline cannot tell that from a QEMU that hangs, and reports both.
     let _holder = Qmp::connect(&destination.qmp_path(), WITHIN).unwrap();
     let finished = place.run(&format!("copy {} {}", qmp(&source), qmp(&destination)));
     let held = destination.qmp_path().display().to_string();
@@ -95,7 +95,7 @@ fn a_qemu_in_the_wrong_state_is_refused() {
     assert_safe(&finished, &["has no guest to copy: its status is `inmigrate`; is this the destination?"]);
     assert_runs(&other);
     assert_waits(&destination);
-    // Somebody's migration is under way.
+    // Another client's migration is under way.
     let socket = place.path("other.sock");
     let sink = UnixListener::bind(&socket).unwrap();
     migrate(&source, &format!("unix:{}", socket.display()));
@@ -114,7 +114,7 @@ fn a_qemu_in_the_wrong_state_is_refused() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// One that waits at an address of its own.
+/// A destination that listens at an address of its own.
 #[test]
 fn a_destination_that_listens_elsewhere_is_refused() {
     if !require_lab("a_destination_that_listens_elsewhere_is_refused") {
@@ -135,7 +135,7 @@ fn a_guest_that_cannot_be_migrated_is_refused_with_qemus_reason() {
         return;
     }
     let (place, destination) = (Place::new(), waiting(&guest()));
-    // One says so beforehand, the other only when it is asked to migrate.
+    // One device blocks migration from the start, the other only when a migration is started.
     let shared =
         ["-object", "memory-backend-ram,id=shm,size=1M,share=on", "-device", "ivshmem-plain,memdev=shm"];
     let disk = ["-device", "nvme,serial=1"];
@@ -177,7 +177,7 @@ fn an_image_that_exists_or_is_being_written_is_left_alone() {
     let text = "exists already; choose another name, remove it, or pass --overwrite";
     assert_safe(&place.run(&format!("copy {} {image}", qmp(&other))), &[&image, text]);
     assert_runs(&other);
-    // An overwriting that fails leaves the old one, one that succeeds puts the new one in its place, with its manifest.
+    // A failed overwrite leaves the old image, a successful one replaces it together with its manifest.
     let mut failing = place.towline(&format!("copy --json --overwrite {SLOW} {} {image}", qmp(&other)));
     moves(&mut failing, 1 << 20);
     signal(failing.pid(), "-TERM");
@@ -190,7 +190,7 @@ fn an_image_that_exists_or_is_being_written_is_left_alone() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// QEMU connects to a socket below TMPDIR, from a working directory of its own.
+/// QEMU connects to a socket below TMPDIR, from another working directory.
 #[test]
 fn a_relative_directory_for_temporary_files_is_found_by_qemu() {
     if !require_lab("a_relative_directory_for_temporary_files_is_found_by_qemu") {

@@ -1,4 +1,4 @@
-//! A guest that the waiting QEMU could not load is refused before anything moves, with both values.
+//! A guest that the waiting QEMU could not load is refused before anything is sent, with both values.
 
 use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
@@ -6,7 +6,7 @@ use crate::support::{
     Place, WITHIN, assert_ended, assert_runs, assert_safe, assert_waits, counting, guest, qmp, save, waiting,
 };
 
-/// Copies to a QEMU that does not fit, and to it again when it does: it still waits.
+/// Copies to a QEMU that does not fit, which is refused and still waits.
 fn refused(place: &Place, source: &str, destination: &Qemu, options: &str, texts: &[&str]) {
     let finished = place.run(&format!("copy {options} {source} {}", qmp(destination)));
     assert_safe(&finished, &[&["the guest does not fit QEMU on "], texts].concat());
@@ -56,7 +56,7 @@ fn a_missing_device_is_named_by_its_memory() {
     refused(&place, &qmp(&source), &destination, "--multifd-channels 0", &[text]);
     refused(&place, &qmp(&source), &destination, "--resume", &[text]);
     assert_runs(&source);
-    // The same two can be brought together when the device is there.
+    // The same two fit once the device is there.
     let destination = waiting(&guest().args(display));
     assert_ended(&place.run(&format!("copy {} {}", qmp(&source), qmp(&destination))), 0, &[]);
     assert_runs(&destination);
@@ -84,7 +84,7 @@ fn another_uuid_is_refused_where_lanes_carry_it() {
     place.assert_holds(&[]);
 }
 
-/// Several reasons are all named at once.
+/// All reasons are reported at once.
 #[test]
 fn every_reason_is_named() {
     if !require_lab("every_reason_is_named") {

@@ -1,4 +1,4 @@
-//! Streams that lie: towline ends with an error, in bounded memory, and never panics.
+//! Malicious streams: towline ends with an error, in bounded memory, and never panics.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,12 +10,12 @@ use towline_lab::{Finished, Qemu, require_lab};
 
 use crate::support::{Place, SAFE, WITHIN, assert_safe, counting, listens_at, migrate, small_guest};
 
-/// Mutated streams; more of them is the fuzzers' work.
+/// Number of mutated streams; the fuzzers run more.
 const STREAMS: u64 = 40;
-/// What a towline that receives 16 MiB may have as address space, in KiB: its program, stacks and buffers.
+/// Limit of the address space of a towline that receives 16 MiB, in KiB: its program, stacks and buffers.
 const ADDRESS_SPACE_KIB: &str = "1500000";
 
-/// What a source without a return path says to whoever listens.
+/// Captures the stream of a source without a return path.
 fn capture(place: &Place, source: &Qemu) -> Vec<u8> {
     let listener = UnixListener::bind(place.path("capture.sock")).unwrap();
     source.qmp().execute("stop", Value::Null).unwrap();
@@ -26,7 +26,7 @@ fn capture(place: &Place, source: &Qemu) -> Vec<u8> {
     bytes
 }
 
-/// Says `bytes` to a towline that would make an image of them.
+/// Sends `bytes` to a towline that would store them in an image.
 fn feed(place: &Place, bytes: &[u8]) -> Finished {
     let socket = place.name("hostile.sock");
     let limited = ["sh", "-c", r#"ulimit -v "$0" && exec "$@""#, ADDRESS_SPACE_KIB];
@@ -35,7 +35,7 @@ fn feed(place: &Place, bytes: &[u8]) -> Finished {
     listens_at(&mut towline);
     let mut stream = UnixStream::connect(Path::new(&socket)).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
-    // A towline that has seen enough closes it.
+    // Towline closes the connection at the first error.
     let _ = stream.write_all(bytes);
     drop(stream);
     towline.wait(WITHIN).unwrap()
@@ -65,7 +65,7 @@ fn mutated_streams_are_errors() {
     };
     for round in 0..STREAMS {
         let mut bytes = stream.clone();
-        // The block list, then anywhere, then the end of it.
+        // The block list, then anywhere, then the end of the stream.
         let region = match round % 3 {
             0 => 0..400,
             1 => 0..bytes.len(),
@@ -83,7 +83,7 @@ fn mutated_streams_are_errors() {
         println!("{round}: {status}: {}", stderr.lines().nth(1).unwrap_or_default());
         assert!(!stderr.contains("panicked") && !stderr.contains("allocation"), "{stderr}");
         match status.code() {
-            // A page's content, or a device's: nothing that the stream itself could tell.
+            // A page's content, or a device's: the stream itself has no redundancy that would show it.
             Some(0) => {
                 std::fs::remove_file(place.path("guest.img")).unwrap();
                 std::fs::remove_file(place.path("guest.img.manifest.json")).unwrap();
@@ -94,7 +94,7 @@ fn mutated_streams_are_errors() {
     }
 }
 
-/// The numbers that memory could be asked by.
+/// Numbers in a stream that could determine an allocation.
 #[test]
 fn lies_about_sizes_cost_no_memory() {
     if !require_lab("lies_about_sizes_cost_no_memory") {
@@ -118,7 +118,7 @@ fn lies_about_sizes_cost_no_memory() {
         assert_safe(&feed(&place, &bytes), &[text]);
         place.assert_holds(&[]);
     }
-    // One that is not refused at once: whatever becomes of it, it has the memory that it may have.
+    // A stream that is not refused at once: in any case it must keep within the memory limit.
     let mut bytes = stream.clone();
     bytes[total..total + 8].copy_from_slice(&((8 << 40) | flags).to_be_bytes());
     bytes[length..length + 8].copy_from_slice(&((8 << 40) - others).to_be_bytes());

@@ -10,7 +10,7 @@ use crate::support::{
     counting, ends_soon, guest, moves, qmp, save, signal, small_guest, waiting,
 };
 
-/// A relay or restore that goes slowly to a QEMU that waits, with a MiB moved.
+/// Starts a slow relay or restore to a waiting QEMU, and waits until a MiB was sent.
 fn under_way(place: &Place, from: &str, options: &str, destination: &Qemu) -> Towline {
     let mut towline = place.towline(&format!("copy --json {SLOW} {options} {from} {}", qmp(destination)));
     moves(&mut towline, 1 << 20);
@@ -40,7 +40,7 @@ fn a_destination_that_dies_under_way_leaves_the_guest_at_its_source() {
             ["QEMU on ", &socket, "could not load the guest: it ended while it loaded; its own log says why"];
         assert_safe(&finished, &texts);
         assert_runs(&source);
-        // Gone already when towline starts.
+        // Dead before towline starts.
         let finished = place.run(&format!("copy {options} {from} {}", qmp(&destination)));
         assert_safe(
             &finished,
@@ -51,7 +51,7 @@ fn a_destination_that_dies_under_way_leaves_the_guest_at_its_source() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// A destination that hangs makes the copy wait; when it is killed, the copy ends.
+/// A destination that hangs makes the copy wait; when it is killed, the copy fails.
 #[test]
 fn a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source() {
     if !require_lab("a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source") {
@@ -75,7 +75,7 @@ fn a_destination_that_hangs_and_dies_leaves_the_guest_at_its_source() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// The moments of a whole copy, its END and its release among them. Whatever the moment: one guest, and it runs.
+/// At any moment of a whole copy, its END and its release among them: exactly one guest exists, and it runs.
 #[test]
 fn a_destination_that_dies_at_any_moment_costs_no_guest() {
     if !require_lab("a_destination_that_dies_at_any_moment_costs_no_guest") {
@@ -111,7 +111,7 @@ fn a_destination_that_dies_at_any_moment_costs_no_guest() {
     place.assert_holds(&[]);
 }
 
-/// The same of a restore: the image is as it was.
+/// The same for a restore: the image is unchanged.
 #[test]
 fn a_destination_that_dies_at_any_moment_costs_no_image() {
     if !require_lab("a_destination_that_dies_at_any_moment_costs_no_image") {
@@ -179,7 +179,7 @@ fn a_source_that_dies_takes_its_guest_along_and_towline_says_so() {
     place.assert_holds(&["old.img", "old.img.manifest.json"]);
 }
 
-/// The moments of a whole copy. Whatever the moment: what towline says of the guest is what became of it.
+/// At any moment of a whole copy: towline's report of the guest is true.
 #[test]
 fn a_source_that_dies_at_any_moment_is_told_of_truthfully() {
     if !require_lab("a_source_that_dies_at_any_moment_is_told_of_truthfully") {
@@ -223,7 +223,7 @@ fn a_killed_towline_leaves_the_source_running() {
     let (place, source) = (Place::new(), counting(guest()));
     let destination = waiting(&guest());
     for to in [place.name("guest.img"), qmp(&destination)] {
-        // Without lanes: a QEMU that loses several at once may hang, and nobody is left to see to that it does not.
+        // Without lanes: a QEMU that loses several at once may hang, and no towline is left to prevent that.
         let line = format!("copy --json --multifd-channels 0 {SLOW} {} {to}", qmp(&source));
         let mut towline = place.towline(&line);
         moves(&mut towline, 1 << 20);
@@ -239,7 +239,7 @@ fn a_killed_towline_leaves_the_source_running() {
     })
     .unwrap();
     assert_waits(&destination);
-    // The next copy takes over what was left, with the settings that towline could not put back.
+    // The next copy reuses the files that were left, and restores the settings that towline could not.
     let finished = place.run(&format!("copy --resume {} {}", qmp(&source), place.name("guest.img")));
     assert_ended(&finished, 0, &[]);
     assert_ended(&place.run(&format!("inspect --verify {}", place.name("guest.img"))), 0, &[]);

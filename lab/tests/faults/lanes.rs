@@ -1,4 +1,4 @@
-//! Ends that disagree about lanes (multifd channels) say so quickly, with both numbers.
+//! Ends with different numbers of lanes (multifd channels) fail quickly, and name both numbers.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,12 @@ use crate::support::{
     set, waiting,
 };
 
-/// Ends within this, though both would wait for ever. The times to wait are towline's own, of 3 and 5 s, and stand in what it
-/// says.
+/// Time limit of the failure, though QEMU would wait for ever. The timeouts are towline's own, of 3 and 5 s, and
+/// appear in its messages.
 const QUICK: Duration = Duration::from_secs(30);
 
-/// A source with so many lanes (0: no multifd) and a towline that listens for others. Each time another source: how soon
-/// QEMU is done with lanes that nobody took is its own affair.
+/// Migrates from a source with `theirs` lanes (0: no multifd) to a towline that listens for `ours`. Each time another
+/// source: the time that QEMU needs to clean up lanes that were not accepted is unknown.
 fn disagree(place: &Place, theirs: u64, ours: u64, texts: &[&str]) {
     let source = &counting(guest());
     let multifd = if theirs > 0 { "+multifd" } else { "-multifd" };
@@ -48,7 +48,7 @@ fn a_source_with_another_number_of_lanes_is_told_so() {
     disagree(&place, 3, 0, &["the source has ", " lanes or more, but 0 lanes are expected here", same]);
 }
 
-/// Our side opens the lanes, and the QEMU that listens was told another number: it waits for ever, and says nothing.
+/// Our side opens the lanes, and the listening QEMU is configured for another number: it waits for ever, silently.
 #[test]
 fn a_destination_with_another_number_of_lanes_is_told_so() {
     if !require_lab("a_destination_with_another_number_of_lanes_is_told_so") {

@@ -1,4 +1,5 @@
-//! Output that is not read, or cannot be written: the copy goes on, signals are obeyed, and the exit code is a documented one.
+//! Output that is not read or cannot be written: the copy continues, signals work, and the exit status is a
+//! documented one.
 
 use std::io::{PipeReader, PipeWriter, Write as _};
 use std::process::Stdio;
@@ -10,7 +11,7 @@ use crate::support::{
     SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, ends_soon, guest, qmp, signal, waiting,
 };
 
-/// A pipe of one page, filled but for so many bytes, that nobody reads while its reader is kept.
+/// A pipe of one page with `free` free bytes, which is not read while its reader is kept.
 fn small_pipe(free: usize) -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     let size = rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
@@ -18,7 +19,7 @@ fn small_pipe(free: usize) -> (PipeReader, PipeWriter) {
     (reader, writer)
 }
 
-/// One whose reader has gone.
+/// A pipe whose reader is closed.
 fn broken_pipe() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -33,7 +34,7 @@ fn is_under_way(source: &Qemu) {
     source.qmp().wait_migration("active", WITHIN).unwrap();
 }
 
-/// Moves a guest, while something is done once it is under way; it must arrive.
+/// Moves a guest and runs `under_way` during the move; the guest must arrive.
 #[track_caller]
 fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
@@ -46,7 +47,7 @@ fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) 
     source.wait_exit(WITHIN).unwrap();
 }
 
-/// Cancels a copy under way, whose output is as it is; the source runs on.
+/// Cancels a copy under way with these outputs; the source runs on.
 #[track_caller]
 fn is_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
@@ -61,7 +62,8 @@ fn is_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl F
     assert_waits(&destination);
 }
 
-/// The next event does not fit, so that whoever writes it would wait: the phases before memory moves have about 160 bytes.
+/// Free bytes that the next event does not fit into, so that a blocking write would hang: the phases before memory is
+/// sent take about 160 bytes.
 const ROOM: usize = 300;
 
 #[test]
@@ -82,7 +84,7 @@ fn a_copy_is_cancelled_while_events_are_not_read() {
     is_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
 }
 
-/// What it says of the signal is not read either.
+/// Its message about the signal is not read either.
 #[test]
 fn a_copy_is_cancelled_while_standard_error_is_not_read() {
     if !require_lab("a_copy_is_cancelled_while_standard_error_is_not_read") {
@@ -123,7 +125,7 @@ fn broken_pipes_neither_end_a_copy_nor_its_obedience() {
     }
 }
 
-/// A notice comes at once, and before anything has moved.
+/// A notice is written early, before anything is sent.
 #[test]
 fn a_notice_that_cannot_be_written_ends_nothing() {
     if !require_lab("a_notice_that_cannot_be_written_ends_nothing") {

@@ -11,7 +11,7 @@ use crate::support::{
     listens_at, moves, qmp, save, says, signal, small_guest, waiting,
 };
 
-/// Signals it and expects it to end as a user who cancels would.
+/// Sends the signal and expects the exit of a cancelled copy.
 #[track_caller]
 fn cancel(towline: Towline, name: &str) {
     let since = Instant::now();
@@ -36,7 +36,7 @@ fn a_signal_while_listening_or_connecting_ends_in_order() {
             cancel(towline, name);
             assert_waits(&destination);
         }
-        // Somebody who takes the connection and never answers.
+        // A peer that accepts the connection and never sends anything.
         let silent = UnixListener::bind(place.path("silent.sock")).unwrap();
         let line = format!("copy {} unix:{}", place.name("guest.img"), place.name("silent.sock"));
         let towline = place.towline(&line);
@@ -73,7 +73,7 @@ fn a_signal_under_way_lets_the_source_run_on() {
     }
 }
 
-/// The moments of a whole copy: it is either cancelled and leaves nothing, or done.
+/// At any moment of a whole copy: either it is cancelled and leaves no file, or it is complete.
 #[test]
 fn a_signal_at_any_moment_leaves_an_image_or_nothing() {
     if !require_lab("a_signal_at_any_moment_leaves_an_image_or_nothing") {
@@ -99,7 +99,7 @@ fn a_signal_at_any_moment_leaves_an_image_or_nothing() {
         let finished = towline.wait(WITHIN).unwrap();
         match (finished.status.code(), finished.status.signal()) {
             (Some(0), _) => remove(),
-            // It came before towline was there to catch it.
+            // The signal came before towline had installed its handler.
             (_, Some(2)) => place.assert_holds(&[]),
             _ => {
                 assert_safe(&finished, &["towline: cancelled"]);
@@ -110,7 +110,7 @@ fn a_signal_at_any_moment_leaves_an_image_or_nothing() {
     }
 }
 
-/// `nohup` and service managers have SIGHUP ignored, which stays so.
+/// `nohup` and service managers start programs with SIGHUP ignored, which must stay so.
 #[test]
 fn an_ignored_hang_up_stays_ignored() {
     if !require_lab("an_ignored_hang_up_stays_ignored") {
@@ -126,7 +126,7 @@ fn an_ignored_hang_up_stays_ignored() {
     cancel(towline, "-TERM");
 }
 
-/// QEMU hangs, so the end in order takes a while; who has no time for that signals again.
+/// QEMU hangs, so the orderly end takes a while; a second signal ends towline at once.
 #[test]
 fn a_second_signal_ends_at_once() {
     if !require_lab("a_second_signal_ends_at_once") {

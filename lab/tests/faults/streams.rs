@@ -1,4 +1,4 @@
-//! Streams that would lose a guest or cannot be read, and peers that are no QEMU.
+//! Streams that would lose a guest or cannot be read, and peers that are not QEMU.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -11,16 +11,16 @@ use crate::support::{
     migrate, qmp, says, set, waiting,
 };
 
-/// A source with these capabilities sends to a towline that copies to `destination`, and must be refused.
+/// A source with these capabilities migrates to a towline that copies to `destination`, and must be refused.
 fn refused(place: &Place, source: &Qemu, capabilities: &[&str], destination: &str, texts: &[&str]) {
-    // Two pages may be left at most: a guest that keeps writing is under way until it is told otherwise.
+    // A downtime of 1 ms allows two pages: a guest that keeps writing does not converge.
     set(source, capabilities, json!({ "max-bandwidth": 8 << 20, "downtime-limit": 1 }));
     let mut towline = place.towline(&format!("copy tcp:127.0.0.1:0 {destination}"));
     migrate(source, &listens_at(&mut towline));
     let finished = towline.wait(WITHIN).unwrap();
     println!("{}", finished.stderr);
     assert_safe(&finished, texts);
-    // The source hears of it by the closed connection, or cannot say (without a return path): it is not to be believed.
+    // The source sees only the closed connection, or (without a return path) nothing: its status is not asserted.
     wait_until("end of the migration", WITHIN, || {
         let status = source.qmp().execute("query-migrate", Value::Null)?["status"].take();
         Ok(["failed", "completed", "postcopy-paused"].contains(&status.as_str().unwrap_or("")).then_some(()))
@@ -43,13 +43,14 @@ fn a_stream_without_a_return_path_is_refused() {
     place.assert_holds(&[]);
 }
 
-/// A relay has no memory that the differences could be put on.
+/// A relay has no memory that XBZRLE differences could be applied to.
 #[test]
 fn xbzrle_into_a_relay_is_refused() {
     if !require_lab("xbzrle_into_a_relay_is_refused") {
         return;
     }
-    // Each look at what was written must find some of it: differences are so short that the passes follow on one another.
+    // Each synchronisation of the dirty log must find some pages: differences are so short that the passes follow at
+    // once.
     let boot_sector = BootSector { fill_mib: 8, sweep_pages: 1024, ..BootSector::default() };
     let writing = guest().boot_sector(boot_sector);
     let (place, source, destination) = (Place::new(), counting(writing.clone()), waiting(&writing));
@@ -76,7 +77,7 @@ fn postcopy_at_a_foreign_source_is_refused() {
     place.assert_holds(&[]);
 }
 
-/// Whoever is no QEMU does not take the place of the one that comes after it, or is told of; nothing hangs or stays.
+/// A connection that is not QEMU's does not replace the real source that comes after it; nothing hangs or remains.
 #[test]
 fn strangers_on_the_port_change_nothing() {
     if !require_lab("strangers_on_the_port_change_nothing") {
@@ -96,7 +97,7 @@ fn strangers_on_the_port_change_nothing() {
             drop(stranger);
         }
         says(&mut towline, "dropped an unrelated connection");
-        // One that says nothing and stays.
+        // A peer that sends nothing and stays connected.
         let mut silent = TcpStream::connect(address).unwrap();
         let multifd = if lanes > 0 { "+multifd" } else { "-multifd" };
         set(&source, &["+return-path", multifd], json!({ "multifd-channels": 2 }));
@@ -112,7 +113,7 @@ fn strangers_on_the_port_change_nothing() {
     place.assert_holds(&["guest.img", "guest.img.manifest.json"]);
 }
 
-/// The right first bytes, and then nonsense.
+/// A correct header, and then garbage.
 #[test]
 fn a_stream_that_turns_into_garbage_is_refused() {
     if !require_lab("a_stream_that_turns_into_garbage_is_refused") {

@@ -1,4 +1,4 @@
-//! Incremental images on real guests: what they hold, what they are good for, and what is wrong with them.
+//! Incremental images of real guests: content, restore, and damage.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -14,11 +14,11 @@ use crate::support::{
 };
 
 const CHUNK: u64 = 2 << 20;
-/// An image's bitmaps, device state and its description, and the filesystem's own.
+/// Bitmaps, device state and its description of an image, and the filesystem's overhead.
 const FRAME_BYTES_MAX: u64 = 1 << 20;
 
-/// Where `pc.ram` lies in an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap offset and be64 pages
-/// offset follow a block's name.
+/// Offset and length of `pc.ram` in an image, read by hand: be64 length, be32 version, be64 page size, be64 bitmap
+/// offset and be64 pages offset follow a block's name.
 fn ram(image: &Path) -> (u64, u64) {
     let (mut head, file) = (vec![0; 4096], File::open(image).unwrap());
     file.read_exact_at(&mut head, 0).unwrap();
@@ -27,7 +27,7 @@ fn ram(image: &Path) -> (u64, u64) {
     (number(28), number(0))
 }
 
-/// Every chunk of an image's `pc.ram`.
+/// All chunks of an image's `pc.ram`.
 fn chunks(image: &Path) -> Vec<Vec<u8>> {
     let ((offset, length), file) = (ram(image), File::open(image).unwrap());
     let chunk = |at: u64| {
@@ -42,14 +42,14 @@ fn allocated(image: &Path) -> u64 {
     std::fs::metadata(image).unwrap().blocks() * 512
 }
 
-/// Chunks of `pc.ram` that are not the same in two whole images.
+/// Chunks of `pc.ram` that differ between two complete images.
 fn different(first: &Path, second: &Path) -> Vec<usize> {
     let (first, second) = (chunks(first), chunks(second));
     assert_eq!(first.len(), second.len());
     (0..first.len()).filter(|&chunk| first[chunk] != second[chunk]).collect()
 }
 
-/// Copies a guest, which runs on, onto a base.
+/// Copies a running guest onto a base.
 fn store_on(place: &Place, source: &Qemu, base: &str, image: &str, options: &str) {
     let space = if options.is_empty() { "" } else { " " };
     let line =
@@ -85,7 +85,7 @@ fn a_linux_is_stored_in_increments_and_restored_from_a_chain_of_three() {
     assert_eq!(linux.hash().unwrap(), hash);
     linux.check().unwrap();
 
-    // What they hold, by a comparison of the whole images that they stand for.
+    // Content of the increments, by a comparison of the complete images that they represent.
     for name in ["second", "third"] {
         let (image, whole) = (place.name(&format!("{name}.img")), place.name(&format!("{name}-whole.img")));
         assert_ended(&place.run(&format!("copy {image} {whole}")), 0, &[]);
@@ -123,7 +123,8 @@ fn inspects_the_chain(place: &Place) {
     }
 }
 
-/// A small guest in three files, each with chunks that are read from it: the last fill of memory is the middle one's.
+/// A small guest in a chain of three files, each with chunks that are read from it: the last fill of memory is in the
+/// middle one.
 fn chain(place: &Place) -> Qemu {
     let source = counting(guest());
     let first = format!("copy --resume {} {}", qmp(&source), place.name("first.img"));
@@ -168,7 +169,7 @@ fn damage_in_any_file_of_a_chain_is_named() {
     }
     let place = Place::new();
     drop(chain(&place));
-    // The guest's counter is in chunk 0, its sweep in chunk 1; what it filled once is behind.
+    // The guest's counter is in chunk 0, its sweep in chunk 1; memory that was filled once follows.
     let layers = [("third.img", 0), ("third.img", 1), ("first.img", 4)];
     for (name, chunk) in layers {
         let (offset, _) = ram(&place.path(name));
@@ -184,7 +185,7 @@ fn damage_in_any_file_of_a_chain_is_named() {
         flip(&place.path(name), at);
     }
     assert_ended(&place.run(&format!("inspect --verify {}", place.name("third.img"))), 0, &[]);
-    // The middle one's own: it is read where it is the newest.
+    // A chunk of the middle image, which is read where it is the newest.
     let (offset, _) = ram(&place.path("second.img"));
     flip(&place.path("second.img"), offset + 0x11_0008);
     let text = format!("{}: block \"pc.ram\", chunk 0 (from byte 0x0)", place.name("second.img"));
@@ -231,7 +232,7 @@ fn a_base_that_is_gone_or_another_one_is_named_and_refused() {
         "No such file",
         "bring the base back",
     ]);
-    // The same guest of another moment, under the base's name.
+    // The same guest at another moment, under the base's name.
     save(&place, guest(), "first.img");
     refused(&[
         &second,
@@ -244,7 +245,7 @@ fn a_base_that_is_gone_or_another_one_is_named_and_refused() {
     refused(&[&second, "its content is unknown (it has no manifest)"]);
     std::fs::remove_file(&base).unwrap();
     put(&away, &base);
-    // All of them elsewhere, as long as they are together.
+    // The whole chain may be in another directory, as long as the files are together.
     let moved = place.path("moved");
     std::fs::create_dir(&moved).unwrap();
     for name in ["first.img", "second.img", "third.img"] {
@@ -253,7 +254,7 @@ fn a_base_that_is_gone_or_another_one_is_named_and_refused() {
     let line = format!("copy --verify {} {}", moved.join("third.img").display(), qmp(&destination));
     assert_ended(&place.run(&line), 0, &[]);
     assert_runs(&destination);
-    // Without its own manifest nobody knows its base.
+    // Without its own manifest its base is unknown.
     std::fs::remove_file(sidecar(&moved.join("third.img"))).unwrap();
     let finished = place.run(&format!("inspect {}", moved.join("third.img").display()));
     assert_ended(&finished, 1, &["an incremental image, but there is no manifest beside it"]);
@@ -281,7 +282,7 @@ fn what_is_no_base_is_refused_and_the_guest_runs_on() {
     assert_safe(&finished, &["the image would replace", &small]);
     let finished = place.run(&format!("copy --base {small} {small} null:"));
     assert_ended(&finished, 2, &["--base is for an image that is to be stored"]);
-    // A chain has an end.
+    // The length of a chain is limited.
     let mut base = "small.img".to_owned();
     for link in 1..16 {
         let next = format!("{link:02}.img");
@@ -321,7 +322,7 @@ fn a_killed_towline_leaves_no_half_increment() {
         assert_runs(&source);
     }
     gives_up(&source);
-    // What the killed one left is taken over.
+    // The next copy reuses the files that the killed one left.
     store_on(&place, &source, "first.img", "second.img", "");
     assert_ended(&place.run(&format!("inspect --verify {second}")), 0, &[]);
     let destination = waiting(&guest());

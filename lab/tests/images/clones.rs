@@ -10,13 +10,13 @@ use crate::support::{
     save, small_guest, waiting,
 };
 
-/// `cargo xtask soak clones` says how big the guests are, in MiB.
+/// Environment variable with the guests' memory in MiB, for `cargo xtask soak clones`.
 const MEMORY_MIB_VARIABLE: &str = "TOWLINE_SOAK_CLONES_MIB";
 const CLONES: usize = 8;
-/// What a copy to eight guests at once may take of towline's own memory, whatever they have.
+/// Maximum private memory of a towline that copies to eight guests at once, whatever their size.
 const OWN_BYTES_MAX: u64 = 160 << 20;
 
-/// The guests of the test of many; small ones unless asked.
+/// The guests of the tests with many clones; small ones by default.
 fn many() -> Builder {
     match std::env::var(MEMORY_MIB_VARIABLE) {
         Ok(mib) => {
@@ -30,7 +30,7 @@ fn many() -> Builder {
     }
 }
 
-/// What `--json` said of each destination in the end.
+/// Final results of each destination in the events of `--json`.
 fn results(finished: &Finished) -> Vec<Value> {
     let events = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter(|event| event["event"] == "completed" || event["event"] == "failed").collect()
@@ -80,7 +80,7 @@ fn eight_guests_come_of_one_image_at_once() {
     eight_at_once("eight_guests_come_of_one_image_at_once", "--verify --stream");
 }
 
-/// QEMUs that load the file themselves must not read it at one position.
+/// QEMUs that load the file themselves must not share one file position.
 #[test]
 fn eight_qemus_load_one_image_at_once() {
     eight_at_once("eight_qemus_load_one_image_at_once", "--verify");
@@ -93,7 +93,7 @@ fn eight_guests_run_at_once_and_their_memory_follows() {
     eight_at_once("eight_guests_run_at_once_and_their_memory_follows", options);
 }
 
-/// Of six destinations four fail, each in its own way; the other two have the guest all the same.
+/// Of six destinations four fail, each for another reason; the other two get the guest all the same.
 #[test]
 fn what_fails_at_one_destination_is_that_ones() {
     if !require_lab("what_fails_at_one_destination_is_that_ones") {
@@ -116,7 +116,7 @@ fn what_fails_at_one_destination_is_that_ones() {
     let results = results(&finished);
     assert_eq!(results.len(), names.len(), "{results:?}");
     let died = result_of(&results, &qmp(&dies))["error"].as_str().unwrap().to_owned();
-    // While it loaded, or while it was still being asked.
+    // During the load, or still during the preflight check.
     let words = ["ended while it loaded", "QEMU closed it (ended, crashed"];
     assert!(words.iter().any(|word| died.contains(word)), "{died}");
     for (name, text) in [
@@ -141,7 +141,7 @@ fn what_fails_at_one_destination_is_that_ones() {
     assert_ne!(finished.status.code(), Some(LOOK_AT));
 }
 
-/// With a disk that is the file `name`, which is made.
+/// Adds a disk, backed by the file `disk`, which is created.
 fn with_disk(builder: &Builder, disk: &Path) -> Builder {
     std::fs::File::options().append(true).create(true).open(disk).unwrap().set_len(1 << 20).unwrap();
     builder.clone().args([
@@ -179,7 +179,8 @@ fn clones_that_would_write_one_disk_are_refused() {
         assert!(error.contains("has the writable drive \"disk0\"") && error.contains(&other), "{error}");
     }
     assert_eq!(result_of(&results, &names[2])["destination-state"], "runs");
-    // Told once, of all: their cards have one address, and they do not know that they are clones.
+    // One warning for all of them: their cards have the same address, and the guests do not know that they are
+    // clones.
     let notices = finished.stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let notices: Vec<_> = notices.filter(|event| event["event"] == "notice").collect();
     for text in ["3 of the clones have network cards", "3 of the clones have no vmgenid device"] {
@@ -190,7 +191,7 @@ fn clones_that_would_write_one_disk_are_refused() {
         assert_waits(waits);
     }
     assert_runs(&own);
-    // Neither was told anything: alone it takes the guest.
+    // No command was sent to either: alone it loads the guest.
     drop(second);
     assert_ended(&place.run(&format!("copy {} {}", place.name("guest.img"), qmp(&first))), 0, &[]);
     assert_runs(&first);

@@ -1,4 +1,4 @@
-//! Background snapshots: an image of one instant, of a guest that runs on.
+//! Background snapshots: an image of one instant of a running guest.
 
 use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, Qemu, Towline, require_lab, skip, wait_until};
@@ -7,7 +7,8 @@ use crate::support::{
     Place, WITHIN, assert_ended, assert_runs, assert_safe, counting, guest, qmp, set, signal, waiting,
 };
 
-/// Whether this host's QEMU can watch its guest's writes; if not, the skip of `name` is printed with QEMU's reason.
+/// Returns true if this host's QEMU can write-protect its guest's memory; if not, prints the skip of `name` with
+/// QEMU's reason.
 fn can_watch(name: &str) -> bool {
     if !require_lab(name) {
         return false;
@@ -28,7 +29,7 @@ fn builder() -> Builder {
     guest().memory_mib(448).boot_sector(BootSector { fill_mib: 384, ..BootSector::default() })
 }
 
-/// Waits until a QEMU has seen that its migration came to nothing.
+/// Waits until QEMU has seen that its migration failed.
 pub(crate) fn gives_up(qemu: &Qemu) {
     wait_until("a QEMU that has given up", WITHIN, || {
         let migration = qemu.qmp().execute("query-migrate", Value::Null)?;
@@ -37,7 +38,7 @@ pub(crate) fn gives_up(qemu: &Qemu) {
     .unwrap();
 }
 
-/// Starts a copy and stops its process (SIGSTOP) while the memory moves.
+/// Starts a copy and stops its process (SIGSTOP) while memory is sent.
 fn stopped_half_way(place: &Place, line: &str) -> Towline {
     let mut towline = place.towline(line);
     wait_until("a transfer", WITHIN, || {
@@ -66,7 +67,7 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
     let before = source.counter().unwrap();
     let line = format!("copy --json --live {} {}", qmp(&source), place.name("guest.img"));
     let mut towline = place.towline(&line);
-    // Its counts that were seen while its memory went.
+    // Counter values while memory was stored.
     let mut seen = Vec::new();
     wait_until("end of towline", 3 * WITHIN, || {
         let counter = source.counter()?;
@@ -90,13 +91,14 @@ fn a_guest_runs_on_while_its_instant_is_stored() {
     assert_runs(&source);
     assert!(source.counter().unwrap() > during);
     let destination = restored(&place, "guest.img");
-    // One instant: the sweep is in order, no page is of a later round, and the counter is one from before it went on.
+    // One instant: the sweep is in order, no page is of a later round, and the counter is one from before the guest
+    // was resumed.
     destination.check_filled().unwrap();
     let counter = destination.counter().unwrap();
     assert!(counter >= before && counter <= during, "{before} … {counter} … {during}");
     destination.qmp().execute("cont", Value::Null).unwrap();
     assert!(destination.wait_counting(WITHIN).unwrap() > counter);
-    // The source's settings are as they were, and it takes the next one.
+    // The source's settings are restored, and it can be stored again.
     let states = source.qmp().execute("query-migrate-capabilities", Value::Null).unwrap();
     let state = |name: &str| {
         let state = states.as_array().unwrap().iter().find(|state| state["capability"] == name).unwrap();
@@ -134,7 +136,7 @@ fn a_snapshot_that_fails_leaves_the_guest_and_no_file() {
     let place = Place::new();
     let source = counting(builder());
     let line = format!("copy --json --live --overwrite {} {}", qmp(&source), place.name("guest.img"));
-    // A cancellation may come when everything was stored; then it is tried once more.
+    // The cancellation may come after everything was stored; then it is tried again.
     let cancelled = (0..5).find_map(|_| {
         let towline = stopped_half_way(&place, &line);
         signal(towline.pid(), "-INT");
@@ -156,7 +158,7 @@ fn a_snapshot_that_fails_leaves_the_guest_and_no_file() {
     gives_up(&source);
     assert!(!place.path("guest.img").exists());
     assert_runs(&source);
-    // What the killed one set in QEMU stays set, as nobody put it back.
+    // The killed towline's settings in QEMU stay, as no towline has restored them.
     set(&source, &["-background-snapshot"], json!({}));
     let line = format!("copy --resume {} {}", qmp(&source), place.name("guest.img"));
     assert_ended(&place.run(&line), 0, &[]);

@@ -1,4 +1,5 @@
-//! A guest that writes faster than it can be sent: it is told so in figures and runs on, or it is slowed down.
+//! A guest that writes faster than it can be sent: towline reports that with figures and the guest runs on, or it is
+//! throttled.
 
 use serde_json::Value;
 use towline_lab::{Qemu, require_lab};
@@ -6,9 +7,9 @@ use towline_lab::{Qemu, require_lab};
 use crate::support::{MIB, assert_ended, completed, events, linux, prove_alive, qmp, run, waiting, writing};
 
 const RATE: u64 = 60_000_000;
-/// A pass over it takes longer than the guest may stand still.
+/// A pass over it takes longer than the allowed downtime.
 const RANGE: u64 = 16 * MIB;
-/// Without lanes, over which QEMU sends up to a packet each more than it is allowed at a time.
+/// Without lanes, with which QEMU exceeds its bandwidth limit by up to a packet each.
 const SLOW: &str = "--multifd-channels 0 --max-bandwidth 24M --downtime-limit 100";
 
 fn auto_converge(qemu: &Qemu) -> bool {

@@ -1,4 +1,5 @@
-//! `towline move`: the guest goes on at its destination, its source is ended; on any failure it stays where it was.
+//! `towline move`: the guest runs on at its destination and its source exits; after any failure it stays at its
+//! source.
 
 use serde_json::{Value, json};
 use towline_lab::{Qemu, require_lab};
@@ -11,7 +12,7 @@ use crate::support::{
 const RATE: u64 = 20_000_000;
 const RANGE: u64 = 24 * MIB;
 
-/// The emulator ended by itself, as `quit` makes it.
+/// Asserts that the emulator has exited by itself, as after `quit`.
 #[track_caller]
 fn assert_quit(qemu: &Qemu) {
     let status = qemu.wait_exit(WITHIN).unwrap();

@@ -1,11 +1,11 @@
-//! What the options promise: who is paused afterwards, who runs, and what is refused.
+//! Effects of the options: run states afterwards, and refusals.
 
 use serde_json::Value;
 use towline_lab::require_lab;
 
 use crate::support::{Row, Scratch, WITHIN, boot, completed, copy, prove_equal, qmp, refused, stop, waiting};
 
-/// A paused guest, stored, and copied in each of the three ways; what the destination does then.
+/// Stores a paused guest, copies it in each of the three ways, and asserts the destination's run state.
 fn paused_guest_arrives(how: &[&str], status: &str) {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
@@ -160,7 +160,8 @@ fn a_bandwidth_limit_is_kept_by_whoever_sends() {
     let scratch = Scratch::new();
     let image = scratch.text("guest.img");
     let source = boot(Row::Qemu10_0.builder());
-    // More than what the guest writes, so that it ends; with a limit, an image is streamed and not handed over.
+    // More than the guest's rate of writes, so that it converges; with a limit, an image is streamed and not loaded
+    // by QEMU.
     copy(&["--max-bandwidth", "1G", "--downtime-limit", "1000", &qmp(&source), &image]);
     let destination = waiting(Row::Qemu10_0.builder());
     let done = completed(&["--max-bandwidth", "1G", "--paused", &image, &qmp(&destination)]);
@@ -186,6 +187,6 @@ fn a_destination_that_does_not_fit_is_told_before_anything_moves() {
     copy(&[&qmp(&source), &image]);
     let said = refused(1, &[&image, &qmp(&destination)]);
     assert!(said.contains(machine) && said.contains(memory), "{said}");
-    // It still waits: nothing was told to it.
+    // It still waits: no migration was started.
     assert_eq!(destination.qmp().status().unwrap(), "inmigrate");
 }

@@ -55,7 +55,7 @@ fn a_guest_sends_by_af_xdp() {
     guest.talk(echo, 4 << 20, 1).unwrap();
     let conversation = Conversation::begin(&far, guest_address(GUEST));
     conversation.goes_on(20);
-    // What is under way when the guest is stopped has been sent when it goes on.
+    // Packets under way when the guest was stopped have been sent when it runs on.
     for command in ["stop", "cont"] {
         qemu.qmp().execute(command, serde_json::Value::Null).unwrap();
     }

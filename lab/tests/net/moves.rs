@@ -1,7 +1,7 @@
-//! A guest moves between two hosts on one bridge while it talks.
+//! A guest moves between two hosts on one bridge while it has an open connection.
 //!
 //! ```text
-//!   hub  br0 10.7.0.1, who talks to the guest
+//!   hub  br0 10.7.0.1, a client of the guest's echo
 //!    ├─ veth ── host a  br0 ── tap0 ── towline net ── QEMU a ─┐
 //!    └─ veth ── host b  br0 ── tap0 ── towline net ── QEMU b ◄┘ towline move
 //! ```
@@ -17,7 +17,7 @@ use crate::support::{
     network, number, path, scratch, set_up, sum,
 };
 
-/// A host of the picture, with its card.
+/// A host of the picture, with its card's process.
 struct Host {
     network: Network,
     card: Option<Towline>,
@@ -40,7 +40,7 @@ impl Host {
         Self { network, card: None, name }
     }
 
-    /// A QEMU on this host, behind a new card.
+    /// Starts a QEMU on this host, behind a new card.
     fn qemu(&mut self, scratch: &TempDir, build: impl Fn(&std::path::Path) -> Builder) -> Qemu {
         let socket = path(scratch, self.name);
         if let Some(card) = self.card.take() {
@@ -58,7 +58,8 @@ fn hub(name: &str) -> Option<Network> {
     Some(hub)
 }
 
-/// Moves a guest to and fro while it talks; the versions are those of the QEMUs, the first machine type is everybody's.
+/// Moves a guest to and fro with an open connection; `versions` are those of the QEMUs, and all use the first one's
+/// machine type.
 fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     let hub = hub(name)?;
     let scratch = scratch();
@@ -88,7 +89,7 @@ fn moves(name: &str, versions: &[Version], queues: usize) -> Option<Duration> {
     assert!(!kernel.contains("NETDEV WATCHDOG") && !kernel.contains("Oops"), "{kernel}");
     let here = &mut hosts[(versions.len() - 1) % 2];
     let statistics = end(here.card.take().unwrap());
-    // Super-frames of the host's reach the guest here too: the tap's offloads are the guest's.
+    // The host's super-frames reach the guest here too: the guest's offloads are set on the tap.
     let bytes_a_packet = sum(&statistics, "rx", "bytes") / sum(&statistics, "rx", "packets");
     assert!(bytes_a_packet > 1600, "{bytes_a_packet} bytes a packet: {statistics}");
     longest
@@ -140,7 +141,7 @@ fn a_guest_that_talks_is_restored_at_once() {
     end(first);
     let second = card(&network, &socket, &["--tap", "tap0"]);
     let destination = builder(Version::V10_0, &socket, 1).incoming_defer().start().unwrap();
-    // The card's threads fault as the guest does, on rings and buffers that have not come.
+    // The card's threads fault as the guest does, on rings and buffers that have not arrived.
     let restored = towline(["copy", "--postcopy", "--json", image, &qmp(&destination)]).unwrap();
     conversation.goes_on(5);
     restored.wait_done(WITHIN).unwrap();

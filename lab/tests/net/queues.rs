@@ -1,4 +1,4 @@
-//! Queues and taps of every kind, and what is refused.
+//! Queues and taps of every kind, and refusals.
 
 use std::path::Path;
 
@@ -29,13 +29,13 @@ fn a_guest_with_one_queue_hears_all_flows_of_a_tap_with_four() {
     for version in VERSIONS {
         let scratch = scratch();
         let socket = path(&scratch, "net.sock");
-        // Nobody has made this tap before.
+        // This tap does not exist before.
         let card = card(&network, &socket, &["--tap", "tap0", "--queues", "4", "--mtu", "1400"]);
         give_addresses(&network, "tap0");
         let qemu = builder(version, &socket, 1).start().unwrap();
         let mut guest = qemu.linux(WITHIN).unwrap();
         set_up(&mut guest);
-        // Enough connections that one of them would be steered to every queue.
+        // Enough connections that every queue would get one of them.
         network.enter(|| (0..16).for_each(|seed| talk(guest_address(GUEST), 64 << 10, seed))).unwrap();
         let statistics = end(card);
         assert!(sum(&statistics, "rx", "bytes") > 16 * (64 << 10), "{statistics}");
@@ -115,12 +115,12 @@ fn a_card_comes_and_goes_while_another_one_talks() {
         .unwrap();
         shell(&mut guest, "ip addr add 10.8.0.2/24 dev eth1 && ip link set eth1 up");
         network.enter(|| talk(guest_address("10.8.0.2"), 256 << 10, round)).unwrap();
-        // It goes while it is in use.
+        // It is removed while it is in use.
         let second = Conversation::begin(&network, guest_address("10.8.0.2"));
         second.goes_on(2);
         unplug(&qemu);
         drop(second);
-        // Its chardev goes with it, a moment later.
+        // Its chardev is removed with it, a moment later.
         qmp.execute("netdev_del", json!({ "id": "n1" })).unwrap();
         towline_lab::wait_until("a chardev that is gone", WITHIN, || {
             let chardevs = qmp.execute("query-chardev", json!({}))?;
@@ -137,7 +137,7 @@ fn a_card_comes_and_goes_while_another_one_talks() {
     end(one);
 }
 
-/// Takes the second card away; the guest has to agree.
+/// Unplugs the second card; the guest has to agree.
 fn unplug(qemu: &Qemu) {
     qemu.qmp().execute("device_del", json!({ "id": "second" })).unwrap();
     qemu.qmp().wait_event("DEVICE_DELETED", WITHIN).unwrap();

@@ -1,4 +1,5 @@
-//! The card's process dies and is started again, or another one takes over from it, and the guest's connections go on.
+//! The card's process dies and is started again, or another one takes over from it, and the guest's connections
+//! survive.
 
 use std::os::unix::fs::PermissionsExt as _;
 
@@ -36,7 +37,7 @@ fn connections_survive_the_death_of_the_cards_process() {
             conversations.iter().for_each(|conversation| conversation.goes_on(5));
         }
         let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
-        // The other way round, on all buffers of the rings: a descriptor that was lost would be missing by now.
+        // The other direction, through all buffers of the rings: a lost descriptor would be missing by now.
         guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
         let statistics = end(process);
         assert!(sum(&statistics, "rx", "packets") > 0, "{statistics}");
@@ -71,7 +72,7 @@ fn another_process_takes_over_and_the_guest_notices_nothing() {
         assert!(last.contains("statistics"), "{last}");
         conversations.iter().for_each(|conversation| conversation.goes_on(5));
     }
-    // One that is another card is refused, and the one that runs goes on.
+    // A card with other properties is refused, and the one that runs continues.
     let refused = start_card(&network, &socket, &arguments("1")).wait(WITHIN).unwrap();
     assert_eq!(refused.status.code(), Some(1), "{}", refused.stderr);
     let expected = "the process that runs has 2 queue pairs, this one is to have 1";

@@ -1,4 +1,5 @@
-//! What goes through the card: every protocol, size and direction, with every queue and some of its offloads.
+//! Traffic through the card: every protocol, size and direction, with every number of queues and some of its
+//! offloads.
 
 use std::time::Duration;
 
@@ -10,12 +11,12 @@ use crate::support::{
 };
 
 const MIB: usize = 1 << 20;
-/// What a guest says at most before it answers.
+/// Maximum unacknowledged bytes of the guest.
 const TALK_MIB: usize = 128;
-/// What a card with four queues may take.
+/// Maximum memory of a card with four queues.
 const OWN_KIB_MAX: u64 = 24 << 10;
 
-/// What a process has in memory and does not share with its guest.
+/// Memory of a process that is not shared with its guest.
 fn own_kib(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |line: &str| line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap();
@@ -79,14 +80,14 @@ fn every_kind_of_packet_goes_both_ways() {
         })
         .unwrap();
     let kib = own_kib(card.pid());
-    // The program's own pages count too, and it is larger while it is not optimised.
+    // The program's own pages count too, and it is larger when it is not optimised.
     let released = std::env::var_os("TOWLINE_SOAK_NET_MIB").is_some();
     assert!(!released || kib <= OWN_KIB_MAX, "the card takes {kib} KiB besides its guest's memory");
     println!("the card takes {kib} KiB besides its guest's memory");
     let statistics = end(card);
     assert!(sum(&statistics, "rx", "bytes") > 13 << 20, "{statistics}");
     assert!(sum(&statistics, "tx", "bytes") > 13 << 20, "{statistics}");
-    // Whoever sends 8 MiB in packets of 1448 bytes needs 5800 of them: here they are super-frames.
+    // 8 MiB in packets of 1448 bytes are 5800 packets: here they are super-frames.
     let bytes_a_packet = sum(&statistics, "tx", "bytes") / sum(&statistics, "tx", "packets");
     assert!(sum(&statistics, "rx", "notifications") <= sum(&statistics, "rx", "batches"), "{statistics}");
     println!("{bytes_a_packet} bytes a transmitted packet: {statistics}");
@@ -126,7 +127,7 @@ fn a_guests_settings_change_while_it_sends() {
         shell(&mut guest, &format!("ethtool {change}"));
         conversations.iter().for_each(|conversation| conversation.goes_on(3));
     }
-    // Whoever looks on and does not get on is in nobody's way.
+    // A monitor that does not read blocks nothing.
     let packets = std::process::Command::new("tcpdump").arg("--version").output();
     if packets.is_ok_and(|output| output.status.success()) {
         let prefix = network.prefix();

@@ -1,4 +1,5 @@
-//! A card with a guest that talks: asked over its control socket, scraped, and unplugged from its network.
+//! A card with a guest that has an open connection: queried over its control socket, scraped, and its link taken
+//! down.
 
 use std::net::{SocketAddr, UdpSocket};
 
@@ -10,7 +11,7 @@ use crate::support::{
     set_up, shell,
 };
 
-/// A number of a queue, over its control socket.
+/// Reads a number of a queue over the control socket.
 fn number(qmp: &Qmp, queue: &str, name: &str) -> u64 {
     let only = json!({ "providers": [{ "provider": "towline", "names": [name] }], "target": "net-queue" });
     let stats = qmp.execute("query-stats", only).unwrap();

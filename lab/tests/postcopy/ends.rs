@@ -1,4 +1,4 @@
-//! Ends before the guest runs, and after: what is said of where it is.
+//! Failures before and after the guest runs, and the reports of its place.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixListener;
@@ -18,7 +18,7 @@ fn interrupt(towline: &Towline) {
     assert!(killed.success());
 }
 
-/// What becomes of a guest that runs when its image cannot be read any more.
+/// State of a running guest whose image cannot be read any more.
 const UNREADABLE: &str = "the guest: at its destination without a part of its memory, and stops wherever it needs that (postcopy-paused); \
     the image cannot be read to its end: if it can be made whole again (a missing chunk or a file's content put back), run `towline copy \
     --postcopy --recover` with it and the same destination, which sends the rest; else the guest cannot go on: end the destination, and \
@@ -48,7 +48,7 @@ fn what_does_not_go_with_it_is_refused_beforehand() {
         2,
         &["that runs the guest"],
     );
-    // A guest that does not fit is refused as always, and the destination is as it was.
+    // A guest that does not fit is refused as always, and the destination is untouched.
     let other = waiting(&small(Version::V10_0).memory_mib(96));
     let finished = run(&format!("copy --postcopy {image} {}", qmp(&other)));
     assert_ended(&finished, 1, &["does not fit", "in its image"]);
@@ -76,7 +76,7 @@ fn lanes_beside_postcopy_are_refused_by_a_qemu_that_has_none() {
     prove_alive(&destination, count);
 }
 
-/// From QEMU 10.1 on what an emulated guest writes is lost to a postcopy migration.
+/// From QEMU 10.1 on the writes of an emulated guest are lost to a postcopy migration.
 #[test]
 fn a_running_guest_that_would_lose_what_it_writes_is_refused() {
     let name = "a_running_guest_that_would_lose_what_it_writes_is_refused";
@@ -110,7 +110,8 @@ fn a_destination_that_goes_before_the_guest_runs_leaves_it_in_its_image() {
     let scratch = Scratch::new();
     let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
     store(&builder, &image);
-    // Takes the head and goes; the first time without a word, the second after its first answer says that it failed.
+    // Reads the header and disconnects; the first time without a message, the second after a failure on the return
+    // path.
     for answer in [&[][..], &[0, 1, 0, 4, 0, 0, 0, 1]] {
         let listener = UnixListener::bind(scratch.path("gone.sock")).unwrap();
         let gone = thread::spawn(move || {
@@ -175,7 +176,7 @@ fn damage_that_is_found_when_the_guest_runs_is_named() {
     let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
     store(&builder, &image);
     let mut bytes = std::fs::read(&image).unwrap();
-    // The head of a page that nothing writes and nobody needs at once.
+    // The head of a page that is not written, and not requested at once.
     let page = &BootSector::default().page(3000)[..64];
     let at = bytes.windows(64).position(|window| window == page).unwrap();
     bytes[at + 2000] ^= 1;

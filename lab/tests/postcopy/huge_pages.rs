@@ -1,4 +1,4 @@
-//! A destination whose memory is of huge pages takes them whole.
+//! A destination whose memory consists of huge pages receives them whole.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// 64 MiB of 2 MiB each, and a few.
 const PAGES: u64 = 36;
 
-/// Huge pages, some of them made for the test.
+/// Huge pages, some of them allocated for the test.
 struct HugePages {
     before: u64,
 }
@@ -24,7 +24,7 @@ fn read(path: &str) -> u64 {
 }
 
 impl HugePages {
-    /// `None`: there are none, and none can be made.
+    /// Reserves them; `None` if there are too few, and no more can be allocated.
     fn reserve() -> Option<Self> {
         let before = read(POOL);
         let pages = Self { before };

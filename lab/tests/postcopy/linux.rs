@@ -1,4 +1,4 @@
-//! A real Linux, which hashes its memory while that is still coming.
+//! A real Linux, which hashes its memory while it is still arriving.
 
 use towline_lab::{Builder, Qemu, Version, require_lab};
 
@@ -12,7 +12,7 @@ fn builder() -> Builder {
     Qemu::builder(Version::V10_0).cpu("Nehalem").linux().memory_mib(256).processors(2)
 }
 
-/// Stores a Linux with so much content; returns its hash.
+/// Stores a Linux with `bytes` of content; returns its hash.
 fn store(image: &str, bytes: u64) -> String {
     let source = builder().start().unwrap();
     let mut guest = source.linux(WITHIN).unwrap();
@@ -50,7 +50,7 @@ fn linux_hashes_its_memory_while_it_comes() {
     }
 }
 
-/// Restores it, has it do its work while its memory comes, and returns how often it waited.
+/// Restores it, hashes its memory while that arrives, and returns the number of its faults.
 fn faults_of_a_restore(image: &str, hash: &str) -> u64 {
     let destination = waiting(&builder());
     let line = format!("copy --postcopy --max-bandwidth 6M --json {image} {}", qmp(&destination));

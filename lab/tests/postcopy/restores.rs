@@ -1,4 +1,4 @@
-//! The small guest, restored again and again: it runs, counts on, and gets each page once.
+//! The small guest, restored repeatedly: it runs, counts on, and each page is sent once.
 
 use serde_json::Value;
 use towline_lab::{Version, require_lab, wait_until};
@@ -8,7 +8,7 @@ use crate::support::{
     statuses, store, tells_running, waiting,
 };
 
-/// Restores it `times` times, and looks at it now and then.
+/// Restores it `times` times, and checks it now and then.
 fn restores(version: Version, options: &str, times: u64) {
     let scratch = Scratch::new();
     let (builder, image) = (small(version), scratch.text("guest.img"));
@@ -76,7 +76,7 @@ fn it_counts_while_most_of_its_memory_is_not_there() {
     let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
     let count = store(&builder, &image);
     let destination = waiting(&builder);
-    // Eight seconds for 16 MiB, if nobody asks for any of it.
+    // Eight seconds for 16 MiB, if the guest requests none of it.
     let line = format!("copy --postcopy --max-bandwidth 2M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
     tells_running(&mut towline);

@@ -1,4 +1,5 @@
-//! A runtime directory that others could write to is not used: the copy goes on without a journal and says so, `repair` fails.
+//! A runtime directory that other users can write to is not used: the copy runs without a journal and reports that,
+//! `repair` fails.
 
 use std::process::Command;
 
@@ -7,7 +8,7 @@ use towline_lab::{BootSector, Qemu, Version, require_lab};
 
 use crate::support::{Place, WITHIN, user};
 
-/// Has towline see a `/run` of its own, prepared by a shell command; for this only root may mount.
+/// Shell script: runs towline with a `/run` of its own, prepared by a command; only root may mount.
 const PREPARE: &str = "mount -t tmpfs -o mode=755 tmpfs /run && cd /run && ";
 
 #[test]

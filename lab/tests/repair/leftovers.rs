@@ -1,4 +1,4 @@
-//! Files of a towline that was killed, beside an image and in the directory for temporary files.
+//! Files of a killed towline, beside an image and in the directory for temporary files.
 
 use std::os::unix::fs::MetadataExt as _;
 
@@ -9,7 +9,7 @@ use towline_lab::{Towline, Version, require_lab, wait_until};
 use crate::support::{Place, WITHIN, killed_copy};
 use crate::{counting, guest};
 
-/// A copy that takes long, of which there is a partial file.
+/// Starts a slow copy, and waits for its staging file.
 fn writing(place: &Place, image: &str) -> Towline {
     let towline = place.towline(&format!("copy --max-bandwidth 1M mem:64M {}", place.name(image)));
     let partial = place.name(&format!(".{image}.partial"));
@@ -54,7 +54,7 @@ fn a_partial_image_is_removed_when_nobody_writes_it() {
     drop(alive);
 }
 
-/// The journal of its QEMU is not looked at: another one is copied.
+/// The journal of its QEMU is not read: another one is copied.
 #[test]
 fn the_next_towline_removes_the_sockets_directories_of_a_killed_one() {
     if !require_lab("the_next_towline_removes_the_sockets_directories_of_a_killed_one") {
@@ -65,7 +65,7 @@ fn the_next_towline_removes_the_sockets_directories_of_a_killed_one() {
     killed_copy(&place, &source);
     let left = place.temporary();
     assert_eq!(left.len(), 1, "{left:?}");
-    // One that lives keeps its own.
+    // A running towline keeps its own.
     let third = counting(guest(Version::V10_0));
     let alive = place.copy_slowly(&third, &place.name("alive.img"));
     let now = place.temporary();

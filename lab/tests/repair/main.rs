@@ -1,4 +1,5 @@
-//! A towline that is killed in the middle of a copy: what it changed in the QEMU is put back by the next one, or by `repair`.
+//! A towline that is killed in the middle of a copy: its changes to the QEMU are undone by the next one, or by
+//! `repair`.
 #![allow(clippy::unwrap_used)] // Helpers of tests are tests.
 
 mod directories;
@@ -11,7 +12,7 @@ use towline_lab::{BootSector, Builder, Qemu, Version, require_lab};
 
 use support::{Place, WITHIN, killed_copy};
 
-/// A guest that counts, and is large enough to be under way for seconds.
+/// A guest that counts, and is large enough that its copy takes seconds.
 fn guest(version: Version) -> Builder {
     Qemu::builder(version).memory_mib(64).boot_sector(BootSector::default())
 }
@@ -22,7 +23,7 @@ fn counting(builder: Builder) -> Qemu {
     qemu
 }
 
-/// What the killed copies here ask for differs from QEMU's defaults in all of these.
+/// Asserts that all settings differ from QEMU's defaults, as the killed copies here change them.
 fn assert_changed(before: &Settings, now: &Settings) {
     for name in ["max-bandwidth", "downtime-limit", "multifd-channels"] {
         assert_ne!(before.parameters[name], now.parameters[name], "{name} was not changed");
@@ -53,7 +54,7 @@ fn the_next_copy_puts_back_what_a_killed_one_left() {
     }
 }
 
-/// A program that reads the events is told as well.
+/// A reader of the events is notified as well.
 #[test]
 fn what_the_next_copy_puts_back_is_an_event() {
     if !require_lab("what_the_next_copy_puts_back_is_an_event") {
@@ -78,7 +79,7 @@ fn repair_puts_back_what_a_killed_copy_left() {
         let (place, source) = (Place::new(), counting(guest(version)));
         let before = settings(&source);
         let killed = killed_copy(&place, &source);
-        // What somebody else has changed since is left alone.
+        // Settings that another client has changed since are left alone.
         source.qmp().execute("migrate-set-parameters", json!({ "downtime-limit": 1234 })).unwrap();
 
         let finished = place.run(&format!("repair --json {}", qmp(&source)));
@@ -101,7 +102,7 @@ fn repair_puts_back_what_a_killed_copy_left() {
     }
 }
 
-/// The destination of a relay, which holds a part of a guest, and its temporary directory.
+/// The destination of a relay, which has a part of a guest, and its temporary directory.
 #[test]
 fn a_destination_is_repaired_too() {
     if !require_lab("a_destination_is_repaired_too") {
@@ -144,7 +145,7 @@ fn a_qemu_that_another_towline_works_on_is_refused() {
         assert_ended(&finished, 1, &[&text]);
         assert_eq!(settings(&source), set, "{arguments}");
     }
-    // To look is not to change.
+    // A dry run changes nothing.
     assert_ended(&place.run(&format!("inspect qmp:{second}")), 0, &[]);
 
     support::signal(first.pid(), "-INT");

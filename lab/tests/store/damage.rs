@@ -1,10 +1,10 @@
-//! Whatever happens to a store's objects is named, and no guest gets a byte of it.
+//! Damage to a store's objects is reported by name, and no damaged byte reaches a guest.
 
 use std::path::PathBuf;
 
 use crate::support::Place;
 
-/// A place with an image, and its chunks, largest first: the largest is memory.
+/// A store with an image, and its chunks, largest first: the largest is memory.
 fn stored() -> (Place, String, Vec<PathBuf>) {
     let place = Place::new();
     let image = place.store("vm/a");
@@ -14,7 +14,7 @@ fn stored() -> (Place, String, Vec<PathBuf>) {
     (place, image, chunks)
 }
 
-/// Every way to read the image says the same of it.
+/// Asserts that every way to read the image reports the same damage.
 #[track_caller]
 fn every_reader_says(place: &Place, image: &str, parts: &[&str]) {
     let file = place.name("out.img");
@@ -76,7 +76,7 @@ fn a_truncated_index_is_refused() {
         std::fs::write(&path, &whole[..length]).unwrap();
         every_reader_says(&place, &image, &["truncated"]);
     }
-    // And while it is so, nobody can say what is garbage.
+    // While the index is unreadable, no collection can know the garbage.
     let error = place.refused(&["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")]);
     assert!(error.contains("a.towline") && error.contains("nothing was removed"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! A store in a directory: every way in and out of it.
+//! A store in a directory: every route into and out of it.
 
 use towline_lab::wait_until;
 
@@ -12,12 +12,12 @@ fn an_image_goes_through_a_store_and_is_sent_once() {
     let first = place.done(&["copy", "mem:48M,seed=3", &place.store("vm/a")]);
     assert!(uploaded(&first, "sent-chunks") > 0, "{first}");
     assert_eq!(first["destination-state"], "stored, synced");
-    // Out of it, into memory that knows what it should hold, with lanes and without.
+    // From the store to memory that knows its expected content, with lanes and without.
     for lanes in ["0", "3"] {
         let out = place.done(&["copy", "--multifd-channels", lanes, &place.store("vm/a"), "mem:"]);
         assert_eq!(out["memory"]["verified-pages"], PAGES, "{out}");
     }
-    // To a file, which has the same content: of that nothing is to be sent.
+    // To a file with the same content: no chunk of it needs to be sent.
     let file = place.name("a.img");
     place.done(&["copy", &place.store("vm/a"), &file]);
     let inspected = place.done(&["inspect", "--verify", &file]);
@@ -28,7 +28,7 @@ fn an_image_goes_through_a_store_and_is_sent_once() {
         uploaded(&again, "known-chunks"),
         uploaded(&first, "sent-chunks") + uploaded(&first, "known-chunks")
     );
-    // From one store to another; the name that is there stays unless it is given up.
+    // From one store to another; the existing name stays unless overwriting is allowed.
     place.done(&["copy", &place.store("vm/b"), &place.store("elsewhere/c")]);
     let error = place.refused(&["copy", &file, &place.store("elsewhere/c")]);
     assert!(error.contains("it exists already"), "{error}");
@@ -49,7 +49,7 @@ fn a_stream_is_stored_while_it_is_written() {
             Ok(receiver.stdout().contains("listening on").then_some(()))
         })
         .unwrap();
-        // Its load writes pages that were sent already.
+        // The load dirties pages that were sent already.
         let mem = "mem:48M,dirty=30M,seed=9";
         place.done(&["copy", "--multifd-channels", lanes, "--max-bandwidth", "60M", mem, &socket]);
         let stored = last_event(&receiver.wait_done(WITHIN).unwrap());
@@ -71,7 +71,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
     std::fs::write(place.path("vm/other.towline"), b"#!/bin/sh").unwrap();
     let error = place.refused(&["inspect", &place.store("vm/other")]);
     assert!(error.contains("no index of an image"), "{error}");
-    // Room for pages on this host.
+    // Space for pages on this host.
     let mut place = Place::new();
     place.set("TMPDIR", "/nowhere");
     let error = place.refused(&["copy", "mem:8M", &place.store("vm/a")]);
@@ -79,7 +79,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
     assert!(place.files("vm/uploads").is_empty());
 }
 
-/// From its files, as a whole image: through a stream it would lose what its manifest says of where it came from.
+/// From its files, as a complete image: a stream would lose the manifest's record of its origin.
 #[test]
 fn an_incremental_image_keeps_its_origin_in_a_store() {
     let place = Place::new();

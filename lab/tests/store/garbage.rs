@@ -1,4 +1,4 @@
-//! What nobody needs any more, and who is in whose way.
+//! Collection of unreferenced chunks, and its conflicts with uploads and readers.
 
 use std::time::{Duration, SystemTime};
 
@@ -19,7 +19,7 @@ fn only_what_no_image_names_is_removed() {
     let all = place.files("vm/chunks").len();
     std::fs::remove_file(place.path("vm/a.towline")).unwrap();
     let find = |more: &[&str]| place.done(&[&["inspect", &place.store("vm")], more].concat());
-    // Young ones may be somebody's who stores a guest right now.
+    // Young chunks may belong to an upload in progress.
     let found = find(&["--remove-garbage"]);
     assert_eq!((&found["images"], &found["garbage"]["objects"]), (&1.into(), &0.into()), "{found}");
     let young = found["young"]["chunks"].as_u64().unwrap();
@@ -43,14 +43,14 @@ fn who_stores_and_who_removes_see_each_other() {
     std::fs::write(place.path("vm/uploads/0123"), "somebody").unwrap();
     let error = place.refused(&remove);
     assert!(error.contains("1 upload(s) go on") && error.contains("uploads/0123"), "{error}");
-    // One that was not renewed for so long was broken off.
+    // A lease that was not renewed for this long belongs to a process that has died.
     age(&place, "vm/uploads/0123", 2);
     place.done(&remove);
     assert!(place.files("vm/uploads").is_empty());
     std::fs::create_dir_all(place.path("vm/collections")).unwrap();
     let owner = r#"{"host":"elsewhere","process":77,"began":"2026-01-02T03:04:05Z","renewals":0}"#;
     std::fs::write(place.path("vm/collections/0123"), owner).unwrap();
-    // Neither an upload nor a second collection begins, and both say whose the first one is.
+    // Neither an upload nor a second collection begins, and both name the owner of the first one.
     for error in [place.refused(&["copy", "mem:8M,seed=2", &place.store("vm/b")]), place.refused(&remove)] {
         assert!(
             error.contains("garbage is being removed there by process 77 of host \"elsewhere\""),
@@ -82,7 +82,7 @@ fn and_so_it_is_in_s3() {
     assert!(!left.iter().any(|key| key.contains("/retired/") || key.contains("/readers/")), "{left:?}");
 }
 
-/// A slow reader of an image that is replaced, then removed as garbage with everything that no image names.
+/// Reads an image slowly while it is replaced, then collected with every chunk that no image refers to.
 fn read_to_its_end(place: &Place, prefix: &str, readers: &dyn Fn() -> usize) {
     let image = format!("{prefix}/a");
     let first = place.done(&["copy", "mem:64M,seed=1", &image]);
@@ -99,7 +99,7 @@ fn read_to_its_end(place: &Place, prefix: &str, readers: &dyn Fn() -> usize) {
     assert!(named.contains(&format!("process {} of host", slow.pid())), "{named}");
     let read = last_event(&slow.wait_done(WITHIN).unwrap());
     assert_eq!(read["memory"]["verified-pages"], 64 << 8, "{read}");
-    // With its reader gone the old image is garbage, and its copied index with it.
+    // Once its reader has ended the old image is garbage, and its copied index with it.
     let found = place.done(&remove);
     assert_eq!(found["garbage"]["objects"], kept + 1, "{found}");
     place.done(&["inspect", "--verify", &image]);

@@ -1,4 +1,4 @@
-//! Real guests: stored while they run on, stored again, brought back.
+//! Real guests: stored while they run, stored again, restored.
 
 use towline_lab::expect::qmp;
 use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
@@ -6,9 +6,9 @@ use towline_lab::{Builder, Qemu, Version, require_lab, wait_until};
 use crate::support::{BUCKET, S3, WITHIN, last_event, number, uploaded};
 
 const MIB: u64 = 1 << 20;
-/// What towline may take of its own while it serves a guest out of a store, however big that is.
+/// Maximum memory of a towline that serves a guest from a store, whatever its size.
 const OWN_BYTES_MAX: u64 = 160 << 20;
-/// What a guest's kernel needs beside its data.
+/// Memory of a guest's kernel beside its data.
 const KERNEL_MIB: u64 = 128;
 
 fn builder() -> Builder {
@@ -73,7 +73,7 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
     };
     let destination = builder().incoming_defer().start().unwrap();
     let control = place.name("control");
-    // What nobody waits for takes many minutes, however slow the machine is that hashes.
+    // Pages without requests take many minutes, however slow the machine is that hashes.
     let limits = ["--max-bandwidth", "128K", "--qmp", &control, "--json"];
     let mut towline = place.start(
         &[&["copy", "--postcopy", "--postcopy-preempt", &image, &qmp(&destination)], &limits[..]].concat(),
@@ -95,7 +95,7 @@ fn a_guest_in_a_store_runs_at_once_and_what_it_waits_for_comes_first() {
         hashing.join().unwrap().unwrap()
     });
     assert_eq!(found, hash);
-    // The guest has had all that it asked for, and the store still has most of what it did not.
+    // The guest has received all requested pages, and the store still has most of the others.
     let told = place.ctl(&control, &["query-migrate"]);
     assert_eq!(told["status"], "postcopy-active", "{told}");
     assert!(told["ram"]["remaining"].as_u64() > Some(0), "{told}");
@@ -132,7 +132,7 @@ fn no_guest_runs_from_a_damaged_store() {
     let error = place.refused(&["copy", &image, &qmp(&destination)]);
     assert!(error.contains("is damaged in the store"), "{error}");
     assert!(error.contains(victim.file_name().unwrap().to_str().unwrap()), "{error}");
-    // Where it can be asked at all, it does not run.
+    // If it can be queried at all, it does not run.
     if let Ok(status) = destination.qmp().execute("query-status", serde_json::Value::Null) {
         assert_ne!(status["status"], "running");
     }

@@ -1,4 +1,4 @@
-//! Uploads that are killed or cancelled: whatever index is there names only chunks that are there.
+//! Uploads that are killed or cancelled: an index never refers to a missing chunk.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use towline_lab::wait_until;
 
 use crate::support::{Place, WITHIN, number, uploaded};
 
-/// Uploads that are killed in a test; `cargo xtask soak uploads` has more.
+/// Number of killed uploads; `cargo xtask soak uploads` has more.
 const KILLS: u64 = 5;
 
 #[test]
@@ -16,7 +16,7 @@ fn an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk() {
     let mut random = fastrand::Rng::with_seed(seed);
     let place = Place::new();
     let image = place.store("vm/a");
-    // How long one takes here that is not killed; chunks of all later ones are others.
+    // Duration of an upload that is not killed; the chunks of all later ones differ.
     let begun = Instant::now();
     place.done(&["copy", "mem:64M,seed=1000", &image]);
     let whole = begun.elapsed();
@@ -33,7 +33,7 @@ fn an_upload_that_is_killed_leaves_no_index_that_names_a_missing_chunk() {
         }
     }
     println!("{complete} of them had an image, each whole");
-    // Who comes next goes on with what is there.
+    // The next upload reuses the chunks that are there.
     let last = format!("mem:64M,seed={kills}");
     place.done(&["copy", "--overwrite", &last, &image]);
     let out = place.done(&["copy", &image, "mem:"]);
@@ -56,7 +56,7 @@ fn an_upload_that_is_cancelled_leaves_no_index_and_is_resumed() {
     assert!(cancelled.elapsed() < Duration::from_secs(60), "it went on to the end");
     assert!(!place.path("vm/a.towline").exists());
     assert!(place.files("vm/uploads").is_empty());
-    // Some of it is there, and is not sent again.
+    // Some chunks are there, and are not sent again.
     let again = place.done(&["copy", "mem:64M,seed=7", &image]);
     assert!(uploaded(&again, "known-chunks") > 8, "{again}");
     place.done(&["inspect", "--verify", &image]);

@@ -1,4 +1,4 @@
-//! A real S3 server: the whole way, failures that pass, and failures that do not.
+//! A real S3 server: uploads and restores, temporary failures, and permanent ones.
 
 use crate::support::{BUCKET, S3, SECRET, uploaded};
 
@@ -11,13 +11,13 @@ fn an_image_goes_through_s3_and_comes_back_over_http() {
     assert!(uploaded(&first, "sent-chunks") > 100, "{first}");
     let out = place.done(&["copy", "--multifd-channels", "2", &image, "mem:"]);
     assert_eq!(out["memory"]["verified-pages"], 48 << 8, "{out}");
-    // As many at once as are allowed, or a few.
+    // The maximum number of parallel requests, or a few.
     assert!(s3.state()["most"].as_u64() > Some(2), "{}", s3.state());
     // Read-only, and without credentials.
     let web = format!("http://127.0.0.1:{}/{BUCKET}/vm/a", s3.port());
     let out = place.done(&["copy", &web, "mem:"]);
     assert_eq!(out["memory"]["verified-pages"], 48 << 8, "{out}");
-    // A second one with the same content.
+    // A second image with the same content.
     let again = place.done(&["copy", &image, &format!("s3://{BUCKET}/vm/b")]);
     assert_eq!(uploaded(&again, "sent-chunks"), 0, "{again}");
     let error = place.refused(&["copy", "mem:8M", &image]);

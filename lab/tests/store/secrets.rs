@@ -1,8 +1,8 @@
-//! Credentials: from where they are taken, and that they are seen nowhere.
+//! Credentials: their sources, and that they never appear in any output.
 
 use crate::support::{BUCKET, Place, S3, SECRET};
 
-/// Runs it with every log there is, and looks through all that it says.
+/// Runs towline with all logs enabled, and searches all of its output.
 fn says_no_secret(place: &Place, arguments: &[&str]) {
     let finished = place.start(arguments).wait(crate::support::WITHIN).unwrap();
     for text in [&finished.stdout, &finished.stderr] {
@@ -29,7 +29,7 @@ fn a_secret_is_in_no_output_whatever_happens() {
     says_no_secret(&place, &["inspect", &format!("https://host/a?sig={SECRET}")]);
     s3.misbehave(1, 403, 0);
     says_no_secret(&place, &["copy", "mem:4M", &image]);
-    // Nobody there any more.
+    // No server any more.
     drop(s3);
     place.set("AZURE_STORAGE_ACCOUNT_NAME", "account");
     place.set("AZURE_STORAGE_ACCOUNT_KEY", SECRET);

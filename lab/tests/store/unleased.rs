@@ -1,4 +1,4 @@
-//! Readers that may only read: no lease keeps their chunks, and they say so.
+//! Readers without write access: no lease protects their chunks, which they report.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use crate::support::{Place, WITHIN, last_event};
 
-/// A web server of a directory, for as long as the test runs. Its address.
+/// Starts a web server of a directory, for as long as the test runs. Returns its address.
 fn serve(directory: PathBuf) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let directory = directory.clone();
-            // A client that goes away is no failure of the server's.
+            // A client that disconnects is no failure of the server.
             std::thread::spawn(move || drop(answer(&stream, &directory)));
         }
     });
@@ -59,11 +59,11 @@ fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
     assert_eq!(notices.count(), 1, "{}", finished.stdout);
     let finished = place.start(&["copy", &image, &place.name("out.img")]).wait_done(WITHIN).unwrap();
     assert!(finished.stderr.contains(&notice), "{}", finished.stderr);
-    // With a lease there is nothing to say.
+    // With a lease there is no notice.
     let leased = place.start(&["copy", &place.store("vm/a"), "mem:"]).wait_done(WITHIN).unwrap();
     assert!(!leased.stderr.contains("lease"), "{}", leased.stderr);
 
-    // Its index is read, then the image is replaced and what it named is collected.
+    // The index is read, then the image is replaced and its chunks are collected.
     let slow = place.start(&["copy", "--json", "--max-bandwidth", "4M", &image, "mem:"]);
     towline_lab::wait_until("a MiB", WITHIN, || {
         let events = slow.stdout();
@@ -75,7 +75,7 @@ fn a_reader_without_a_lease_says_so_and_what_a_collection_then_takes() {
     place.done(&["copy", "--overwrite", "mem:8M,seed=2", &place.store("vm/a")]);
     place.done(&["inspect", "--remove-garbage", "--garbage-age", "0", &place.store("vm")]);
     let finished = slow.wait(WITHIN).unwrap();
-    // 32 MiB are fetched ahead, not all.
+    // 32 MiB are fetched ahead, not the whole image.
     assert_eq!(finished.status.code(), Some(1), "{}{}", finished.stdout, finished.stderr);
     let reason = "is missing in the store: this reader has no lease (http:// and https:// are only read), so a collection of garbage may \
         have removed it after the image was replaced or removed; take another image, or store the guest again";

@@ -1,4 +1,4 @@
-//! The link between two towlines is cut behind the destination's acknowledgement, at each message that follows.
+//! The link between two towlines is cut after the destination's acknowledgement, at each message that follows.
 
 use serde_json::Value;
 use towline_lab::{Action, Flow, Proxy, Qemu, Trigger, Version, require_lab};
@@ -8,14 +8,14 @@ use crate::support::{
     listens_at, qmp, small, start, waiting,
 };
 
-/// Where it is cut, and what becomes of the guest.
+/// Position of the cut, and the expected reports and run states.
 struct Cut {
     trigger: Trigger,
-    /// The exit code of the source's towline, and what it says.
+    /// Exit status and message of the source's towline.
     here: (i32, &'static str),
-    /// That of the destination's.
+    /// Exit status and message of the destination's towline.
     there: (i32, &'static str),
-    /// What the QEMUs' run states are then.
+    /// Expected run states of both QEMUs.
     states: (&'static str, &'static str),
 }
 

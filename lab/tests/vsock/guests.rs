@@ -1,4 +1,4 @@
-//! Several guests: with each other, and without each other's harm; and one that is moved.
+//! Several guests: connections between them, isolation from each other, and one that is moved.
 
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
@@ -49,7 +49,7 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
         "CID=34 /usr/bin/perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo",
     );
     wait_said(&mut guests[0], "ask", "answered heard 8");
-    // One that has no such group, or that is not there at all.
+    // A CID without a common group, or of no guest at all.
     shell(
         &mut guests[0],
         "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/nobody 2>&1 & echo",
@@ -64,7 +64,7 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
 
 const ROOT_PORT: &str = "pcie-root-port,id=plug,chassis=1,slot=1";
 
-/// A device, a QEMU whose guest can have it in a port, and where the host connects.
+/// A device, the builder of a QEMU whose guest can have it in a port, and the path of the host's socket.
 fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
     let path = |end: &str| scratch.path().join(format!("{name}.{end}"));
     let (socket, uds) = (path("d"), path("v"));
@@ -75,10 +75,10 @@ fn plugged(scratch: &TempDir, name: &str) -> (Towline, Builder, PathBuf) {
     (device, qemu.args(["-device", ROOT_PORT, "-chardev", &chardev].map(str::to_owned)), uds)
 }
 
-/// Begins a move that would never end, and waits until memory moves and the device is out.
+/// Starts a move that would never end, and waits until memory is sent and the device is unplugged.
 fn under_way(orders: &[String], control: &Path) -> Towline {
     let slowly = ["--multifd-channels", "0", "--max-bandwidth", "200", "--qmp", control.to_str().unwrap()];
-    // What one that is killed leaves goes with the test.
+    // The files of a killed one are removed with the test.
     let directory = format!("TMPDIR={}", control.parent().unwrap().display());
     let binary = towline_binary().unwrap().display().to_string();
     let line = [directory.as_str(), &binary].into_iter().chain(orders.iter().map(String::as_str));
@@ -99,8 +99,8 @@ fn cancelled(orders: &[String], control: &Path) -> Finished {
     moving.wait(WITHIN).unwrap()
 }
 
-/// Stock QEMU does not migrate the device: it is taken out, and put in again at the other side, or at this one if the move is
-/// cancelled. Who listens in the guest goes on listening.
+/// Stock QEMU does not migrate the device: it is unplugged, and plugged at the destination, or at the source again if
+/// the move is cancelled. A listener in the guest keeps listening.
 #[test]
 fn a_guest_is_moved_without_its_device_and_finds_another() {
     if !require_lab("a_guest_is_moved_without_its_device_and_finds_another") {
@@ -118,7 +118,7 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     let mut before = connect(&uds_a, 5001);
     let orders = |to: &Qemu| ["move".to_owned(), "--detach-vsock".to_owned(), qmp(&a), qmp(to)];
 
-    // One that could not take it: nothing is touched.
+    // A destination that could not have it: the device is not touched.
     let bare = linux(Version::V10_0).cpu("Nehalem").args(["-device", ROOT_PORT]);
     let bare = bare.incoming_defer().start().unwrap();
     let refused = towline(orders(&bare)).unwrap().wait(WITHIN).unwrap();
@@ -126,18 +126,18 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     before.write_all(b"still there").unwrap();
     before.read_exact(&mut [0; 11]).unwrap();
 
-    // One that is cancelled when the device is out: it is put in again where it was.
+    // A move that is cancelled when the device is unplugged: it is plugged again where it was.
     let (_device_b, b, _) = plugged(&scratch, "b");
     let b = b.incoming_defer().start().unwrap();
     let finished = cancelled(&orders(&b), &scratch.path().join("control"));
     assert_ended(&finished, 1, &["safe at its source"]);
-    // The connection went with the device.
+    // The connection ended with the device.
     let mut heard = Vec::new();
     let _ = before.read_to_end(&mut heard);
     assert!(heard.is_empty());
     echoes(&uds_a);
 
-    // One whose towline is killed then: `repair` puts it in again.
+    // A move whose towline is killed then: `repair` plugs it again.
     let (_device_k, k, _) = plugged(&scratch, "k");
     let k = k.incoming_defer().start().unwrap();
     under_way(&orders(&k), &scratch.path().join("control-k")).kill().unwrap();
@@ -146,7 +146,7 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     towline(["repair".to_owned(), qmp(&k)]).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_a);
 
-    // One that takes it.
+    // A destination that can have it.
     let (_device_c, c, uds_c) = plugged(&scratch, "c");
     let c = c.incoming_defer().start().unwrap();
     towline(orders(&c)).unwrap().wait_done(WITHIN).unwrap();

@@ -1,11 +1,11 @@
-//! The kernel's own tests of vsock (`tools/testing/vsock`) between two guests that reach each other by their contexts.
+//! The kernel's own vsock tests (`tools/testing/vsock`) between two guests that are connected by their CIDs.
 //!
 //! ```text
 //!   guest 33: vsock_test, client ── vsock ── towline ── vsock ── guest 34: vsock_test, server
-//!             └────────────── TCP, over which the two agree on each step ──────────────┘
+//!              └────────────── TCP, which synchronises each step of the two ─────────────┘
 //! ```
-//! Each case is run alone, so that one that fails does not keep the others from being seen. `cargo xtask soak vsock-kernel`
-//! builds the programs and runs this; elsewhere it is skipped, since it takes minutes.
+//! Each case is run alone, so that one failure does not hide the others. `cargo xtask soak vsock-kernel` builds the
+//! programs and runs this; elsewhere it is skipped, since it takes minutes.
 
 use std::process::Command;
 
@@ -15,11 +15,11 @@ use towline_lab::{LinuxGuest, Qemu, Towline, Version, paths, require_lab, skip};
 use crate::support::{WITHIN, device_arguments, linux_with, shell, start_device, wait_said};
 
 const NAME: &str = "the_kernels_own_tests_pass_between_two_guests";
-/// The first port of the TCP connection on which the two ends agree; each case has its own.
+/// First port of the TCP control connection; each case has its own.
 const CONTROL_PORT: u32 = 4000;
-/// What a socket of the guests' holds at most.
+/// Maximum buffer size of a socket in the guests.
 const SOCKET_BYTES: u64 = 256 << 10;
-/// Cases that older kernels cannot pass, whatever is between them: a part of the name, and since when they can.
+/// Cases that older kernels cannot pass in any set-up: a part of the name, the first kernel that can, and the reason.
 const SINCE: [(&str, (u32, u32), &str); 9] = [
     ("invalid receive buffer", (6, 2), "errors of a transport as they are"),
     ("big message", (6, 2), "errors of a transport as they are"),
@@ -32,11 +32,11 @@ const SINCE: [(&str, (u32, u32), &str); 9] = [
     ("SIOCOUTQ", (6, 12), "the count of bytes that are not sent"),
 ];
 
-/// Cases that cannot be through sockets of the host, which two guests have between them too.
+/// Cases that cannot pass through sockets of the host, which are between the two guests too.
 const NOT_HERE: [(&str, &str); 1] =
     [("SHUT_RD", "a Unix socket tells that its other end receives no more when it is sent to, not before")];
 
-/// The two guests: who asks and who serves.
+/// The two guests: client and server.
 struct Pair {
     client: LinuxGuest,
     server: LinuxGuest,
@@ -72,12 +72,12 @@ fn pair() -> Pair {
     Pair { client, server, directory, _qemus: qemus, device, _scratch: scratch }
 }
 
-/// Starts a program in a guest's background; what it says, and how it ended, goes to a file.
+/// Starts a program in a guest's background; its output and exit status go to a file.
 fn begin(guest: &mut LinuxGuest, name: &str, line: &str) {
     shell(guest, &format!("({line}; echo \"exit $?\") > /tmp/{name} 2>&1 & echo"));
 }
 
-/// Whether both ends ended well; what they said.
+/// True if both ends exited with success, and their output.
 fn outcome(pair: &mut Pair, name: &str) -> (bool, String) {
     let client = wait_said(&mut pair.client, name, "exit ");
     if !client.contains("exit 0") {
@@ -89,7 +89,7 @@ fn outcome(pair: &mut Pair, name: &str) -> (bool, String) {
     (well, format!("the client says:\n{client}the server says:\n{server}"))
 }
 
-/// What cases there are, in their order.
+/// Names of the cases, in their order.
 fn cases(directory: &str) -> Vec<String> {
     let said = Command::new(format!("{directory}/vsock_test")).arg("--list").output().unwrap();
     let said = String::from_utf8(said.stdout).unwrap();
@@ -133,7 +133,7 @@ fn the_kernels_own_tests_pass_between_two_guests() {
     bytes(&mut pair, mebibytes.parse::<u64>().unwrap() << 20);
 }
 
-/// Why a case cannot pass.
+/// Returns the reason if a case cannot pass.
 fn cannot_be(name: &str, kernel: (u32, u32)) -> Option<String> {
     let late = SINCE.iter().find(|(part, since, _)| name.contains(part) && kernel < *since);
     if let Some((_, (major, minor), what)) = late {
@@ -142,7 +142,7 @@ fn cannot_be(name: &str, kernel: (u32, u32)) -> Option<String> {
     NOT_HERE.iter().find(|(part, _)| name.contains(part)).map(|(_, reason)| (*reason).to_owned())
 }
 
-/// Runs one case of so many.
+/// Runs one case of `count`.
 fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     let others = (0..count).filter(|other| *other != index).map(|other| format!("--skip {other}"));
     let others: Vec<String> = others.collect();
@@ -159,13 +159,13 @@ fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     outcome(pair, &name)
 }
 
-/// `vsock_perf` both ways; its figures are printed.
+/// Runs `vsock_perf` both ways; its figures are printed.
 fn bytes(pair: &mut Pair, count: u64) {
     for buffer in ["4K", "64K", "256K"] {
         let name = format!("perf{buffer}");
         let perf = format!("{}/vsock_perf --buf-size {buffer}", pair.directory);
         begin(&mut pair.server, &name, &perf);
-        // It does not say when it listens, so it is asked until it does.
+        // It prints nothing when it listens, so the client is started until it connects.
         let send = format!("{perf} --bytes {count} --sender 34");
         let client = format!("n=0; until {send}; do n=$((n+1)); [ $n -lt 100 ] || exit 1; sleep 0.1; done");
         begin(&mut pair.client, &name, &client);
@@ -176,7 +176,7 @@ fn bytes(pair: &mut Pair, count: u64) {
             line.unwrap_or_else(|| panic!("`{what}` is not said: {said}")).parse().unwrap()
         };
         assert_eq!(number("total bytes sent: "), count);
-        // The receiver leaves when the sender has ended, with what its socket still holds unread.
+        // The receiver exits when the sender has ended, and leaves bytes in its socket unread.
         let received = number("total bytes received: ");
         assert!((count - SOCKET_BYTES..=count).contains(&received), "{said}");
         let figures = said.lines().filter(|line| line.contains("performance"));

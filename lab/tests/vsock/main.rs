@@ -1,4 +1,4 @@
-//! Guests of stock QEMUs with a vsock device of ours: their kernel's vsock, `socat` and Perl at their end.
+//! Guests of stock QEMUs with our vsock device: their kernel's vsock, with `socat` and Perl as their programs.
 #![allow(clippy::unwrap_used, reason = "tests, with their helpers")]
 
 mod guests;
@@ -14,11 +14,11 @@ use towline_lab::{Kernel, Version, require_kernel, require_lab, require_qemu, sk
 
 use support::Scene;
 
-/// All that one guest can show, one after the other: booting it takes longer than most of it.
+/// All tests of one guest, one after the other: booting it takes longer than most of them.
 fn all_of(version: Version, kernel: Kernel) {
     let tcp_port = stalls::free_port();
     let rule = format!("tcp:127.0.0.1:{tcp_port}=guest:5001");
-    // The loopback copies in the end; until then it is as on a network card.
+    // The loopback copies in the end; until then it behaves like a network card.
     let mut scene = Scene::with_kernel(version, kernel, &["--forward", &rule, "--zero-copy-send", "on"]);
     scene.perl("echo", "listen stream 5001 echo");
     peers_defects::what_others_do_wrong(&mut scene);
@@ -44,7 +44,7 @@ fn a_guest_of_qemu_7_2() {
     }
 }
 
-/// In `cargo xtask soak versions`.
+/// Part of `cargo xtask soak versions`.
 #[test]
 fn a_linux_7_of_the_newest_qemu() {
     let name = "a_linux_7_of_the_newest_qemu";

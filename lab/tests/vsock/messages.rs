@@ -1,4 +1,4 @@
-//! Messages: each arrives whole, and as itself.
+//! Messages (SEQPACKET): each arrives whole, with its boundaries.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -60,7 +60,7 @@ pub(crate) fn stay_apart(scene: &mut Scene) {
     lengths(scene, &path);
 }
 
-/// The guest's connection; `None` if its kernel cannot make one.
+/// Accepts the guest's connection; `None` if its kernel cannot create one.
 fn accept_or_refused(scene: &mut Scene, listener: &OwnedFd) -> Option<OwnedFd> {
     let outcome = wait_until("a connection of the guest's", WITHIN, || {
         if let Ok(fd) = accept(listener) {
@@ -72,7 +72,7 @@ fn accept_or_refused(scene: &mut Scene, listener: &OwnedFd) -> Option<OwnedFd> {
     outcome.unwrap()
 }
 
-/// Of every size, from one that fits into a buffer to more than the ring has room for at once.
+/// Sends messages of all sizes, from one that fits into a buffer to one larger than the ring.
 fn lengths(scene: &mut Scene, path: &Path) {
     scene.perl("messages", "listen seqpacket 5010 messages");
     let fd = socket();
@@ -83,7 +83,7 @@ fn lengths(scene: &mut Scene, path: &Path) {
         say(&fd, &vec![7; length]);
         assert_eq!(text(&fd), length.to_string());
     }
-    // Many at a time are many.
+    // Many messages in flight keep their boundaries.
     for length in 1..100 {
         say(&fd, &vec![7; length * 10]);
     }

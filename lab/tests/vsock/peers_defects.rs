@@ -1,11 +1,11 @@
-//! What other backends do wrong, one after the other on one guest.
+//! Known defects of other backends, one after the other on one guest.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 
 use crate::support::{Scene, hear_all, hear_ok, patient};
 
-/// Needs who echoes on port 5001.
+/// Needs an echo on port 5001.
 pub(crate) fn what_others_do_wrong(scene: &mut Scene) {
     connections_that_end_at_once(scene);
     data_right_behind_connect(scene);
@@ -17,7 +17,7 @@ pub(crate) fn what_others_do_wrong(scene: &mut Scene) {
     assert!(stderr.is_empty(), "{:?}: {stderr}", scene.version);
 }
 
-/// Who connects, asks, and is gone before the guest has answered: once the end of the whole process.
+/// Clients that connect, send, and disconnect before the guest has answered: once by the exit of the whole process.
 fn connections_that_end_at_once(scene: &Scene) {
     for _ in 0..100 {
         let mut stream = UnixStream::connect(scene.uds()).unwrap();
@@ -45,7 +45,7 @@ fn connect_in_pieces(scene: &Scene) {
         let mut stream = patient(UnixStream::connect(scene.uds()).unwrap());
         let (first, rest) = b"CONNECT 5001\n".split_at(cut);
         stream.write_all(first).unwrap();
-        // Others go between, so that the pieces are read apart.
+        // Other connections in between, so that the pieces are read separately.
         drop(scene.connect(5001));
         stream.write_all(rest).unwrap();
         hear_ok(&mut stream);
@@ -56,14 +56,14 @@ fn lines_that_are_none(scene: &Scene) {
     for line in [&b"HELLO\n"[..], b"CONNECT\n", b"CONNECT -1\n", &[b'C'; 100], b"CONNECT 9999\n"] {
         let mut stream = patient(UnixStream::connect(scene.uds()).unwrap());
         stream.write_all(line).unwrap();
-        // Closed, with or without an error for what was not read: never an answer.
+        // Closed, with or without an error for unread bytes: never a reply.
         let mut heard = Vec::new();
         let _ = stream.read_to_end(&mut heard);
         assert!(heard.is_empty(), "{line:?} was answered: {heard:?}");
     }
 }
 
-/// A refused connection is told at once, not after a time.
+/// A refused connection is closed at once, not after a timeout.
 fn nobody_listens(scene: &mut Scene) {
     scene.perl("refused", "connect stream 6999 ask");
     let said = scene.wait_said("refused", "refused");

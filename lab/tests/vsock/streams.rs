@@ -1,4 +1,4 @@
-//! Bytes both ways, many connections, ends and deaths.
+//! Bytes in both directions, many connections, half-closed connections and deaths.
 
 use std::io::{Read as _, Write as _};
 use std::net::Shutdown;
@@ -8,7 +8,7 @@ use towline_lab::wait_until;
 
 use crate::support::{Scene, WITHIN, hear_all, patient};
 
-/// What is sent each way, in MiB; `TOWLINE_SOAK_VSOCK_MIB` says more.
+/// MiB that are sent each way; `TOWLINE_SOAK_VSOCK_MIB` overrides it.
 fn mebibytes() -> usize {
     std::env::var("TOWLINE_SOAK_VSOCK_MIB").ok().and_then(|mib| mib.parse().ok()).unwrap_or(16)
 }
@@ -49,7 +49,7 @@ pub(crate) fn bytes_go_both_ways(scene: &mut Scene) {
     assert!(sum.starts_with(&sha256(&heard)), "{:?}: {} bytes from the guest", scene.version, heard.len());
 }
 
-/// Needs who echoes on port 5001.
+/// Needs an echo on port 5001.
 pub(crate) fn many_connections_and_each_end_on_its_own(scene: &mut Scene) {
     let content = bytes(100_000);
     let streams: Vec<_> = (0..64).map(|_| scene.connect(5001)).collect();
@@ -71,7 +71,7 @@ pub(crate) fn many_connections_and_each_end_on_its_own(scene: &mut Scene) {
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
-    // The client is done, the server answers: twenty times, as one in four was answered by others.
+    // The client half-closes, the server answers: twenty times, as other backends lost one answer in four.
     scene.perl("answer", "listen stream 5002 answer");
     for length in (0..20).map(|step| step * 7919) {
         let mut stream = scene.connect(5002);
@@ -92,7 +92,7 @@ pub(crate) fn many_connections_and_each_end_on_its_own(scene: &mut Scene) {
 
 /// Leaves no program in the guest.
 pub(crate) fn a_death_is_seen_at_the_other_end(scene: &mut Scene) {
-    // A program of the guest's dies while we write to it, and while we wait for it.
+    // A program in the guest dies while we write to it, and while we wait for it.
     scene.perl("silent", "listen stream 5003 silent");
     let mut writing = scene.connect(5003);
     let mut waiting = scene.connect(5003);
@@ -101,7 +101,7 @@ pub(crate) fn a_death_is_seen_at_the_other_end(scene: &mut Scene) {
     assert!(matches!(waiting.read(&mut heard), Ok(0) | Err(_)));
     let broken = wait_until("an error", WITHIN, || Ok(writing.write_all(&[0; 65536]).err()));
     assert_eq!(broken.unwrap().kind(), std::io::ErrorKind::BrokenPipe, "{:?}", scene.version);
-    // A program of the host's dies.
+    // A program of the host dies.
     let listener = scene.listen(6002);
     scene.perl("writer", "connect stream 6002 write");
     scene.perl("reader", "connect stream 6002 echo");

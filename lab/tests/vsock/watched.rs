@@ -1,4 +1,4 @@
-//! A device with a guest, asked over its control socket and scraped.
+//! A device with a guest, queried over its control socket and scraped.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
@@ -26,7 +26,7 @@ fn each_connection_is_counted() {
     let qmp = Qmp::connect(&control, WITHIN).unwrap();
     let status = qmp.execute("query-status", json!({})).unwrap();
     assert_eq!(status, json!({ "running": true, "status": "running" }));
-    // A thread that is kept from its processor answers with what it knew before.
+    // A thread that was not scheduled reports its previous values.
     wait_until("a connection that is counted", WITHIN, || {
         let stats = qmp.execute("query-stats", json!({ "target": "vsock-connection" }))?;
         let path = stats[0]["qom-path"].as_str().unwrap_or_default();

@@ -1,5 +1,5 @@
-//! WebSockets against Python's `websockets`, as their client and as their server: fragments, pings, lanes, and a guest that
-//! arrives whole.
+//! WebSockets with Python's `websockets` as client and as server: fragments, pings, lanes, and a guest that arrives
+//! unchanged.
 #![allow(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use towline_lab::{Towline, paths, skip, towline, wait_until};
 
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Python with its `websockets`, unless the set-up could not bring it.
+/// Python with its `websockets`; `None`, with a printed skip, if the set-up could not install it.
 fn python(test: &str) -> Option<PathBuf> {
     let python = paths::python(&paths::lab_directory());
     if python.is_file() {
@@ -21,7 +21,7 @@ fn python(test: &str) -> Option<PathBuf> {
     None
 }
 
-/// What Python and two towlines have in common.
+/// Files that are shared by Python and two towlines.
 struct Place {
     python: PathBuf,
     directory: TempDir,
@@ -39,7 +39,7 @@ impl Place {
         self.directory.path().join(name).to_str().unwrap().to_owned()
     }
 
-    /// A Python that relays; and the port where it listens.
+    /// Starts a Python relay; returns the port that it listens on, too.
     fn relay(&self, arguments: &[&str]) -> (Towline, u16) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/websocket/relay.py");
         let directory = self.directory.path().to_str().unwrap();
@@ -53,7 +53,7 @@ impl Place {
         (relay, port.unwrap())
     }
 
-    /// `towline copy` from or to a WebSocket.
+    /// Starts `towline copy` from or to a WebSocket.
     fn copy(&self, arguments: &[&str]) -> Towline {
         let directory = self.directory.path().to_str().unwrap();
         let tls: &[&str] = if self.secure { &["--tls-creds", directory] } else { &[] };
@@ -64,7 +64,7 @@ impl Place {
         if self.secure { "wss" } else { "ws" }
     }
 
-    /// An image, and the name of another.
+    /// Path of an image, and of its copy.
     fn images(&self) -> (String, String) {
         let (from, to) = (self.path("from.img"), self.path("to.img"));
         towline(["copy", "mem:48M", &from]).unwrap().wait_done(WITHIN).unwrap();
@@ -72,7 +72,7 @@ impl Place {
     }
 }
 
-/// Where a towline listens, once it does.
+/// Waits until a towline listens, and returns its address.
 fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
@@ -88,7 +88,7 @@ fn prove(from: &str, to: &str) {
     assert_eq!(blocks(from), blocks(to));
 }
 
-/// An image to Python's server, from there by TCP to another towline.
+/// Sends an image to Python's server, which forwards it by TCP to another towline.
 fn to_a_server(python: PathBuf, secure: bool, lanes: &str) {
     let place = Place::new(python, secure);
     let (from, to) = place.images();
@@ -101,7 +101,7 @@ fn to_a_server(python: PathBuf, secure: bool, lanes: &str) {
     prove(&from, &to);
 }
 
-/// An image by TCP to Python, which is the client of a towline that listens.
+/// Sends an image by TCP to Python, which is the client of a listening towline.
 fn from_a_client(python: PathBuf, secure: bool, lanes: &str) {
     let place = Place::new(python, secure);
     let (from, to) = place.images();
