@@ -87,7 +87,12 @@ pub fn completed(finished: &Finished) -> Value {
 ///
 /// # Panics
 /// If towline exits before, or the event does not come in time.
-pub fn tells(towline: &mut Towline, what: &str, within: Duration, wanted: impl Fn(&Value) -> bool) -> Value {
+pub fn wait_event(
+    towline: &mut Towline,
+    what: &str,
+    within: Duration,
+    wanted: impl Fn(&Value) -> bool,
+) -> Value {
     wait_until(what, within, || {
         // Read before the events: the last event may come between the two.
         let runs = towline.runs()?;

@@ -177,14 +177,14 @@ mod tests {
     const GOOD: &str = "# HELP a_bytes b.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"y\\\"\"} 1\na_bytes_total 2\n# EOF\n";
 
     #[test]
-    fn what_is_right_is_read() {
+    fn a_valid_exposition_is_read() {
         let found = Exposition::parse(GOOD).unwrap();
         assert_eq!(found.get("a_bytes_total"), Some(2.0));
         assert_eq!(found.sum("a_bytes_total").to_bits(), 3f64.to_bits());
     }
 
     #[test]
-    fn what_is_not_is_refused() {
+    fn invalid_expositions_are_refused() {
         for (from, to) in [
             ("# EOF\n", ""),
             ("a_bytes_total 2", "a_bytes 2"),

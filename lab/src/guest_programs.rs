@@ -47,7 +47,7 @@ fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
         program.display(),
         String::from_utf8_lossy(&output.stderr)
     );
-    let said = String::from_utf8_lossy(&output.stdout);
-    let paths = said.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
+    let text = String::from_utf8_lossy(&output.stdout);
+    let paths = text.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/')));
     Ok(paths.map(PathBuf::from).collect())
 }

@@ -143,15 +143,15 @@ impl LinuxGuest {
     /// Returns the guest's facts as `KEY=VALUE` pairs: uptime_s, memory_kib, free_kib, kernel, processors,
     /// tick_address (guest-physical, for [`Qemu::read_u64`]).
     pub fn info(&mut self) -> Result<Vec<(String, String)>> {
-        let said = self.request("info", REPLY_TIMEOUT)?;
+        let message = self.request("info", REPLY_TIMEOUT)?;
         let pair = |word: &str| word.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned()));
-        Ok(said.split(' ').filter_map(pair).collect())
+        Ok(message.split(' ').filter_map(pair).collect())
     }
 
     /// Runs a line of busybox shell in the guest; fails unless it exits with 0. Returns its output.
     pub fn shell(&mut self, line: &str, within: Duration) -> Result<String> {
-        let said = self.request(&format!("sh {line}"), within)?;
-        let (status, output) = said.split_once('\n').context("`sh` answers with a status and output")?;
+        let message = self.request(&format!("sh {line}"), within)?;
+        let (status, output) = message.split_once('\n').context("`sh` answers with a status and output")?;
         ensure!(status == "0", "`{line}` exits with {status} in the guest: {output}");
         Ok(output.to_owned())
     }
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_told_from_noise() {
+    fn responses_are_distinguished_from_noise() {
         assert_eq!(answer("12 ok 7"), Some((12, Ok("7".into()))));
         assert_eq!(answer("12 ok"), Some((12, Ok(String::new()))));
         assert_eq!(answer(r"12 error a\nb\\n"), Some((12, Err("a\nb\\n".into()))));

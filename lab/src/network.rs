@@ -81,8 +81,8 @@ impl Network {
         let prefix = self.prefix();
         let output = Command::new(&prefix[0]).args(&prefix[1..]).args(line).output();
         let output = output.with_context(|| format!("{prefix:?} cannot be started"))?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), said.trim());
+        let message = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "`{}` fails: {}", line.join(" "), message.trim());
         Ok(())
     }
 }

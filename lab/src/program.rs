@@ -67,8 +67,8 @@ fn place(tree: &TempDir, at: &Path, file: &Path) -> Result<()> {
 /// Files that the program's loader opens, itself included.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("ldd cannot be started")?;
-    let said = String::from_utf8_lossy(&output.stdout);
+    let message = String::from_utf8_lossy(&output.stdout);
     // It fails for a static program.
     let path = |line: &str| line.split_whitespace().find(|word| word.starts_with('/')).map(PathBuf::from);
-    Ok(said.lines().filter_map(path).collect())
+    Ok(message.lines().filter_map(path).collect())
 }

@@ -66,7 +66,7 @@ struct Shared {
 }
 
 /// One direction of one connection.
-struct Way {
+struct Direction {
     flow: Flow,
     /// Bytes that are received and not yet forwarded.
     pending: VecDeque<u8>,
@@ -167,16 +167,16 @@ impl Shared {
             stream.set_nodelay(true)?;
             stream.set_nonblocking(true)?;
         }
-        let mut ways = [Way::new(Flow::ToDestination), Way::new(Flow::ToSource)];
-        while !self.is_cut() && !ways.iter().all(|way| way.closed) {
+        let mut directions = [Direction::new(Flow::ToDestination), Direction::new(Flow::ToSource)];
+        while !self.is_cut() && !directions.iter().all(|direction| direction.closed) {
             let mut moved = false;
-            for way in &mut ways {
-                let (from, to) = match way.flow {
+            for direction in &mut directions {
+                let (from, to) = match direction.flow {
                     Flow::ToDestination => (source, destination),
                     Flow::ToSource => (destination, source),
                 };
-                moved |= way.receive(self, from)?;
-                moved |= way.forward(self, to)?;
+                moved |= direction.receive(self, from)?;
+                moved |= direction.forward(self, to)?;
             }
             if !moved {
                 std::thread::sleep(LOOK_INTERVAL);
@@ -200,7 +200,7 @@ impl Shared {
     }
 }
 
-impl Way {
+impl Direction {
     fn new(flow: Flow) -> Self {
         let (pending, tail) = (VecDeque::new(), Vec::new());
         Self { flow, pending, action: None, tail, ended: false, closed: false, next: Instant::now() }
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trigger_that_comes_in_two_pieces_cuts_behind_or_before_its_bytes() {
+    fn a_trigger_in_two_segments_cuts_after_or_before_its_bytes() {
         for (forwards, expected) in [(true, &b"abcd"[..]), (false, b"ab")] {
             let (proxy, mut source, mut destination) = joined();
             let (flow, action) = (Flow::ToDestination, Action::Cut);
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_comes_when_it_is_released() {
+    fn held_bytes_arrive_when_the_link_is_released() {
         let (proxy, mut source, mut destination) = joined();
         proxy.hold(Flow::ToDestination);
         source.write_all(b"late").unwrap();

@@ -297,8 +297,8 @@ impl Builder {
                 // Whatever it is blocked in, it must not outlive this call.
                 let _ = child.kill();
                 let _ = child.wait();
-                let said = std::fs::read_to_string(&stderr).unwrap_or_default();
-                return Err(error.context(format!("QEMU did not start; it wrote: {}", said.trim())));
+                let text = std::fs::read_to_string(&stderr).unwrap_or_default();
+                return Err(error.context(format!("QEMU did not start; it wrote: {}", text.trim())));
             }
         };
         let pid = child.id();

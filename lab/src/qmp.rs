@@ -88,8 +88,8 @@ impl Qmp {
 
     /// Runs a command of the human monitor and returns its text.
     pub fn hmp(&self, line: &str) -> Result<String> {
-        let said = self.execute("human-monitor-command", json!({ "command-line": line }))?;
-        Ok(said.as_str().context("the human monitor answers with text")?.to_owned())
+        let output = self.execute("human-monitor-command", json!({ "command-line": line }))?;
+        Ok(output.as_str().context("the human monitor answers with text")?.to_owned())
     }
 
     /// Returns the next event of that name, kept or to come. Events before it stay kept.
@@ -146,12 +146,12 @@ impl Qmp {
 
     /// Adds QEMU's standard error, unless the error is QEMU's own reply.
     fn explained(&self, error: anyhow::Error) -> anyhow::Error {
-        let said =
+        let output =
             self.stderr.as_ref().and_then(|file| std::fs::read_to_string(file).ok()).unwrap_or_default();
-        if error.is::<QmpError>() || said.trim().is_empty() {
+        if error.is::<QmpError>() || output.trim().is_empty() {
             return error;
         }
-        error.context(format!("QEMU wrote: {}", said.trim()))
+        error.context(format!("QEMU wrote: {}", output.trim()))
     }
 }
 

@@ -137,9 +137,9 @@ impl Towline {
     /// Waits until it listens for its source, and returns the address; with `--json` an event has it.
     pub fn listens_at(&mut self, within: Duration) -> Result<String> {
         wait_until("a towline that listens", within, || {
-            let (runs, said) = (self.runs()?, self.stderr() + &self.stdout());
-            ensure!(runs, "{} ended: {said}", self.line);
-            let address = said.lines().find_map(|line| line.split_once("listening on "));
+            let (runs, text) = (self.runs()?, self.stderr() + &self.stdout());
+            ensure!(runs, "{} ended: {text}", self.line);
+            let address = text.lines().find_map(|line| line.split_once("listening on "));
             Ok(address.map(|(_, address)| address.trim().trim_end_matches(['"', '}']).to_owned()))
         })
     }

@@ -148,8 +148,8 @@ tests! {
 }
 
 #[test]
-fn levels_are_those_of_qemu() {
-    if !require_lab("levels_are_those_of_qemu") {
+fn compression_levels_are_those_of_qemu() {
+    if !require_lab("compression_levels_are_those_of_qemu") {
         return;
     }
     let directory = scratch();
@@ -166,8 +166,8 @@ fn levels_are_those_of_qemu() {
 }
 
 #[test]
-fn a_source_with_another_method_is_told_both() {
-    if !require_lab("a_source_with_another_method_is_told_both") {
+fn a_source_with_another_compression_is_refused_with_both_methods() {
+    if !require_lab("a_source_with_another_compression_is_refused_with_both_methods") {
         return;
     }
     let source = boot(V10_0, V10_0);
@@ -194,8 +194,8 @@ fn a_source_with_another_method_is_told_both() {
 }
 
 #[test]
-fn a_destination_with_another_method_refuses() {
-    if !require_lab("a_destination_with_another_method_refuses") {
+fn a_destination_with_another_compression_is_refused() {
+    if !require_lab("a_destination_with_another_compression_is_refused") {
         return;
     }
     let directory = scratch();
@@ -207,24 +207,25 @@ fn a_destination_with_another_method_refuses() {
     let there = format!("unix:{}", in_directory(&directory, "there"));
     let incoming = json!({ "uri": there, "exit-on-error": false });
     destination.qmp().execute("migrate-incoming", incoming).unwrap();
-    let said = refused(1, &["--multifd-channels", "2", "--compression", "zstd", &image, &there]);
-    assert!(said.contains(&there) && said.contains("multifd-compression is not zstd"), "{said}");
-    assert!(said.contains("the guest: in its image, which is as it was"), "{said}");
+    let output = refused(1, &["--multifd-channels", "2", "--compression", "zstd", &image, &there]);
+    assert!(output.contains(&there) && output.contains("multifd-compression is not zstd"), "{output}");
+    assert!(output.contains("the guest: in its image, which is as it was"), "{output}");
 }
 
 #[test]
-fn what_would_do_nothing_is_refused() {
-    let said = refused(2, &["--compression", "zlib", "--multifd-channels", "0", "qmp:/nowhere", "a.img"]);
+fn compression_without_effect_is_refused() {
+    let output = refused(2, &["--compression", "zlib", "--multifd-channels", "0", "qmp:/nowhere", "a.img"]);
     let wanted = "towline: --compression zlib with 0 lanes: only lanes are compressed, the main channel never is; give both ends the same --multifd-channels, at least 1\n";
-    assert_eq!(said, wanted);
-    let said = refused(2, &["--compression", "zstd", "tcp:127.0.0.1:0", "a.img"]);
-    assert!(said.starts_with("towline: --compression zstd with 0 lanes"), "{said}");
-    let said = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
-    assert!(said.starts_with("towline: --compression zstd between two images"), "{said}");
-    let said = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
-    assert_eq!(said, "towline: --multifd-zstd-level is for --compression zstd\n");
-    let said = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
-    assert!(said.contains("'qpl'") && said.contains("none, zlib, zstd"), "{said}");
-    let said = refused(2, &["--compression", "zlib", "--multifd-zlib-level", "10", "qmp:/nowhere", "a.img"]);
-    assert!(said.contains("10") && said.contains("0..=9"), "{said}");
+    assert_eq!(output, wanted);
+    let output = refused(2, &["--compression", "zstd", "tcp:127.0.0.1:0", "a.img"]);
+    assert!(output.starts_with("towline: --compression zstd with 0 lanes"), "{output}");
+    let output = refused(2, &["--compression", "zstd", "a.img", "b.img"]);
+    assert!(output.starts_with("towline: --compression zstd between two images"), "{output}");
+    let output = refused(2, &["--compression", "zlib", "--multifd-zstd-level", "3", "qmp:/nowhere", "a.img"]);
+    assert_eq!(output, "towline: --multifd-zstd-level is for --compression zstd\n");
+    let output = refused(2, &["--compression", "qpl", "qmp:/nowhere", "a.img"]);
+    assert!(output.contains("'qpl'") && output.contains("none, zlib, zstd"), "{output}");
+    let output =
+        refused(2, &["--compression", "zlib", "--multifd-zlib-level", "10", "qmp:/nowhere", "a.img"]);
+    assert!(output.contains("10") && output.contains("0..=9"), "{output}");
 }

@@ -96,13 +96,13 @@ fn dirties(guest: &mut LinuxGuest) {
 }
 
 #[test]
-fn linux_obeys_on_qemu_10_0() {
-    linux_obeys("linux_obeys_on_qemu_10_0", Version::V10_0);
+fn the_agent_works_on_qemu_10_0() {
+    linux_obeys("the_agent_works_on_qemu_10_0", Version::V10_0);
 }
 
 #[test]
-fn linux_obeys_on_qemu_7_2() {
-    linux_obeys("linux_obeys_on_qemu_7_2", Version::V7_2);
+fn the_agent_works_on_qemu_7_2() {
+    linux_obeys("the_agent_works_on_qemu_7_2", Version::V7_2);
 }
 
 #[test]
@@ -170,8 +170,8 @@ fn linux_moves_with_its_memory_and_its_agent() {
 }
 
 #[test]
-fn kvm_is_tried_and_fallen_back_from() {
-    if !require_lab("kvm_is_tried_and_fallen_back_from") {
+fn kvm_falls_back_to_tcg() {
+    if !require_lab("kvm_falls_back_to_tcg") {
         return;
     }
     let builder = Qemu::builder(Version::V10_0).accelerator(Accelerator::KvmIfItWorks);
@@ -191,8 +191,8 @@ fn a_qemu_that_does_not_start_says_why() {
 }
 
 #[test]
-fn a_dropped_qemu_leaves_nothing() {
-    if !require_lab("a_dropped_qemu_leaves_nothing") {
+fn a_dropped_qemu_leaves_no_process_and_no_files() {
+    if !require_lab("a_dropped_qemu_leaves_no_process_and_no_files") {
         return;
     }
     // Started by a thread that ends, as helpers of tests do: the guest must live on.

@@ -119,7 +119,7 @@ fn memory_of_another_size_is_refused_on_both_sides() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_before_anything_is_made() {
+fn invalid_mem_options_are_refused_before_anything_is_created() {
     for (arguments, reason) in [
         (["mem:64M", "qmp:/nowhere"], "no QEMU can load it"),
         (["mem:64M", "null:"], "mem: receives a synthetic guest"),
@@ -134,8 +134,8 @@ fn what_cannot_be_is_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_real_guests_memory_is_told_by_its_hash() {
-    let test = "a_real_guests_memory_is_told_by_its_hash";
+fn a_real_guests_memory_has_the_same_hash_in_memory() {
+    let test = "a_real_guests_memory_has_the_same_hash_in_memory";
     if !require_lab(test) {
         return;
     }

@@ -19,12 +19,12 @@ const V10_0: Version = Version::V10_0;
 const V7_2: Version = Version::V7_2;
 
 /// Directories for the certificates of both ends, and for other files.
-struct Place {
+struct Fixture {
     authority: Authority,
     directory: TempDir,
 }
 
-impl Place {
+impl Fixture {
     fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         let authority = Authority::new("the lab's CA").unwrap();
@@ -101,7 +101,7 @@ fn listens_at(towline: &mut Towline) -> String {
     towline.listens_at(WITHIN).unwrap()
 }
 
-fn says(towline: &mut Towline, text: &str) {
+fn wait_stderr(towline: &mut Towline, text: &str) {
     wait_until(text, WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}", towline.stderr());
         Ok(towline.stderr().contains(text).then_some(()))
@@ -120,8 +120,8 @@ fn listen(qemu: &Qemu, uri: &str) -> String {
     if uri.starts_with("unix:") {
         return uri.to_owned();
     }
-    let said = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
-    format!("tcp:127.0.0.1:{}", said["socket-address"][0]["port"].as_str().unwrap())
+    let message = qemu.qmp().execute("query-migrate", Value::Null).unwrap();
+    format!("tcp:127.0.0.1:{}", message["socket-address"][0]["port"].as_str().unwrap())
 }
 
 /// Asserts that the destination has the guest, and that it runs on there. A stopped guest is equal in every byte.
@@ -144,9 +144,9 @@ fn through_towline(version: Version, machine: Version, lanes: u64) {
 }
 
 fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
-    let (place, count) = (Place::new(), lanes.to_string());
-    let (image, source) = (place.path("guest.img"), place.boot(from, machine));
-    let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+    let (fixture, count) = (Fixture::new(), lanes.to_string());
+    let (image, source) = (fixture.path("guest.img"), fixture.boot(from, machine));
+    let mut towline = fixture.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
     let uri = listens_at(&mut towline);
     set(&source, lanes, &json!({ "tls-creds": "tls" }));
     source.qmp().execute("migrate", json!({ "uri": uri })).unwrap();
@@ -155,11 +155,11 @@ fn from_one_to_another([from, to]: [Version; 2], machine: Version, lanes: u64) {
     source.qmp().wait_migration("completed", WITHIN).unwrap();
     source.qmp().wait_status("postmigrate", WITHIN).unwrap();
 
-    let destination = place.qemu(to, machine, "server").incoming_defer().start().unwrap();
+    let destination = fixture.qemu(to, machine, "server").incoming_defer().start().unwrap();
     set(&destination, lanes, &json!({ "tls-creds": "tls" }));
     let there = listen(&destination, "tcp:127.0.0.1:0");
     let copied =
-        place.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
+        fixture.copy(&["--verify", "--multifd-channels", &count, &image, &there]).wait(WITHIN).unwrap();
     assert_eq!(copied.status.code(), Some(0), "{}{}", copied.stderr, destination.stderr());
     prove_equal(&source, &destination);
 }
@@ -213,13 +213,13 @@ tests! {
 
 /// A towline on each host drives its QEMU by QMP.
 fn two_towlines() {
-    let (place, source) = (Place::new(), Place::new().boot(V10_0, V10_0));
-    let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+    let (fixture, source) = (Fixture::new(), Fixture::new().boot(V10_0, V10_0));
+    let destination = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
     let to = format!("qmp:{}", destination.qmp_path().display());
-    let mut far = place.copy(&["--multifd-channels", "2", "tcp:127.0.0.1:0", &to]);
+    let mut far = fixture.copy(&["--multifd-channels", "2", "tcp:127.0.0.1:0", &to]);
     let uri = listens_at(&mut far);
     let from = format!("qmp:{}", source.qmp_path().display());
-    let near = place.copy(&["--multifd-channels", "2", &from, &uri]).wait(WITHIN).unwrap();
+    let near = fixture.copy(&["--multifd-channels", "2", &from, &uri]).wait(WITHIN).unwrap();
     assert_eq!(near.status.code(), Some(0), "{}", near.stderr);
     let far = far.wait(WITHIN).unwrap();
     assert_eq!(far.status.code(), Some(0), "{}", far.stderr);
@@ -229,19 +229,20 @@ fn two_towlines() {
 /// A QEMU connects to a listening towline. It fails, its guest runs on, and towline reports the reason and keeps
 /// listening.
 fn sources() {
-    let at_good = |_: &Place| {};
-    let spoil_ca = |place: &Place| Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
-    let expire = |place: &Place| {
+    let at_good = |_: &Fixture| {};
+    let spoil_ca =
+        |fixture: &Fixture| Authority::new("another CA").unwrap().furnish(&fixture.end("qemu")).unwrap();
+    let expire = |fixture: &Fixture| {
         let expired = Holder { until: 2011, ..Holder::SERVER };
-        place.authority.issue(&place.end("towline"), expired).unwrap();
+        fixture.authority.issue(&fixture.end("towline"), expired).unwrap();
     };
-    let without_client = |place: &Place| {
+    let without_client = |fixture: &Fixture| {
         for name in ["client-cert.pem", "client-key.pem"] {
-            std::fs::remove_file(place.end("qemu").join(name)).unwrap();
+            std::fs::remove_file(fixture.end("qemu").join(name)).unwrap();
         }
     };
     let right_behind = "it ended the connection right behind the handshake: it may not accept";
-    type Case<'a> = (&'a str, &'a dyn Fn(&Place), Value, &'a str);
+    type Case<'a> = (&'a str, &'a dyn Fn(&Fixture), Value, &'a str);
     let cases: [Case<'_>; 5] = [
         ("wrong CA", &spoil_ca, json!({ "tls-creds": "tls" }), "TLS with tcp:127.0.0.1:"),
         ("expired", &expire, json!({ "tls-creds": "tls" }), right_behind),
@@ -261,12 +262,12 @@ fn sources() {
     ];
     for (name, spoil, tls, text) in cases {
         for lanes in [0, 2] {
-            let place = Place::new();
-            spoil(&place);
-            let (count, image) = (lanes.to_string(), place.path("guest.img"));
-            let mut towline = place.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
+            let fixture = Fixture::new();
+            spoil(&fixture);
+            let (count, image) = (lanes.to_string(), fixture.path("guest.img"));
+            let mut towline = fixture.copy(&["--multifd-channels", &count, "tcp:127.0.0.1:0", &image]);
             let uri = listens_at(&mut towline);
-            let source = place.boot(V10_0, V10_0);
+            let source = fixture.boot(V10_0, V10_0);
             set(&source, lanes, &tls);
             fails_and_runs_on(&source, &uri, &mut towline, text);
             println!("{name}, {lanes} lanes: {}", towline.stderr());
@@ -274,10 +275,10 @@ fn sources() {
         }
     }
     // TLS where none is expected.
-    let place = Place::new();
-    let mut plain = towline(["copy", "tcp:127.0.0.1:0", &place.path("guest.img")]).unwrap();
+    let fixture = Fixture::new();
+    let mut plain = towline(["copy", "tcp:127.0.0.1:0", &fixture.path("guest.img")]).unwrap();
     let uri = listens_at(&mut plain);
-    let source = place.boot(V10_0, V10_0);
+    let source = fixture.boot(V10_0, V10_0);
     set(&source, 0, &json!({ "tls-creds": "tls" }));
     fails_and_runs_on(&source, &uri, &mut plain, "it begins with TLS: give --tls-creds here");
 }
@@ -286,7 +287,7 @@ fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str
     let begun = Instant::now();
     // QEMU itself may refuse it at once.
     let _ = source.qmp().execute("migrate", json!({ "uri": uri }));
-    says(towline, text);
+    wait_stderr(towline, text);
     source.qmp().wait_migration("failed", WITHIN).unwrap();
     assert!(begun.elapsed() < REFUSES_WITHIN, "{:?}", begun.elapsed());
     assert_eq!(source.qmp().status().unwrap(), "running");
@@ -295,73 +296,76 @@ fn fails_and_runs_on(source: &Qemu, uri: &str, towline: &mut Towline, text: &str
 
 /// Towline connects to a QEMU that waits.
 fn destinations() {
-    let place = Place::new();
-    let image = place.image();
-    let waiting = |place: &Place, tls: &Value| {
-        let destination = place.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
+    let fixture = Fixture::new();
+    let image = fixture.image();
+    let waiting = |fixture: &Fixture, tls: &Value| {
+        let destination = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start().unwrap();
         set(&destination, 0, tls);
         destination
     };
     let with_tls = || json!({ "tls-creds": "tls" });
     let refuse = |destination: &Qemu, options: &[&str], text: &str| {
         let there = listen(destination, "tcp:127.0.0.1:0");
-        let said = place.refused(1, &[options, &[&image, &there]].concat());
-        println!("{said}");
-        assert!(said.contains(text) && said.contains(&there), "{said}");
-        assert!(said.contains("the guest: in its image, which is as it was"), "{said}");
+        let message = fixture.refused(1, &[options, &[&image, &there]].concat());
+        println!("{message}");
+        assert!(message.contains(text) && message.contains(&there), "{message}");
+        assert!(message.contains("the guest: in its image, which is as it was"), "{message}");
     };
     let name = "not for \"other.lab\": name the host that it is for (--tls-hostname)";
-    refuse(&waiting(&place, &with_tls()), &["--tls-hostname", "other.lab"], name);
+    refuse(&waiting(&fixture, &with_tls()), &["--tls-hostname", "other.lab"], name);
     let no_tls = "in the handshake: either it does not speak TLS (tls-creds at the destination's QEMU)";
-    refuse(&waiting(&place, &json!({})), &[], no_tls);
+    refuse(&waiting(&fixture, &json!({})), &[], no_tls);
 
-    let destination = waiting(&place, &with_tls());
+    let destination = waiting(&fixture, &with_tls());
     let there = listen(&destination, "tcp:127.0.0.1:0");
     let plain = towline(["copy", &image, &there]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(plain.status.code(), Some(1), "{}", plain.stderr);
     println!("plain to TLS: {}", plain.stderr);
 
     for name in ["client-cert.pem", "client-key.pem"] {
-        std::fs::remove_file(place.end("towline").join(name)).unwrap();
+        std::fs::remove_file(fixture.end("towline").join(name)).unwrap();
     }
     let wanted = "it may want a client certificate, and there is no DIR/towline/client-cert.pem";
-    refuse(&waiting(&place, &with_tls()), &[], wanted);
+    refuse(&waiting(&fixture, &with_tls()), &[], wanted);
 
-    place.authority.furnish(&place.end("towline")).unwrap();
-    place.authority.issue(&place.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
+    fixture.authority.furnish(&fixture.end("towline")).unwrap();
+    fixture.authority.issue(&fixture.end("qemu"), Holder { until: 2011, ..Holder::SERVER }).unwrap();
     // QEMU itself accepts no expired certificate.
-    let expired = place.qemu(V10_0, V10_0, "server").incoming_defer().start();
+    let expired = fixture.qemu(V10_0, V10_0, "server").incoming_defer().start();
     assert!(expired.is_err_and(|error| format!("{error:#}").contains("expired")));
 
-    Authority::new("another CA").unwrap().furnish(&place.end("qemu")).unwrap();
+    Authority::new("another CA").unwrap().furnish(&fixture.end("qemu")).unwrap();
     let unknown = "its server certificate is not signed by the CA of DIR/towline/ca-cert.pem";
-    refuse(&waiting(&place, &with_tls()), &[], unknown);
+    refuse(&waiting(&fixture, &with_tls()), &[], unknown);
 }
 
 #[test]
-fn what_cannot_be_encrypted_is_refused() {
-    let place = Place::new();
-    let refused = |arguments: &[&str]| place.refused(2, arguments);
-    let said = refused(&["qmp:/nowhere", "qmp:/elsewhere"]);
+fn endpoints_without_tls_are_refused() {
+    let fixture = Fixture::new();
+    let refused = |arguments: &[&str]| fixture.refused(2, arguments);
+    let message = refused(&["qmp:/nowhere", "qmp:/elsewhere"]);
     assert!(
-        said.starts_with("towline: --tls-creds is for a stream (tcp:, unix:), and neither end is one"),
-        "{said}"
+        message.starts_with("towline: --tls-creds is for a stream (tcp:, unix:), and neither end is one"),
+        "{message}"
     );
-    let said = refused(&["a.img", "exec:cat"]);
+    let message = refused(&["a.img", "exec:cat"]);
     assert!(
-        said.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// speak TLS"),
-        "{said}"
+        message.starts_with("towline: --tls-creds with exec:cat: only tcp:, unix: and wss:// speak TLS"),
+        "{message}"
     );
-    let said = refused(&["a.img", "unix:/nowhere"]);
-    assert!(said.contains("say with --tls-hostname which its certificate is for"), "{said}");
-    let said = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
-    assert!(said.contains("--tls-hostname is the name of a destination"), "{said}");
+    let message = refused(&["a.img", "unix:/nowhere"]);
+    assert!(message.contains("say with --tls-hostname which its certificate is for"), "{message}");
+    let message = refused(&["--tls-hostname", "x", "tcp:127.0.0.1:0", "a.img"]);
+    assert!(message.contains("--tls-hostname is the name of a destination"), "{message}");
     let lanes = ["--zero-copy-send", "on", "--multifd-channels", "2", "a.img", "tcp:127.0.0.1:1"];
-    let said = refused(&lanes);
-    assert!(said.contains("--zero-copy-send on: --tls-creds encrypts a copy of every page"), "{said}");
-    std::fs::remove_file(place.end("towline").join("ca-cert.pem")).unwrap();
-    let said = place.refused(1, &["a.img", "tcp:127.0.0.1:1"]);
-    assert!(said.starts_with("towline: TLS credentials, DIR/towline/ca-cert.pem: No such file"), "{said}");
+    let message = refused(&lanes);
+    assert!(message.contains("--zero-copy-send on: --tls-creds encrypts a copy of every page"), "{message}");
+    std::fs::remove_file(fixture.end("towline").join("ca-cert.pem")).unwrap();
+    let message = fixture.refused(1, &["a.img", "tcp:127.0.0.1:1"]);
+    assert!(
+        message.starts_with("towline: TLS credentials, DIR/towline/ca-cert.pem: No such file"),
+        "{message}"
+    );
     let finished: Finished =
         towline(["copy", "--tls-hostname", "x", "a.img", "tcp:127.0.0.1:1"]).unwrap().wait(WITHIN).unwrap();
     assert_eq!(finished.status.code(), Some(2), "{}", finished.stderr);
@@ -369,7 +373,7 @@ fn what_cannot_be_encrypted_is_refused() {
 
 /// The commands in docs/tls.md create certificates that both ends accept.
 #[test]
-fn the_documentation_s_lines_make_good_certificates() {
+fn the_documented_commands_make_good_certificates() {
     let documentation = std::fs::read_to_string(towline_lab::paths::workspace().join("docs/tls.md")).unwrap();
     let (_, lines) = documentation.split_once("```sh\n").unwrap();
     let (lines, _) = lines.split_once("```").unwrap();

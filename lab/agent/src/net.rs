@@ -54,12 +54,12 @@ pub(crate) fn talk(address: &str, bytes: usize, times: u64) -> Result<u128> {
     let mut state = started.elapsed().as_nanos() as u64;
     for time in 0..times {
         let seed = next(&mut state);
-        talk_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
+        connect_once(address, bytes, seed).with_context(|| format!("connection {time}"))?;
     }
     Ok(started.elapsed().as_micros())
 }
 
-fn talk_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
+fn connect_once(address: SocketAddr, bytes: usize, seed: u64) -> Result<()> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_nodelay(true)?;
     let mut sender = stream.try_clone()?;

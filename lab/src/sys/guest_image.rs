@@ -67,7 +67,7 @@ towline_lab_guest_start:
     mov esi, dword ptr [0x10002c]
 9:  cmp dword ptr [0x100030], 0
     je 10f
-    popcnt ebx, eax                     # a processor without it faults, and nobody catches that
+    popcnt ebx, eax                     # a processor without it faults, and no handler catches it
 10: mov ebx, eax                        # counter += 1, in one store of 8 bytes
     mov ecx, edx
     add ebx, 1

@@ -13,11 +13,11 @@ pub(crate) const WITHIN: Duration = Duration::from_secs(120);
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit until the states of the guest are stable.
 const SETTLE_WITHIN: Duration = Duration::from_secs(30);
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// State of the guest in a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Held {
+pub(crate) enum GuestState {
     /// Its process has exited.
     Gone,
     /// It runs.
@@ -58,44 +58,44 @@ impl Guests {
     /// Number of QEMUs that run the guest. The destinations are queried first: from the moment one runs, the source
     /// must not.
     pub(crate) fn live(&self) -> usize {
-        self.all().filter(|qemu| held(qemu) == Held::Live).count()
+        self.all().filter(|qemu| guest_state(qemu) == GuestState::Live).count()
     }
 
     /// Waits until no state changes by itself any more; the source's is returned first.
-    pub(crate) fn settle(&self) -> Result<(Option<Held>, Vec<Held>), String> {
+    pub(crate) fn wait_stable(&self) -> Result<(Option<GuestState>, Vec<GuestState>), String> {
         let deadline = Instant::now() + SETTLE_WITHIN;
         loop {
-            let source = self.source.as_ref().map(held);
-            let destinations: Vec<_> = self.destinations.iter().map(held).collect();
-            if source != Some(Held::Busy) && !destinations.contains(&Held::Busy) {
+            let source = self.source.as_ref().map(guest_state);
+            let destinations: Vec<_> = self.destinations.iter().map(guest_state).collect();
+            if source != Some(GuestState::Busy) && !destinations.contains(&GuestState::Busy) {
                 return Ok((source, destinations));
             }
             if Instant::now() >= deadline {
                 let states: Vec<_> = self.all().map(describe).collect();
                 return Err(format!("it does not settle: {}", states.join("; ")));
             }
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
 /// Returns the current state of the guest in a QEMU.
-pub(crate) fn held(qemu: &Qemu) -> Held {
+pub(crate) fn guest_state(qemu: &Qemu) -> GuestState {
     let ask = |command: &str| qemu.qmp().execute_within(command, Value::Null, REPLY_TIMEOUT);
     let (Ok(status), Ok(migration)) = (ask("query-status"), ask("query-migrate")) else {
         return match qemu.wait_exit(Duration::from_secs(2)) {
-            Ok(_) => Held::Gone,
-            Err(_) => Held::Busy,
+            Ok(_) => GuestState::Gone,
+            Err(_) => GuestState::Busy,
         };
     };
     // A QEMU that waits for its first connection gets none once all towlines have exited.
     let moves = migration["status"] == "active";
     match status["status"].as_str() {
-        Some("running" | "suspended") => Held::Live,
-        Some("paused" | "postmigrate") => Held::Whole,
-        Some("inmigrate") if moves => Held::Busy,
-        Some("inmigrate" | "prelaunch") => Held::Part,
-        _ => Held::Busy,
+        Some("running" | "suspended") => GuestState::Live,
+        Some("paused" | "postmigrate") => GuestState::Whole,
+        Some("inmigrate") if moves => GuestState::Busy,
+        Some("inmigrate" | "prelaunch") => GuestState::Part,
+        _ => GuestState::Busy,
     }
 }
 

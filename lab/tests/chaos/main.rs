@@ -2,7 +2,7 @@
 //! compared with the QEMUs.
 //!
 //! ```text
-//!   seed ─► Case ─► Scene: QEMUs, towlines, links ─► fault ─► end ─► Verdict ─► one line of the journal
+//!   seed ─► Case ─► Fixture: QEMUs, towlines, links ─► fault ─► end ─► Verdict ─► one line of the journal
 //! ```
 //! `TOWLINE_CHAOS_RUNS` is the number of runs, `TOWLINE_CHAOS_SEED` the first seed, `TOWLINE_CHAOS_ONLY` words that a
 //! case must contain (as `Towlines,Kill`), `TOWLINE_CHAOS_JOBS` the number of parallel runs. With

@@ -10,7 +10,7 @@ use std::time::Duration;
 use towline_lab::Qemu;
 
 /// Interval at which the proxy checks whether it is cut or held.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 const BUFFER_BYTES: usize = 16 << 10;
 
 /// Forwards each connection to the monitor until it is cut or dropped. File descriptors are not forwarded.
@@ -22,7 +22,7 @@ pub(crate) struct MonitorProxy {
 #[derive(Default)]
 struct State {
     cut: AtomicBool,
-    held: AtomicBool,
+    guest_state: AtomicBool,
 }
 
 impl MonitorProxy {
@@ -48,12 +48,12 @@ impl MonitorProxy {
 
     /// Forwards nothing until [`Self::release`].
     pub(crate) fn hold(&self) {
-        self.state.held.store(true, Ordering::Release);
+        self.state.guest_state.store(true, Ordering::Release);
     }
 
     /// Forwards again.
     pub(crate) fn release(&self) {
-        self.state.held.store(false, Ordering::Release);
+        self.state.guest_state.store(false, Ordering::Release);
     }
 }
 
@@ -72,7 +72,7 @@ impl State {
         while !self.is_cut() {
             match listener.accept() {
                 Ok((client, _)) => self.join(client, monitor),
-                Err(_) => std::thread::sleep(LOOK_INTERVAL),
+                Err(_) => std::thread::sleep(POLL_INTERVAL),
             }
         }
     }
@@ -89,10 +89,10 @@ impl State {
 
     fn forward(&self, mut from: UnixStream, mut to: UnixStream) {
         let mut buffer = [0; BUFFER_BYTES];
-        from.set_read_timeout(Some(LOOK_INTERVAL)).unwrap();
+        from.set_read_timeout(Some(POLL_INTERVAL)).unwrap();
         while !self.is_cut() {
-            if self.held.load(Ordering::Acquire) {
-                std::thread::sleep(LOOK_INTERVAL);
+            if self.guest_state.load(Ordering::Acquire) {
+                std::thread::sleep(POLL_INTERVAL);
                 continue;
             }
             match from.read(&mut buffer) {

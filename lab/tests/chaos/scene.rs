@@ -17,13 +17,13 @@ use towline_lab::expect::{Scratch, Settings, events, qmp, settings};
 use towline_lab::{Finished, Flow, Incoming, Proxy, Qemu, Towline, towline_binary, wait_until};
 
 use crate::case::{Case, Fault, Kind, Moment, Victim};
-use crate::guests::{Guests, Held, WITHIN, builder, counting};
-use crate::judge::{self, Seen};
+use crate::guests::{GuestState, Guests, WITHIN, builder, counting};
+use crate::judge::{self, Outcome};
 use crate::monitor::MonitorProxy;
 
 /// Longer than any timeout of towline.
 const END_WITHIN: Duration = Duration::from_secs(300);
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Time after which a listener without a source is ended.
 const LISTEN_WITHIN: Duration = Duration::from_secs(20);
 /// Maximum downtime in milliseconds.
@@ -39,7 +39,7 @@ const WITHOUT_PROC: &str = r#"mount -t tmpfs none /proc && exec "$@""#;
 /// Shell script: runs towline with its output redirected into a pipe.
 const INTO_A_PIPE: &str = r#"exec "$@" > "$0" 2>&1"#;
 
-struct Scene {
+struct Fixture {
     scratch: Scratch,
     guests: Guests,
     /// Migration settings of the source before any towline started.
@@ -54,31 +54,31 @@ struct Scene {
 
 /// Runs a case; returns a summary of the guest's fate, or the fault that was found.
 pub(crate) fn play(case: &Case) -> Result<String, String> {
-    let mut scene = Scene::new(case);
-    let pids: Vec<_> = scene.towlines.iter().map(Towline::pid).collect();
-    let outputs = outputs(&scene.towlines);
+    let mut fixture = Fixture::new(case);
+    let pids: Vec<_> = fixture.towlines.iter().map(Towline::pid).collect();
+    let outputs = outputs(&fixture.towlines);
     let over = AtomicBool::new(false);
-    let Scene { guests, link, towlines, reader, monitors, .. } = &mut scene;
+    let Fixture { guests, link, towlines, reader, monitors, .. } = &mut fixture;
     let mut twice = None;
     let begun = Instant::now();
     let operator_ran = std::thread::scope(|scope| {
         let fault = scope.spawn(|| {
-            await_moment(case, &outputs, &over);
+            wait_moment(case, &outputs, &over);
             if case.fault == Fault::ClosedOutput {
                 reader.get_mut().unwrap().take();
             }
-            let stage = Stage { guests, link: link.as_ref(), monitors, towlines: &pids };
-            stage.strike(case.fault)
+            let targets = FaultTargets { guests, link: link.as_ref(), monitors, towlines: &pids };
+            targets.inject(case.fault)
         });
         let mut is_ended = false;
         while towlines.iter_mut().any(|towline| towline.runs().unwrap()) && begun.elapsed() < END_WITHIN {
             // A listener waits for its source for ever, until its user ends it.
             let may_listen = case.kind.has_link() && begun.elapsed() > LISTEN_WITHIN;
-            if !is_ended && may_listen && waits_in_vain(towlines) {
+            if !is_ended && may_listen && listens_without_source(towlines) {
                 signal(towlines[0].pid(), Signal::TERM);
                 is_ended = true;
             }
-            std::thread::sleep(LOOK_INTERVAL);
+            std::thread::sleep(POLL_INTERVAL);
             // Checked twice: a state seen in the middle of a transition is no finding.
             if twice.is_none() && case.kind != Kind::Clones && guests.live() > 1 && guests.live() > 1 {
                 twice = Some("two guests run".to_owned());
@@ -88,22 +88,22 @@ pub(crate) fn play(case: &Case) -> Result<String, String> {
         fault.join().unwrap()
     });
     drop(link.take());
-    let ends = scene.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
+    let ends = fixture.towlines.drain(..).map(|towline| towline.wait(Duration::ZERO));
     let ends = ends.collect::<anyhow::Result<_>>().map_err(|error| format!("it does not end: {error:#}"))?;
-    let seen = scene.seen(case, ends)?;
-    let finished = scene.repair(case, &seen).and_then(|()| scene.resume(case, &seen));
-    match twice.filter(|_| !operator_ran && !judge::is_in_the_window(case, &seen)) {
-        Some(text) => Err(format!("{text}: {seen:?}")),
-        None => finished.and_then(|()| judge::judge(case, &seen, operator_ran)),
+    let outcome = fixture.outcome(case, ends)?;
+    let finished = fixture.repair(case, &outcome).and_then(|()| fixture.resume(case, &outcome));
+    match twice.filter(|_| !operator_ran && !judge::is_outside_guarantee(case, &outcome)) {
+        Some(text) => Err(format!("{text}: {outcome:?}")),
+        None => finished.and_then(|()| judge::judge(case, &outcome, operator_ran)),
     }
 }
 
-impl Scene {
+impl Fixture {
     fn new(case: &Case) -> Self {
         let scratch = Scratch::new();
         ["work", "tmp"].iter().for_each(|name| std::fs::create_dir(scratch.path(name)).unwrap());
         let source = case.kind.has_source().then(|| counting(case));
-        let mut scene = Self {
+        let mut fixture = Self {
             scratch,
             guests: Guests { source, destinations: Vec::new() },
             settings: None,
@@ -113,26 +113,26 @@ impl Scene {
             reader: Mutex::default(),
         };
         if !case.kind.has_source() {
-            scene.store(case);
+            fixture.store(case);
         }
         let incoming = match case.kind {
             Kind::ToStock => Incoming::Uri("tcp:127.0.0.1:0".into()),
             _ => Incoming::Defer,
         };
         for _ in 0..case.kind.destinations() {
-            scene.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
+            fixture.guests.destinations.push(builder(case).incoming(incoming.clone()).start().unwrap());
         }
         // Some of these are set by this test before a stock QEMU migrates.
         let is_driven = case.kind != Kind::FromStock;
-        scene.settings = scene.guests.source.as_ref().filter(|_| is_driven).map(settings);
+        fixture.settings = fixture.guests.source.as_ref().filter(|_| is_driven).map(settings);
         if case.has_proxies {
-            scene.put_proxies();
+            fixture.start_proxies();
         }
-        scene.begin(case);
-        scene
+        fixture.begin(case);
+        fixture
     }
 
-    fn put_proxies(&mut self) {
+    fn start_proxies(&mut self) {
         let destinations = self.guests.destinations.iter().enumerate();
         let destinations = destinations.map(|(at, qemu)| (Victim::Destination(at), qemu));
         let source = self.guests.source.as_ref().map(|qemu| (Victim::Source, qemu));
@@ -262,8 +262,8 @@ impl Scene {
     }
 
     /// Collects the state after all towlines have exited.
-    fn seen(&self, case: &Case, ends: Vec<Finished>) -> Result<Seen, String> {
-        let (source, destinations) = self.guests.settle()?;
+    fn outcome(&self, case: &Case, ends: Vec<Finished>) -> Result<Outcome, String> {
+        let (source, destinations) = self.guests.wait_stable()?;
         let left = |name: &str| {
             let entries = std::fs::read_dir(self.scratch.path(name)).unwrap();
             entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
@@ -275,19 +275,19 @@ impl Scene {
                     self.towline(&format!("inspect --verify {}", self.image())).wait(WITHIN).unwrap();
                 finished.status.success()
             });
-        Ok(Seen { ends, source, destinations, work, tmp, image_is_right })
+        Ok(Outcome { ends, source, destinations, work, tmp, image_is_right })
     }
 
     /// Undecided moves are finished by `resume`, or stay undecided; neither may run a second guest. Their records are
     /// removed then.
-    fn resume(&self, case: &Case, seen: &Seen) -> Result<(), String> {
+    fn resume(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
         let before = self.guests.live();
         for id in self.undecided() {
             let finished = self.towline(&format!("resume {id}")).wait(WITHIN).unwrap();
             let live = self.guests.live();
             if live > before.max(1) {
                 return Err(format!(
-                    "`resume` runs a second guest: {}{}, {case:?}, {seen:?}",
+                    "`resume` runs a second guest: {}{}, {case:?}, {outcome:?}",
                     finished.stdout, finished.stderr
                 ));
             }
@@ -314,13 +314,13 @@ impl Scene {
     }
 
     /// Settings that a towline has changed are restored when it exits with 0 or 1, and otherwise by `repair`.
-    fn repair(&self, case: &Case, seen: &Seen) -> Result<(), String> {
-        let Some(before) = self.settings.as_ref().filter(|_| seen.source != Some(Held::Gone)) else {
+    fn repair(&self, case: &Case, outcome: &Outcome) -> Result<(), String> {
+        let Some(before) = self.settings.as_ref().filter(|_| outcome.source != Some(GuestState::Gone)) else {
             return Ok(());
         };
         let source = self.guests.source.as_ref().unwrap();
         let is_cut = matches!(case.fault, Fault::CutMonitor(_));
-        if is_cut || seen.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
+        if is_cut || outcome.ends.iter().any(|end| !matches!(end.status.code(), Some(0 | 1))) {
             let begun = Instant::now();
             let mut finished = self.towline(&format!("repair {}", qmp(source))).wait(WITHIN).unwrap();
             // QEMU may need time to clean up after a failed migration; `repair` reports that, and is run again.
@@ -332,7 +332,7 @@ impl Scene {
             }
             if !finished.status.success() {
                 return Err(format!(
-                    "repair: {}: {}{}, {seen:?}",
+                    "repair: {}: {}{}, {outcome:?}",
                     finished.status, finished.stdout, finished.stderr
                 ));
             }
@@ -342,7 +342,7 @@ impl Scene {
         if changed.is_empty() {
             Ok(())
         } else {
-            Err(format!("the source is left with {changed:?}: {seen:?}"))
+            Err(format!("the source is left with {changed:?}: {outcome:?}"))
         }
     }
 }
@@ -354,7 +354,7 @@ fn shown(settings: &Settings) -> Vec<String> {
 }
 
 /// Returns true if the first towline still listens, as when its link was cut before its source came.
-fn waits_in_vain(towlines: &mut [Towline]) -> bool {
+fn listens_without_source(towlines: &mut [Towline]) -> bool {
     let (listener, others) = towlines.split_first_mut().unwrap();
     let is_alone = others.iter_mut().all(|towline| !towline.runs().unwrap());
     let events = events(&listener.stdout());
@@ -376,22 +376,22 @@ fn outputs(towlines: &[Towline]) -> Vec<std::path::PathBuf> {
 }
 
 /// Waits for the moment of the fault, or the end of the run.
-fn await_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) {
+fn wait_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) {
     let begun = Instant::now();
     let is_over = || over.load(Ordering::Acquire);
     match case.moment {
         Moment::After(time) => {
             while begun.elapsed() < time && !is_over() {
-                std::thread::sleep(LOOK_INTERVAL);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
         Moment::Behind(phase, time) => {
-            let said = |path: &std::path::PathBuf| {
+            let message = |path: &std::path::PathBuf| {
                 let text = std::fs::read_to_string(path).unwrap_or_default();
                 events(&text).iter().any(|event| event["phase"] == phase)
             };
-            while !is_over() && !outputs.iter().any(said) {
-                std::thread::sleep(LOOK_INTERVAL);
+            while !is_over() && !outputs.iter().any(message) {
+                std::thread::sleep(POLL_INTERVAL);
             }
             std::thread::sleep(time);
         }
@@ -399,7 +399,7 @@ fn await_moment(case: &Case, outputs: &[std::path::PathBuf], over: &AtomicBool) 
 }
 
 /// Processes and links that a fault acts on.
-struct Stage<'a> {
+struct FaultTargets<'a> {
     guests: &'a Guests,
     link: Option<&'a Proxy>,
     monitors: &'a [(Victim, MonitorProxy)],
@@ -407,10 +407,10 @@ struct Stage<'a> {
     towlines: &'a [u32],
 }
 
-impl Stage<'_> {
+impl FaultTargets<'_> {
     /// Injects the fault. True if an operator ran a guest that was complete at its destination, which is not
     /// towline's fault.
-    fn strike(&self, fault: Fault) -> bool {
+    fn inject(&self, fault: Fault) -> bool {
         match fault {
             Fault::Nothing
             | Fault::FullDisk(_)
@@ -431,12 +431,12 @@ impl Stage<'_> {
                 std::thread::sleep(time);
                 self.monitor(of).release();
             }
-            Fault::Operator(command) => says(self.guests, command),
+            Fault::Operator(command) => run_at_source(self.guests, command),
             Fault::StopAndCont(time) => {
-                says(self.guests, "stop");
+                run_at_source(self.guests, "stop");
                 std::thread::sleep(time);
-                says(self.guests, "cont");
-                return ran_what_was_complete(self.guests);
+                run_at_source(self.guests, "cont");
+                return operator_resumed_complete_guest(self.guests);
             }
             Fault::Signal(towline, name, again) => {
                 let name = if name == "INT" { Signal::INT } else { Signal::TERM };
@@ -479,11 +479,11 @@ fn signal(pid: u32, signal: Signal) {
 }
 
 /// Runs an operator's command at the source, which may have exited or may refuse it.
-fn says(guests: &Guests, command: &str) {
+fn run_at_source(guests: &Guests, command: &str) {
     let _ = guests.source.as_ref().unwrap().qmp().execute(command, Value::Null);
 }
 
-fn ran_what_was_complete(guests: &Guests) -> bool {
+fn operator_resumed_complete_guest(guests: &Guests) -> bool {
     let qmp = guests.source.as_ref().unwrap().qmp();
     let asked = wait_until("an answer", WITHIN, || {
         let (Ok(status), Ok(migration)) = (qmp.status(), qmp.execute("query-migrate", Value::Null)) else {

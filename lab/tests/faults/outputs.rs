@@ -8,7 +8,7 @@ use std::time::Instant;
 use towline_lab::{Qemu, Terminal, Towline, require_lab, towline_binary, wait_until};
 
 use crate::support::{
-    SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, ends_soon, guest, qmp, signal, waiting,
+    SAFE, SLOW, WITHIN, assert_runs, assert_waits, counting, guest, qmp, signal, wait_soon, waiting,
 };
 
 /// A pipe of one page with `free` free bytes, which is not read while its reader is kept.
@@ -30,16 +30,16 @@ fn start(line: &str, output: [Stdio; 2]) -> Towline {
     Towline::start_writing_to(&towline_binary().unwrap(), line.split(' '), output).unwrap()
 }
 
-fn is_under_way(source: &Qemu) {
+fn wait_under_way(source: &Qemu) {
     source.qmp().wait_migration("active", WITHIN).unwrap();
 }
 
 /// Moves a guest and runs `under_way` during the move; the guest must arrive.
 #[track_caller]
-fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
+fn assert_moved(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
     let towline = start(&format!("move {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
-    is_under_way(&source);
+    wait_under_way(&source);
     under_way(&towline);
     assert_runs(&destination);
     let finished = towline.wait(WITHIN).unwrap();
@@ -49,14 +49,14 @@ fn arrives(options: &str, output: [Stdio; 2], under_way: impl FnOnce(&Towline)) 
 
 /// Cancels a copy under way with these outputs; the source runs on.
 #[track_caller]
-fn is_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
+fn assert_cancelled(options: &str, output: [Stdio; 2], name: &str, under_way: impl FnOnce(&Towline)) {
     let (source, destination) = (counting(guest()), waiting(&guest()));
     let towline = start(&format!("copy {options} {SLOW} {} {}", qmp(&source), qmp(&destination)), output);
-    is_under_way(&source);
+    wait_under_way(&source);
     under_way(&towline);
     let since = Instant::now();
     signal(towline.pid(), name);
-    let finished = ends_soon(towline, since);
+    let finished = wait_soon(towline, since);
     assert_eq!(finished.status.code(), Some(SAFE), "{}", finished.status);
     assert_runs(&source);
     assert_waits(&destination);
@@ -72,7 +72,7 @@ fn a_guest_is_moved_while_events_are_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(ROOM);
-    arrives("--json", [writer.into(), Stdio::null()], |_| ());
+    assert_moved("--json", [writer.into(), Stdio::null()], |_| ());
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn a_copy_is_cancelled_while_events_are_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(ROOM);
-    is_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
+    assert_cancelled("--json", [writer.into(), Stdio::null()], "-TERM", |_| ());
 }
 
 /// Its message about the signal is not read either.
@@ -91,7 +91,7 @@ fn a_copy_is_cancelled_while_standard_error_is_not_read() {
         return;
     }
     let (_reader, writer) = small_pipe(0);
-    is_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
+    assert_cancelled("--json --log debug", [Stdio::null(), writer.into()], "-INT", |_| ());
 }
 
 #[test]
@@ -101,7 +101,7 @@ fn a_guest_is_moved_while_its_terminal_is_stopped() {
     }
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
-    arrives("--log debug", output, |_| terminal.stop_output().unwrap());
+    assert_moved("--log debug", output, |_| terminal.stop_output().unwrap());
 }
 
 #[test]
@@ -111,17 +111,17 @@ fn a_copy_is_cancelled_while_its_terminal_is_stopped() {
     }
     let terminal = Terminal::open().unwrap();
     let output = [terminal.output().unwrap(), terminal.output().unwrap()];
-    is_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
+    assert_cancelled("--paused", output, "-HUP", |_| terminal.stop_output().unwrap());
 }
 
 #[test]
-fn broken_pipes_neither_end_a_copy_nor_its_obedience() {
-    if !require_lab("broken_pipes_neither_end_a_copy_nor_its_obedience") {
+fn broken_pipes_neither_end_a_copy_nor_block_its_signals() {
+    if !require_lab("broken_pipes_neither_end_a_copy_nor_block_its_signals") {
         return;
     }
-    arrives("--log debug", [broken_pipe(), broken_pipe()], |_| ());
+    assert_moved("--log debug", [broken_pipe(), broken_pipe()], |_| ());
     for (options, name) in [("--json", "-TERM"), ("--log debug", "-INT")] {
-        is_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
+        assert_cancelled(options, [broken_pipe(), broken_pipe()], name, |_| ());
     }
 }
 
@@ -142,5 +142,5 @@ fn a_notice_that_cannot_be_written_ends_nothing() {
     .unwrap();
     let since = Instant::now();
     signal(towline.pid(), "-TERM");
-    assert_eq!(ends_soon(towline, since).status.code(), Some(SAFE));
+    assert_eq!(wait_soon(towline, since).status.code(), Some(SAFE));
 }

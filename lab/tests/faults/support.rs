@@ -20,14 +20,14 @@ pub(crate) const SLOW: &str = "--max-bandwidth 4M";
 const CLOSED_TOO_SOON: &str = "Failed to peek at channel";
 
 pub(crate) const SAFE: i32 = 1;
-pub(crate) const LOOK_AT: i32 = 3;
+pub(crate) const UNCERTAIN: i32 = 3;
 
 /// A working directory for images and sockets, and one for towline's temporary files.
-pub(crate) struct Place {
+pub(crate) struct Fixture {
     directory: TempDir,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         for name in ["work", "tmp"] {
@@ -98,7 +98,7 @@ pub(crate) fn assert_ended(finished: &Finished, code: i32, texts: &[&str]) {
     // Warnings in the log may be identical: one for each dropped connection.
     let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("towline: ")).collect();
     for (index, line) in lines.iter().enumerate() {
-        assert!(!lines[..index].contains(line), "said twice: {line}\n{stderr}");
+        assert!(!lines[..index].contains(line), "printed twice: {line}\n{stderr}");
     }
 }
 
@@ -159,16 +159,16 @@ pub(crate) fn assert_runs_nothing(destination: &Qemu) {
         Ok(status) => assert_eq!(status["running"], false, "{status}"),
         Err(error) => {
             destination.wait_exit(WITHIN).unwrap();
-            let said = destination.stderr();
-            assert!(said.contains(CLOSED_TOO_SOON), "{error:#}: {said}");
+            let output = destination.stderr();
+            assert!(output.contains(CLOSED_TOO_SOON), "{error:#}: {output}");
         }
     }
 }
 
 /// Stores a running guest, and ends its QEMU.
-pub(crate) fn save(place: &Place, builder: Builder, name: &str) {
+pub(crate) fn save(fixture: &Fixture, builder: Builder, name: &str) {
     let source = counting(builder);
-    let finished = place.run(&format!("copy {} {}", qmp(&source), place.name(name)));
+    let finished = fixture.run(&format!("copy {} {}", qmp(&source), fixture.name(name)));
     assert_ended(&finished, 0, &[]);
 }
 
@@ -199,7 +199,7 @@ pub(crate) fn listens_at(towline: &mut Towline) -> String {
 }
 
 /// Waits until towline's standard error contains this text; towline must not exit before.
-pub(crate) fn says(towline: &mut Towline, text: &str) {
+pub(crate) fn wait_stderr(towline: &mut Towline, text: &str) {
     wait_until(text, WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}", towline.stderr());
         Ok(towline.stderr().contains(text).then_some(()))
@@ -208,7 +208,7 @@ pub(crate) fn says(towline: &mut Towline, text: &str) {
 }
 
 /// Waits until a towline with `--json` has transferred this much.
-pub(crate) fn moves(towline: &mut Towline, bytes: u64) {
+pub(crate) fn wait_transferred(towline: &mut Towline, bytes: u64) {
     wait_until(&format!("{bytes} bytes"), WITHIN, || {
         assert!(towline.runs()?, "towline ended: {}{}", towline.stdout(), towline.stderr());
         let events = towline.stdout();
@@ -227,7 +227,7 @@ pub(crate) fn signal(pid: u32, name: &str) {
 
 /// Waits until towline exits after a process was killed; fails if it took too long to notice.
 #[track_caller]
-pub(crate) fn ends_soon(towline: Towline, since: Instant) -> Finished {
+pub(crate) fn wait_soon(towline: Towline, since: Instant) -> Finished {
     let finished = towline.wait(WITHIN).unwrap();
     let took = since.elapsed();
     println!("towline ended after {took:?}: {}", finished.stderr.trim());

@@ -59,11 +59,11 @@ fn a_byte_changed_between_two_towlines_is_found_and_its_page_named() {
         let line = format!("copy --json --multifd-channels 4 tcp:127.0.0.1:0 {}", qmp(&destination));
         let there = start(&line);
         let listening = wait_until("a towline that listens", WITHIN, || {
-            let said = there.stdout() + &there.stderr();
-            let address = said.split_once("listening on tcp:").map(|(_, rest)| {
+            let output = there.stdout() + &there.stderr();
+            let address = output.split_once("listening on tcp:").map(|(_, rest)| {
                 rest.chars().take_while(|c| c.is_ascii_digit() || ".:".contains(*c)).collect::<String>()
             });
-            Ok(address.filter(|_| said.contains('\n')))
+            Ok(address.filter(|_| output.contains('\n')))
         })
         .unwrap();
         let wire = wire(listening, flips);

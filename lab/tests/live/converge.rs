@@ -50,8 +50,8 @@ fn a_guest_that_writes_too_fast_gets_a_verdict_and_runs_on() {
 }
 
 #[test]
-fn throttle_slows_such_a_guest_down_until_it_can_be_moved() {
-    if !require_lab("throttle_slows_such_a_guest_down_until_it_can_be_moved") {
+fn throttle_slows_a_guest_down_until_it_converges() {
+    if !require_lab("throttle_slows_a_guest_down_until_it_converges") {
         return;
     }
     let builder = linux(256);
@@ -69,7 +69,7 @@ fn throttle_slows_such_a_guest_down_until_it_can_be_moved() {
 }
 
 #[test]
-fn only_a_qemu_that_is_driven_can_be_told_to_throttle() {
+fn throttle_is_refused_without_a_monitor_at_the_source() {
     for source in ["guest.img", "tcp:127.0.0.1:1"] {
         let finished = run(&format!("copy --throttle {source} qmp:b.qmp"));
         assert_ended(&finished, 2, &["--throttle is for a qmp: source"]);

@@ -56,8 +56,8 @@ impl Drop for Hosts {
 
 fn ip(arguments: &[&str]) -> Result<()> {
     let output = Command::new(IP).args(arguments).output().with_context(|| format!("{IP} cannot be run"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), said.trim());
+    let text = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "ip {}: {}", arguments.join(" "), text.trim());
     Ok(())
 }
 

@@ -21,8 +21,8 @@ pub(crate) fn run(arguments: &str) -> Finished {
 }
 
 /// Waits for an event of a towline with `--json`; towline must not exit before.
-pub(crate) fn tells(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-    expect::tells(towline, what, WITHIN, wanted)
+pub(crate) fn wait_event(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    expect::wait_event(towline, what, WITHIN, wanted)
 }
 
 /// The small guest: 16 MiB filled, one of them dirtied for ever.

@@ -66,48 +66,48 @@ impl Crossing {
 }
 
 /// A route of a guest.
-struct ConfiguredBy {
+struct Route {
     name: &'static str,
     goes: fn(Crossing),
     /// Feature that QEMU must have, at either end.
     needs: fn(Version) -> bool,
 }
 
-const fn way(name: &'static str, goes: fn(Crossing)) -> ConfiguredBy {
-    ConfiguredBy { name, goes, needs: |_| true }
+const fn route(name: &'static str, goes: fn(Crossing)) -> Route {
+    Route { name, goes, needs: |_| true }
 }
 
-const WAYS: [ConfiguredBy; 20] = [
-    way("image, no lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "0"])),
-    way("image, 4 lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "4"])),
-    way("image, 4 lanes, zstd", |crossing| {
+const ROUTES: [Route; 20] = [
+    route("image, no lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "0"])),
+    route("image, 4 lanes", |crossing| through_an_image(crossing, &["--multifd-channels", "4"])),
+    route("image, 4 lanes, zstd", |crossing| {
         through_an_image(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("image, loaded by QEMU if it can", handed_over),
-    ConfiguredBy { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
-    way("--live image", live_image),
-    way("stream, no lanes", |crossing| between_two_sockets(crossing, 0)),
-    way("stream, 4 lanes", |crossing| between_two_sockets(crossing, 4)),
-    way("copy, no lanes", |crossing| relayed(crossing, &["--multifd-channels", "0"])),
-    way("copy, 4 lanes", |crossing| relayed(crossing, &["--multifd-channels", "4"])),
-    way("copy, 4 lanes, zstd", |crossing| {
+    route("image, loaded by QEMU if it can", handed_over),
+    Route { name: "QEMU's own image", goes: from_an_image_of_qemus, needs: |version| version != V7_2 },
+    route("--live image", live_image),
+    route("stream, no lanes", |crossing| between_two_sockets(crossing, 0)),
+    route("stream, 4 lanes", |crossing| between_two_sockets(crossing, 4)),
+    route("copy, no lanes", |crossing| relayed(crossing, &["--multifd-channels", "0"])),
+    route("copy, 4 lanes", |crossing| relayed(crossing, &["--multifd-channels", "4"])),
+    route("copy, 4 lanes, zstd", |crossing| {
         relayed(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("move, no lanes", |crossing| moved(crossing, &["--multifd-channels", "0"])),
-    way("move, 4 lanes", |crossing| moved(crossing, &["--multifd-channels", "4"])),
-    way("move, 4 lanes, zstd", |crossing| {
+    route("move, no lanes", |crossing| moved(crossing, &["--multifd-channels", "0"])),
+    route("move, 4 lanes", |crossing| moved(crossing, &["--multifd-channels", "4"])),
+    route("move, 4 lanes, zstd", |crossing| {
         moved(crossing, &["--multifd-channels", "4", "--compression", "zstd"]);
     }),
-    way("image, --postcopy", |crossing| restored(crossing, &["--postcopy"])),
-    way("image, --postcopy-preempt", |crossing| restored(crossing, &["--postcopy", "--postcopy-preempt"])),
-    way("copy --postcopy", |crossing| followed(crossing, &[])),
-    way("copy --postcopy-preempt", |crossing| followed(crossing, &["--postcopy-preempt"])),
-    ConfiguredBy {
+    route("image, --postcopy", |crossing| restored(crossing, &["--postcopy"])),
+    route("image, --postcopy-preempt", |crossing| restored(crossing, &["--postcopy", "--postcopy-preempt"])),
+    route("copy --postcopy", |crossing| followed(crossing, &[])),
+    route("copy --postcopy-preempt", |crossing| followed(crossing, &["--postcopy-preempt"])),
+    Route {
         name: "copy --postcopy, 4 lanes",
         goes: |crossing| followed(crossing, &["--multifd-channels", "4"]),
         needs: |version| version == Newest,
     },
-    ConfiguredBy {
+    Route {
         name: "copy --postcopy-preempt, 4 lanes, zstd",
         goes: |crossing| {
             followed(crossing, &["--postcopy-preempt", "--multifd-channels", "4", "--compression", "zstd"]);
@@ -135,21 +135,21 @@ fn guests_cross_from_version_to_version() {
         return;
     }
     let all = std::env::var_os("TOWLINE_SOAK_VERSIONS").is_some();
-    let named = |name: &str| WAYS.iter().find(|way| way.name == name).unwrap();
-    let cells: Vec<(Crossing, &ConfiguredBy)> = match all {
-        true => CROSSINGS.iter().flat_map(|crossing| WAYS.iter().map(|way| (*crossing, way))).collect(),
+    let named = |name: &str| ROUTES.iter().find(|route| route.name == name).unwrap();
+    let cells: Vec<(Crossing, &Route)> = match all {
+        true => CROSSINGS.iter().flat_map(|crossing| ROUTES.iter().map(|route| (*crossing, route))).collect(),
         false => SHORT.into_iter().map(|(crossing, name)| (crossing, named(name))).collect(),
     };
     let only = std::env::var("TOWLINE_CROSSING").unwrap_or_default();
     let (mut held, mut failed) = (0, Vec::new());
-    for (crossing, way) in cells.into_iter().filter(|(crossing, way)| crossing.both(way.needs)) {
-        let name = format!("{:?} to {:?}: {}", crossing.from, crossing.to, way.name);
+    for (crossing, route) in cells.into_iter().filter(|(crossing, route)| crossing.both(route.needs)) {
+        let name = format!("{:?} to {:?}: {}", crossing.from, crossing.to, route.name);
         if !name.contains(&only) {
             continue;
         }
         let begun = Instant::now();
         // Only the name is used from here on.
-        match catch_unwind(AssertUnwindSafe(|| (way.goes)(crossing))) {
+        match catch_unwind(AssertUnwindSafe(|| (route.goes)(crossing))) {
             Ok(()) => held += 1,
             Err(_) => failed.push(name.clone()),
         }

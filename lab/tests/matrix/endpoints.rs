@@ -106,8 +106,8 @@ fn through_a_command_that_keeps_the_stream() {
         );
         let source = row.boot();
         // A running guest would be ended though its arrival is unconfirmed.
-        let said = refused(2, &["--return-path", "off", &qmp(&source), &write]);
-        assert!(said.starts_with("towline: --return-path off with a running guest:"), "{said}");
+        let output = refused(2, &["--return-path", "off", &qmp(&source), &write]);
+        assert!(output.starts_with("towline: --return-path off with a running guest:"), "{output}");
         assert_ne!(source.qmp().status().unwrap(), "postmigrate");
         copy(&[&qmp(&source), &image]);
         copy(&["--return-path", "off", &image, &write]);
@@ -140,9 +140,9 @@ fn from_the_file_of_a_stock_migration() {
 
 #[test]
 fn a_command_cannot_have_lanes() {
-    let said = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);
+    let output = refused(2, &["--multifd-channels", "4", "exec:cat", "null:"]);
     let wanted = "towline: --multifd-channels 4 with exec:cat: only tcp:, unix:, ws:// and wss:// have several connections; leave the option out\n";
-    assert_eq!(said, wanted);
+    assert_eq!(output, wanted);
 }
 
 #[test]

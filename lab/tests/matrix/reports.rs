@@ -179,8 +179,8 @@ fn a_stream_is_inspected_and_its_guest_stays() {
 }
 
 #[test]
-fn a_guest_copied_to_nowhere_stays() {
-    if !require_lab("a_guest_copied_to_nowhere_stays") {
+fn a_guest_copied_to_null_keeps_running() {
+    if !require_lab("a_guest_copied_to_null_keeps_running") {
         return;
     }
     let source = boot(Row::Qemu10_0.builder());

@@ -22,8 +22,8 @@ fn sent_to(source: &str, destination: &Qemu, asked: &str) -> (Value, Vec<Value>)
 }
 
 #[test]
-fn stock_qemus_take_what_is_sent_without_a_copy() {
-    if !require_lab("stock_qemus_take_what_is_sent_without_a_copy") {
+fn stock_qemus_receive_zero_copy_sends() {
+    if !require_lab("stock_qemus_receive_zero_copy_sends") {
         return;
     }
     let scratch = Scratch::new();
@@ -63,8 +63,8 @@ fn run_a_little(source: &Qemu) {
 }
 
 #[test]
-fn on_is_refused_where_there_is_no_zero_copy() {
-    if !require_lab("on_is_refused_where_there_is_no_zero_copy") {
+fn zero_copy_on_is_refused_where_it_is_unsupported() {
+    if !require_lab("zero_copy_on_is_refused_where_it_is_unsupported") {
         return;
     }
     let scratch = Scratch::new();

@@ -193,7 +193,9 @@ fn judge(pair: &Pair) -> (String, Option<String>) {
         }
     };
     if says != runs {
-        wrong.push(format!("said of QEMUs: {of_qemus}, of cards: {of_cards}; the guest talks on: {runs}"));
+        wrong.push(format!(
+            "verdict on QEMUs: {of_qemus}, of cards: {of_cards}; the guest has a network: {runs}"
+        ));
     }
     if runs != pair.runs {
         wrong.push(format!("it was to talk on: {}", pair.runs));

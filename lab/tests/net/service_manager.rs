@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use towline_lab::{Network, Towline, Version, require_lab, skip, towline_binary, wait_until};
 
 use crate::support::{
-    Conversation, GUEST, WITHIN, add_tap, builder, guest_address, host_echo, network, number, path, scratch,
+    EchoClient, GUEST, WITHIN, add_tap, builder, guest_address, host_echo, network, number, path, scratch,
     set_up,
 };
 
@@ -123,17 +123,17 @@ fn a_real_systemd_keeps_the_record() {
     let qemu = builder(Version::V10_0, &socket, 2).start().unwrap();
     let mut guest = qemu.linux(WITHIN).unwrap();
     set_up(&mut guest);
-    let conversations: Vec<_> = (0..3).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
-    conversations.iter().for_each(|conversation| conversation.goes_on(5));
+    let clients: Vec<_> = (0..3).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
+    clients.iter().for_each(|client| client.wait_blocks(5));
     for _ in 0..number("TOWLINE_SOAK_NET_RESTARTS", 2) {
         let pid = rustix::process::Pid::from_raw(card.cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         card = manager.card(&socket, Some(card));
         let given = fs::read_to_string(format!("/proc/{card}/environ")).unwrap();
         assert!(given.contains("LISTEN_FDS=1\0"), "systemd gives it back what it was given: {given}");
-        conversations.iter().for_each(|conversation| conversation.goes_on(5));
+        clients.iter().for_each(|client| client.wait_blocks(5));
     }
-    let longest = conversations.into_iter().map(Conversation::end).max().unwrap();
+    let longest = clients.into_iter().map(EchoClient::end).max().unwrap();
     // Through all buffers of the rings: a lost descriptor would be missing by now.
     guest.talk(host_echo(&network), 2 << 20, 1).unwrap();
     let errors = fs::read_to_string(path(&scratch, "errors")).unwrap();

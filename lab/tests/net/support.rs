@@ -219,7 +219,7 @@ pub(crate) fn host_echo(network: &Network) -> SocketAddr {
 }
 
 /// A connection to the guest's echo that is never idle: blocks of a sequence are sent, and their echo is compared.
-pub(crate) struct Conversation {
+pub(crate) struct EchoClient {
     blocks: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     longest: JoinHandle<Duration>,
@@ -228,7 +228,7 @@ pub(crate) struct Conversation {
 /// Bytes of each block.
 const BLOCK: usize = 16 << 10;
 
-impl Conversation {
+impl EchoClient {
     pub(crate) fn begin(network: &Network, to: SocketAddr) -> Self {
         let mut stream = network.enter(|| connect(to)).unwrap();
         let (blocks, stop) = (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default());
@@ -251,7 +251,7 @@ impl Conversation {
     }
 
     /// Waits until `more` further blocks have come back.
-    pub(crate) fn goes_on(&self, more: u64) {
+    pub(crate) fn wait_blocks(&self, more: u64) {
         let wanted = self.blocks.load(SeqCst) + more;
         wait_until("a connection that goes on", WITHIN, || {
             assert!(!self.longest.is_finished(), "the connection broke");
@@ -261,10 +261,10 @@ impl Conversation {
     }
 
     /// Waits for this time, in which all conversations must make progress.
-    pub(crate) fn goes_on_for(all: &[Self], time: Duration) {
+    pub(crate) fn run_for(all: &[Self], time: Duration) {
         let until = Instant::now() + time;
         while Instant::now() < until {
-            all.iter().for_each(|conversation| conversation.goes_on(1));
+            all.iter().for_each(|client| client.wait_blocks(1));
         }
     }
 

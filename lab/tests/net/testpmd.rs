@@ -79,9 +79,9 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     // when all three counters are equal, and are unchanged two tables later.
     let (mut sent, mut back, mut since) = (0, 0, usize::MAX);
     wait_until("the last frame", WITHIN, || {
-        let said = pmd.stdout();
-        let known = ["RX-packets:", "TX-packets:"].map(|key| number_behind(&said, key));
-        let tables = said.matches("NIC statistics").count();
+        let text = pmd.stdout();
+        let known = ["RX-packets:", "TX-packets:"].map(|key| number_behind(&text, key));
+        let tables = text.matches("NIC statistics").count();
         let now = counters(network);
         if known != [sent, back] || known != [now[0] - before[0], now[1] - before[1]] {
             (sent, back, since) = (now[0] - before[0], now[1] - before[1], tables);
@@ -91,13 +91,13 @@ fn swap(network: &Network, program: &Path, mode: &str, traffic: impl FnOnce() + 
     .unwrap_or_else(|error| panic!("{error:#}: {sent} sent, {back} came back; {}", pmd.stdout()));
     let pid = Pid::from_raw(pmd.pid().cast_signed()).unwrap();
     kill_process(pid, Signal::TERM).unwrap();
-    let said = pmd.wait(WITHIN).unwrap().stdout;
+    let text = pmd.wait(WITHIN).unwrap().stdout;
     let statistics = end(card);
     // Of forwarding, which drops frames that are queued when it begins.
     let [taken, given, dropped] =
-        ["RX-packets:", "TX-packets:", "TX-dropped:"].map(|key| number_behind(&said, key));
-    assert_eq!([given, taken], [back, back + dropped], "{said}");
-    assert!(taken <= sent && sent - taken <= EARLY_MAX, "{sent} sent, {taken} taken: {said}");
+        ["RX-packets:", "TX-packets:", "TX-dropped:"].map(|key| number_behind(&text, key));
+    assert_eq!([given, taken], [back, back + dropped], "{text}");
+    assert!(taken <= sent && sent - taken <= EARLY_MAX, "{sent} sent, {taken} taken: {text}");
     assert_eq!(
         [sum(&statistics, "rx", "packets"), sum(&statistics, "tx", "packets")],
         [sent, back],
@@ -120,8 +120,8 @@ fn counters(network: &Network) -> [u64; 2] {
 }
 
 /// Reads a number in the last table of testpmd.
-fn number_behind(said: &str, key: &str) -> u64 {
-    let (_, behind) = said.rsplit_once(key).unwrap_or_else(|| panic!("no {key} in {said}"));
+fn number_behind(text: &str, key: &str) -> u64 {
+    let (_, behind) = text.rsplit_once(key).unwrap_or_else(|| panic!("no {key} in {text}"));
     behind.split_whitespace().next().unwrap().parse().unwrap()
 }
 

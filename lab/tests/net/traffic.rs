@@ -6,7 +6,7 @@ use std::time::Duration;
 use towline_lab::{ProgramDisk, Version, require_lab, skip};
 
 use crate::support::{
-    Conversation, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
+    EchoClient, GUEST, GUEST_6, HOST, WITHIN, add_tap, builder, card, datagram, end, guest_address,
     host_echo, network, number, path, scratch, set_up, shell, sum, talk,
 };
 
@@ -116,16 +116,16 @@ fn a_guests_settings_change_while_it_sends() {
     let combined: Vec<&str> = channels.lines().filter(|line| line.starts_with("Combined:")).collect();
     assert!(combined.len() == 2 && combined.iter().all(|line| line.ends_with('4')), "{channels}");
 
-    let conversations: Vec<_> = (0..4).map(|_| Conversation::begin(&network, guest_address(GUEST))).collect();
+    let clients: Vec<_> = (0..4).map(|_| EchoClient::begin(&network, guest_address(GUEST))).collect();
     let seconds = |name| Duration::from_secs(number(name, 0));
-    Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SECONDS"));
+    EchoClient::run_for(&clients, seconds("TOWLINE_SOAK_NET_SECONDS"));
     for change in
         ["-L eth0 combined 1", "-L eth0 combined 3", "-L eth0 combined 4", "-K eth0 sg off", "-K eth0 sg on"]
             .into_iter()
             .chain(["-K eth0 tso off", "-K eth0 tx off", "-K eth0 tx on", "-K eth0 sg on", "-K eth0 tso on"])
     {
         shell(&mut guest, &format!("ethtool {change}"));
-        conversations.iter().for_each(|conversation| conversation.goes_on(3));
+        clients.iter().for_each(|client| client.wait_blocks(3));
     }
     // A monitor that does not read blocks nothing.
     let packets = std::process::Command::new("tcpdump").arg("--version").output();
@@ -140,13 +140,13 @@ fn a_guests_settings_change_while_it_sends() {
         .unwrap();
         let pid = rustix::process::Pid::from_raw(dump.pid().cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
-        conversations.iter().for_each(|conversation| conversation.goes_on(50));
-        Conversation::goes_on_for(&conversations, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
+        clients.iter().for_each(|client| client.wait_blocks(50));
+        EchoClient::run_for(&clients, seconds("TOWLINE_SOAK_NET_SUSPENDED_S"));
     } else {
         skip(name, "its part with tcpdump: not here; run `cargo xtask setup`");
     }
-    for conversation in conversations {
-        conversation.end();
+    for client in clients {
+        client.end();
     }
     let statistics = end(card);
     for pair in statistics["pairs"].as_array().unwrap() {

@@ -30,8 +30,8 @@ fn dump(machine: &str) -> String {
 }
 
 #[test]
-fn recorded_ends_and_images_are_checked_too() {
-    if !require_lab("recorded_ends_and_images_are_checked_too") {
+fn recorded_facts_and_images_are_checked() {
+    if !require_lab("recorded_facts_and_images_are_checked") {
         return;
     }
     let source = guest().start().unwrap();
@@ -67,7 +67,7 @@ fn recorded_ends_and_images_are_checked_too() {
 }
 
 #[test]
-fn ends_that_cannot_be_asked_say_what_to_do() {
+fn ends_that_cannot_be_queried_are_refused_with_a_remedy() {
     for (arguments, code, text) in [
         (["check", "facts:/nowhere/a", "facts:/nowhere/b"].as_slice(), 4, "/nowhere/a: No such file"),
         (&["check", "qmp:/nowhere/a", "qmp:/nowhere/b"], 4, "no QMP socket at /nowhere/a"),

@@ -18,8 +18,8 @@ fn move_it(source: &Qemu, destination: &Qemu) -> Finished {
 }
 
 #[test]
-fn what_a_driver_uses_must_be_offered_there() {
-    if !require_lab("what_a_driver_uses_must_be_offered_there") {
+fn a_negotiated_feature_must_be_offered_at_the_destination() {
+    if !require_lab("a_negotiated_feature_must_be_offered_at_the_destination") {
         return;
     }
     let source = guest("").start().unwrap();

@@ -13,10 +13,10 @@ use crate::table::Pair;
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 /// Time for events that need not happen. It passes only where the guest does not run on, and then QEMU mostly fails
 /// at once.
-const PATIENCE: Duration = Duration::from_secs(30);
+const OUTCOME_WITHIN: Duration = Duration::from_secs(30);
 /// Time limit of a QEMU's exit after it has closed the connection.
-const DYING: Duration = Duration::from_secs(5);
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const EXIT_WITHIN: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Verdicts on a pair, and its outcome.
 pub(crate) struct Row {
@@ -58,12 +58,12 @@ pub(crate) fn judge(pair: &Pair) -> Row {
     let mut wrong = Vec::new();
     let is_yes = |verdict: &str| verdict.starts_with("yes");
     let (by_hand, towline) = (verdict("by-hand"), verdict("verdict"));
-    let says = |verdict: &str| match verdict {
+    let verdict_of = |verdict: &str| match verdict {
         verdict if is_yes(verdict) => Some(true),
         "no" => Some(false),
         _ => None,
     };
-    if says(&by_hand) != Some(runs.is_ok()) {
+    if verdict_of(&by_hand) != Some(runs.is_ok()) {
         wrong.push(format!("by hand it says {by_hand:?}, stock QEMU: {runs:?}"));
     }
     if pair.runs != runs.is_ok() {
@@ -71,7 +71,7 @@ pub(crate) fn judge(pair: &Pair) -> Row {
     }
     let moved = match &finished {
         Ok(done) => {
-            if says(&towline) != Some(*done) {
+            if verdict_of(&towline) != Some(*done) {
                 wrong.push(format!("towline says {towline:?}, its move was done: {done}"));
             }
             if *done { "moved" } else { "refused, runs on" }
@@ -153,7 +153,7 @@ pub(crate) fn check(source: &Qemu, destination: &Qemu) -> Value {
 pub(crate) fn migrate(
     source: &Qemu,
     destination: &Qemu,
-    mut goes_on: impl FnMut(&Qemu) -> Result<bool, String>,
+    mut counts_on: impl FnMut(&Qemu) -> Result<bool, String>,
 ) -> Result<(), String> {
     let uri = format!("unix:{}", destination.directory().join("stream").display());
     let told = destination.qmp().execute("migrate-incoming", json!({ "uri": uri }));
@@ -168,8 +168,9 @@ pub(crate) fn migrate(
         }
         if info["status"] == "failed" {
             // The source sees the connection end before the destination's process has exited.
-            let dead =
-                destination.wait_exit(DYING).map(|status| format!("the destination is dead ({status}), "));
+            let dead = destination
+                .wait_exit(EXIT_WITHIN)
+                .map(|status| format!("the destination is dead ({status}), "));
             let there = destination.stderr();
             return Err(format!(
                 "{}the source failed: {info}; there: {}",
@@ -178,14 +179,14 @@ pub(crate) fn migrate(
             ));
         }
         // Fails if the destination exits meanwhile, which the next iteration finds.
-        if destination.qmp().status().is_ok_and(|status| status == "running") && goes_on(destination)? {
+        if destination.qmp().status().is_ok_and(|status| status == "running") && counts_on(destination)? {
             return Ok(());
         }
-        let patience = if info["status"] == "completed" { WITHIN } else { PATIENCE };
+        let patience = if info["status"] == "completed" { WITHIN } else { OUTCOME_WITHIN };
         if begun.elapsed() >= patience {
             return Err(format!("it does not run; the source says {}", info["status"]));
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -220,7 +220,7 @@ fn nics() -> Vec<Pair> {
         args("another MAC", &nic(",mac=52:54:00:00:00:01"), &nic(",mac=52:54:00:00:00:02"), true),
         args("another MTU", &nic(",host_mtu=1500"), &nic(",host_mtu=1400"), true),
         args("NIC's vectors 3 to 6", &nic(",vectors=3"), &nic(",vectors=6"), false),
-        args("a feature off that nobody uses", &nic(""), &nic(",gso=off"), true),
+        args("an unused feature off", &nic(""), &nic(",gso=off"), true),
         args("disable-legacy", &nic(""), &nic(",disable-legacy=on"), false),
         args("disable-modern", &nic(""), &nic(",disable-modern=on"), false),
         short(args("-netdev user to none", user, &nic(""), false)),

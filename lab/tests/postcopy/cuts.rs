@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, Version, require_lab, wait_until};
 
 use crate::support::{
-    Scratch, WITHIN, completed, number, prove_alive, qmp, run, set_postcopy, small, start, store, tells,
-    tells_running, waiting,
+    Scratch, WITHIN, completed, number, prove_alive, qmp, run, set_postcopy, small, start, store, wait_event,
+    wait_running, waiting,
 };
 
 /// Breaks the destination's connections as a network would (its own `migrate-pause`). False if it had everything
@@ -32,7 +32,7 @@ fn restore_with_cuts(image: &str, count: u64, options: &str, cuts: u64, random: 
     let destination = waiting(&small(Version::V10_0));
     let line = format!("copy --postcopy {options} --max-bandwidth 6M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     let mut made = 0;
     for _ in 0..cuts {
         std::thread::sleep(Duration::from_micros(random.u64(0..400_000)));
@@ -82,7 +82,7 @@ fn another_towline_goes_on_where_one_was_killed() {
     let destination = waiting(&builder);
     let mut towline =
         start(&format!("copy --postcopy --max-bandwidth 1M --json {image} {}", qmp(&destination)));
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     towline.kill().unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
     let finished = run(&format!("copy --postcopy --recover --json {image} {}", qmp(&destination)));
@@ -94,8 +94,8 @@ fn another_towline_goes_on_where_one_was_killed() {
 }
 
 #[test]
-fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
-    if !require_lab("a_destination_of_somebody_else_s_is_recovered_when_it_listens_again") {
+fn a_foreign_destination_is_recovered_when_it_listens_again() {
+    if !require_lab("a_foreign_destination_is_recovered_when_it_listens_again") {
         return;
     }
     let scratch = Scratch::new();
@@ -112,7 +112,7 @@ fn a_destination_of_somebody_else_s_is_recovered_when_it_listens_again() {
     std::fs::remove_file(scratch.path("destination.sock")).unwrap();
     destination.qmp().execute("migrate-pause", Value::Null).unwrap();
     destination.qmp().wait_migration("postcopy-paused", WITHIN).unwrap();
-    tells(&mut towline, "a word of what is to be done", |event| {
+    wait_event(&mut towline, "a word of what is to be done", |event| {
         event["text"].as_str().is_some_and(|text| text.contains("tell it `migrate-recover`"))
     });
     destination.qmp().execute("migrate-recover", json!({ "uri": address })).unwrap();

@@ -3,7 +3,7 @@
 use towline_lab::{Builder, Qemu, Version, require_lab};
 
 use crate::support::{
-    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, qmp, run, start, tells_running, waiting,
+    Scratch, WITHIN, assert_each_page_once, assert_ended, completed, qmp, run, start, wait_running, waiting,
 };
 
 const MIB: u64 = 1 << 20;
@@ -24,8 +24,8 @@ fn store(image: &str, bytes: u64) -> String {
 }
 
 #[test]
-fn linux_hashes_its_memory_while_it_comes() {
-    if !require_lab("linux_hashes_its_memory_while_it_comes") {
+fn linux_hashes_its_memory_while_it_arrives() {
+    if !require_lab("linux_hashes_its_memory_while_it_arrives") {
         return;
     }
     let scratch = Scratch::new();
@@ -38,7 +38,7 @@ fn linux_hashes_its_memory_while_it_comes() {
             qmp(&destination)
         );
         let mut towline = start(&line);
-        tells_running(&mut towline);
+        wait_running(&mut towline);
         let mut guest = destination.linux(WITHIN).unwrap();
         assert_eq!(guest.hash().unwrap(), hash);
         guest.wait_ticking(WITHIN).unwrap();
@@ -55,7 +55,7 @@ fn faults_of_a_restore(image: &str, hash: &str) -> u64 {
     let destination = waiting(&builder());
     let line = format!("copy --postcopy --max-bandwidth 6M --json {image} {}", qmp(&destination));
     let mut towline = start(&line);
-    tells_running(&mut towline);
+    wait_running(&mut towline);
     let mut guest = destination.linux(WITHIN).unwrap();
     assert_eq!(guest.hash().unwrap(), hash);
     drop(guest);
@@ -64,8 +64,8 @@ fn faults_of_a_restore(image: &str, hash: &str) -> u64 {
 }
 
 #[test]
-fn what_a_guest_needed_once_goes_first_the_next_time() {
-    if !require_lab("what_a_guest_needed_once_goes_first_the_next_time") {
+fn the_recorded_working_set_is_sent_first_the_next_time() {
+    if !require_lab("the_recorded_working_set_is_sent_first_the_next_time") {
         return;
     }
     let scratch = Scratch::new();

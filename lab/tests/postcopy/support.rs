@@ -21,13 +21,13 @@ pub(crate) fn run(arguments: &str) -> Finished {
 }
 
 /// Waits for an event of a towline with `--json`; towline must not exit before.
-pub(crate) fn tells(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-    expect::tells(towline, what, WITHIN, wanted)
+pub(crate) fn wait_event(towline: &mut Towline, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    expect::wait_event(towline, what, WITHIN, wanted)
 }
 
 /// Waits for the event that the guest is resumed.
-pub(crate) fn tells_running(towline: &mut Towline) {
-    tells(towline, "guest that runs", |event| event["phase"] == "running");
+pub(crate) fn wait_running(towline: &mut Towline) {
+    wait_event(towline, "guest that runs", |event| event["phase"] == "running");
 }
 
 /// The small guest: 16 MiB filled, one of them dirtied for ever.
@@ -41,6 +41,34 @@ pub(crate) fn store(builder: &Builder, image: &str) -> u64 {
     let count = source.wait_counting(WITHIN).unwrap();
     assert_ended(&run(&format!("copy {} {image}", qmp(&source))), 0, &[]);
     count
+}
+
+/// A small guest of QEMU 10.0 that is stored in an image.
+pub(crate) struct Stored {
+    /// Directory of the image.
+    pub(crate) scratch: Scratch,
+    pub(crate) builder: Builder,
+    pub(crate) image: String,
+    /// Its counter before it was stored.
+    pub(crate) count: u64,
+}
+
+impl Stored {
+    pub(crate) fn new() -> Self {
+        let scratch = Scratch::new();
+        let (builder, image) = (small(Version::V10_0), scratch.text("guest.img"));
+        let count = store(&builder, &image);
+        Self { scratch, builder, image, count }
+    }
+
+    /// Restores it by postcopy at this bandwidth, and waits until it runs.
+    pub(crate) fn restore_until_running(&self, bandwidth: &str) -> (Qemu, Towline) {
+        let destination = waiting(&self.builder);
+        let options = format!("--max-bandwidth {bandwidth} --json");
+        let mut towline = start(&format!("copy --postcopy {options} {} {}", self.image, qmp(&destination)));
+        wait_running(&mut towline);
+        (destination, towline)
+    }
 }
 
 pub(crate) fn waiting(builder: &Builder) -> Qemu {

@@ -13,9 +13,9 @@ use towline_lab::{Finished, Qemu, Towline, towline_binary, wait_until};
 pub(crate) const WITHIN: Duration = Duration::from_secs(60);
 
 /// A directory for images, and one for towline's temporary files.
-pub(crate) struct Place(TempDir);
+pub(crate) struct Fixture(TempDir);
 
-impl Place {
+impl Fixture {
     pub(crate) fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         for name in ["work", "tmp", "run"] {
@@ -80,8 +80,8 @@ impl Place {
 }
 
 /// Starts a copy and kills it (SIGKILL) under way; returns its process ID.
-pub(crate) fn killed_copy(place: &Place, source: &Qemu) -> u32 {
-    let mut towline = place.copy_slowly(source, &place.name("killed.img"));
+pub(crate) fn killed_copy(fixture: &Fixture, source: &Qemu) -> u32 {
+    let mut towline = fixture.copy_slowly(source, &fixture.name("killed.img"));
     let pid = towline.pid();
     towline.kill().unwrap();
     pid

@@ -18,13 +18,13 @@ pub(crate) const BUCKET: &str = "towline-lab";
 pub(crate) const SECRET: &str = "hunter2SECRETmarkedForTheTest";
 
 /// A directory that is removed with the test; stores in it are `store:DIRECTORY/PREFIX/NAME`.
-pub(crate) struct Place {
+pub(crate) struct Fixture {
     directory: TempDir,
     /// Environment of every towline.
     environment: Vec<(String, String)>,
 }
 
-impl Place {
+impl Fixture {
     pub(crate) fn new() -> Self {
         let directory = tempfile::Builder::new().prefix("towline-lab-").tempdir().unwrap();
         Self { directory, environment: Vec::new() }
@@ -132,13 +132,13 @@ impl S3 {
     }
 
     /// A directory whose towlines are configured for the server, by AWS's own variables.
-    pub(crate) fn place(&self) -> Place {
-        let mut place = Place::new();
-        place.set("AWS_ENDPOINT_URL", &format!("http://127.0.0.1:{}", self.port));
-        place.set("AWS_ALLOW_HTTP", "true");
-        place.set("AWS_ACCESS_KEY_ID", "AKIALAB");
-        place.set("AWS_SECRET_ACCESS_KEY", SECRET);
-        place
+    pub(crate) fn fixture(&self) -> Fixture {
+        let mut fixture = Fixture::new();
+        fixture.set("AWS_ENDPOINT_URL", &format!("http://127.0.0.1:{}", self.port));
+        fixture.set("AWS_ALLOW_HTTP", "true");
+        fixture.set("AWS_ACCESS_KEY_ID", "AKIALAB");
+        fixture.set("AWS_SECRET_ACCESS_KEY", SECRET);
+        fixture
     }
 
     /// Makes every `nth` request from now on fail with `status`, and delays each by `slow` milliseconds.

@@ -69,13 +69,13 @@ fn a_cancelled_restore_to_a_stock_destination_does_not_run() {
     let finished = cancel_while_it_loads(&proxy, &destination, || cancelled(towline));
     assert_ended(&finished, 1, &["cancelled", "the guest: in its image, which is as it was"]);
     wait_over(&destination);
-    assert!(!is_live(&destination), "it runs, and its image is said to hold it");
+    assert!(!is_live(&destination), "it runs, and its image is reported to hold it");
 }
 
 /// After the destination's confirmation the guest may run there: it is too late to cancel, and the copy continues.
 #[test]
-fn a_cancellation_behind_the_confirmation_comes_too_late() {
-    if !require_lab("a_cancellation_behind_the_confirmation_comes_too_late") {
+fn a_cancellation_after_the_confirmation_comes_too_late() {
+    if !require_lab("a_cancellation_after_the_confirmation_comes_too_late") {
         return;
     }
     let (source, (destination, address)) =
@@ -100,8 +100,8 @@ fn a_cancellation_behind_the_confirmation_comes_too_late() {
 
 /// The link is cut there: the arrival of the last bytes is unknown, so the source is stopped for good.
 #[test]
-fn a_link_cut_behind_the_confirmation_leaves_the_source_paused() {
-    if !require_lab("a_link_cut_behind_the_confirmation_leaves_the_source_paused") {
+fn a_link_cut_after_the_confirmation_leaves_the_source_paused() {
+    if !require_lab("a_link_cut_after_the_confirmation_leaves_the_source_paused") {
         return;
     }
     for version in VERSIONS {

@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Qmp, Version, require_lab, skip, wait_until};
 
 use crate::support::{
-    Scratch, Sent, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
-    qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+    Scratch, SentCopy, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    is_live, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
 };
 
 const SOCAT: &str = "/usr/bin/socat";
@@ -38,7 +38,7 @@ impl Drop for Socat {
 }
 
 /// Starts a copy with a proxy in front of its source's monitor, and waits until it has sent everything.
-fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (Sent, Socat) {
+fn sent_by_a_proxy(command: &str, scratch: &Scratch) -> (SentCopy, Socat) {
     let (proxy, socket) = (RefCell::new(None), scratch.text("a.qmp"));
     let sent = sent_to_a_suspended_destination(&|source, destination| {
         // The proxy and socket file of the previous attempt.
@@ -60,13 +60,13 @@ fn has_socat(name: &str) -> bool {
 
 /// The source completes by itself, and cannot be queried: the destination has the guest, and does not run it.
 #[test]
-fn a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end() {
-    let name = "a_proxy_that_ends_when_everything_is_sent_is_not_taken_for_qemus_end";
+fn a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit() {
+    let name = "a_proxy_that_exits_when_everything_is_sent_is_not_mistaken_for_qemus_exit";
     if !has_socat(name) {
         return;
     }
     let (sent, proxy) = sent_by_a_proxy("move", &Scratch::new());
-    let Sent { suspended, towline, source, destination } = sent;
+    let SentCopy { suspended, towline, source, destination } = sent;
     drop(proxy);
     drop(suspended);
     let finished = end(towline);
@@ -92,7 +92,7 @@ fn a_proxy_that_ends_and_is_started_again_costs_nothing() {
     }
     let scratch = Scratch::new();
     let (sent, proxy) = sent_by_a_proxy("copy", &scratch);
-    let Sent { suspended, towline, source, destination } = sent;
+    let SentCopy { suspended, towline, source, destination } = sent;
     let socket = scratch.text("a.qmp");
     drop(proxy);
     // The file of a listener that has exited is in the way of the next one.
@@ -114,7 +114,7 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
     let (source, destination) = (counting(&builder), waiting(&builder));
     let proxy = Socat::start(&scratch.text("a.qmp"), &source);
     let mut towline = start(&format!("move {SLOW} qmp:{} {}", scratch.text("a.qmp"), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     drop(proxy);
     let finished = end(towline);
@@ -127,8 +127,8 @@ fn a_proxy_that_ends_earlier_leaves_the_guest_at_its_source() {
 /// The destination's monitor is held by another client, so that the copy fails late; meanwhile an operator starts a
 /// migration.
 #[test]
-fn a_migration_of_somebody_else_is_not_cancelled() {
-    if !require_lab("a_migration_of_somebody_else_is_not_cancelled") {
+fn another_clients_migration_is_not_cancelled() {
+    if !require_lab("another_clients_migration_is_not_cancelled") {
         return;
     }
     let (builder, scratch) = (small(Version::V10_0), Scratch::new());
@@ -166,7 +166,7 @@ fn a_copy_that_fails_early_does_not_run_what_an_earlier_one_paused() {
     // Nor does a copy that is cancelled under way.
     let image = scratch.text("guest.img");
     let mut towline = start(&format!("copy --resume {SLOW} {} {image}", qmp(&source)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     signal(towline.pid(), Signal::INT);
     assert_ended(&end(towline), 1, &["cancelled"]);
     assert!(!is_live(&source), "{:?}", source.qmp().status());

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use towline_lab::{Qemu, Towline, Version, require_lab};
 
 use crate::support::{
-    WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, reaches, signal, small, start,
+    WITHIN, assert_ended, assert_runs_only_in, counting, end, is_live, qmp, signal, small, start, wait_phase,
     waiting,
 };
 
@@ -20,7 +20,7 @@ fn under_way(command: &str, arguments: &[&str], paused: bool) -> (Qemu, Qemu, To
         source.qmp().execute("stop", Value::Null).unwrap();
     }
     let mut towline = start(&format!("{command} {SLOW} {} {}", qmp(&source), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     (source, destination, towline)
 }
@@ -110,7 +110,7 @@ fn a_guest_that_sleeps_is_woken_at_its_destination() {
             fall_asleep();
         }
         let mut towline = start(&format!("move {SLOW} {} {}", qmp(&source), qmp(&destination)));
-        reaches(&mut towline, "transfer");
+        wait_phase(&mut towline, "transfer");
         source.qmp().wait_migration("active", WITHIN).unwrap();
         if !asleep_before {
             fall_asleep();

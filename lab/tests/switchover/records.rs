@@ -13,7 +13,7 @@ use towline_lab::{
 };
 
 use crate::support::{
-    OUTCOME, SETTLED, SHUT, Scratch, Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
+    OUTCOME, SETTLED, SHUT, Scratch, SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere,
     assert_runs_only_in, counting, end, is_live, listens_at, qmp, sent_to_a_suspended_destination, signal,
     small, wait_fired, waiting,
 };
@@ -83,32 +83,32 @@ struct Cut {
 
 /// Towline that is killed when the link is held; `None`: the link is cut.
 #[derive(Clone, Copy, PartialEq)]
-enum Dies {
+enum Killed {
     Nobody,
     Here,
     There,
 }
 
-fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Dies) -> Cut {
+fn cut(command: &str, flow: Flow, bytes: &[u8], forwards: bool, dies: Killed) -> Cut {
     let hosts = (Host::new(), Host::new());
     let builder = small(Version::V10_0);
     let (source, destination) = (counting(&builder), waiting(&builder));
     let options = "--json --multifd-channels 0";
     let mut there = hosts.1.start(&format!("copy {options} tcp:127.0.0.1:0 {}", qmp(&destination)));
     let proxy = Proxy::start(listens_at(&mut there)).unwrap();
-    let action = if dies == Dies::Nobody { Action::Cut } else { Action::Hold(flow) };
+    let action = if dies == Killed::Nobody { Action::Cut } else { Action::Hold(flow) };
     proxy.set_trigger(Trigger { flow, bytes: bytes.to_vec(), forwards, action });
     let mut here = hosts.0.start(&format!("{command} {options} {} tcp:{}", qmp(&source), proxy.address()));
     wait_fired(&proxy);
     match dies {
-        Dies::Nobody => {}
-        Dies::Here => here.kill().unwrap(),
-        Dies::There => there.kill().unwrap(),
+        Killed::Nobody => {}
+        Killed::Here => here.kill().unwrap(),
+        Killed::There => there.kill().unwrap(),
     }
-    if dies != Dies::Nobody {
+    if dies != Killed::Nobody {
         proxy.cut();
     }
-    for (towline, is_dead) in [(here, dies == Dies::Here), (there, dies == Dies::There)] {
+    for (towline, is_dead) in [(here, dies == Killed::Here), (there, dies == Killed::There)] {
         if !is_dead {
             let finished = end(towline);
             assert_ne!(finished.status.code(), Some(2), "{}", finished.stderr);
@@ -122,7 +122,7 @@ fn an_undecided_move_is_finished_at_its_destination() {
     if !has_hosts("an_undecided_move_is_finished_at_its_destination") {
         return;
     }
-    for dies in [Dies::Nobody, Dies::Here, Dies::There] {
+    for dies in [Killed::Nobody, Killed::Here, Killed::There] {
         let Cut { hosts: (here, there), source, destination } =
             cut("move", Flow::ToDestination, OUTCOME, false, dies);
         source.qmp().wait_status("postmigrate", WITHIN).unwrap();
@@ -151,12 +151,12 @@ fn an_undecided_move_is_finished_at_its_destination() {
 }
 
 #[test]
-fn an_undecided_move_is_taken_back() {
-    if !has_hosts("an_undecided_move_is_taken_back") {
+fn an_undecided_move_is_reverted_to_its_source() {
+    if !has_hosts("an_undecided_move_is_reverted_to_its_source") {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToSource, SHUT, true, Dies::Nobody);
+        cut("move", Flow::ToSource, SHUT, true, Killed::Nobody);
     let id = id(&here.only());
     assert_ended(&there.run(&format!("resume {id} --discard")), 0, &[]);
     assert!(destination.wait_exit(WITHIN).unwrap().success());
@@ -173,7 +173,7 @@ fn a_destination_whose_source_runs_on_is_discarded() {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToSource, SHUT, false, Dies::Nobody);
+        cut("move", Flow::ToSource, SHUT, false, Killed::Nobody);
     assert!(here.moves().is_empty(), "it ended with the guest safe at its source");
     let id = id(&there.only());
     assert_ended(&there.run(&format!("resume {id}")), 3, &["Look at its source"]);
@@ -192,7 +192,7 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("copy", Flow::ToSource, SETTLED, false, Dies::Nobody);
+        cut("copy", Flow::ToSource, SETTLED, false, Killed::Nobody);
     assert!(there.moves().is_empty(), "it ended well");
     let id = id(&here.only());
     let image = here.0.text("guest.img");
@@ -207,13 +207,13 @@ fn a_source_whose_destination_runs_is_discarded_and_kept_from_a_later_copy() {
 /// Both ends on one host, and towline killed when the destination has everything: the QEMUs' states suffice to
 /// decide.
 #[test]
-fn a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen() {
-    if !has_hosts("a_towline_killed_at_the_decision_on_one_host_is_finished_by_what_is_seen") {
+fn a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states() {
+    if !has_hosts("a_move_killed_at_the_decision_on_one_host_is_finished_from_the_run_states") {
         return;
     }
     let host = Host::new();
     let options = "--json --multifd-channels 0";
-    let Sent { suspended, mut towline, source, destination } =
+    let SentCopy { suspended, mut towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             host.start(&format!("move {options} {} {}", qmp(source), qmp(destination)))
         });
@@ -247,7 +247,7 @@ fn the_wrong_choice_is_refused() {
         return;
     }
     let host = Host::new();
-    let Sent { suspended, mut towline, source, destination } =
+    let SentCopy { suspended, mut towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             host.start(&format!("copy --json --multifd-channels 0 {} {}", qmp(source), qmp(destination)))
         });
@@ -268,7 +268,7 @@ fn the_wrong_choice_is_refused() {
     source.qmp().execute("stop", Value::Null).unwrap();
     assert!(!is_live(&destination));
     assert_ended(&host.run(&format!("resume {id}")), 0, &[]);
-    assert!(!is_live(&destination), "the source has it, paused by somebody");
+    assert!(!is_live(&destination), "the source has it, paused");
     assert!(host.moves().is_empty());
 }
 
@@ -279,7 +279,7 @@ fn a_record_of_a_qemu_that_exited_is_shown_and_removed() {
         return;
     }
     let Cut { hosts: (here, there), source, destination } =
-        cut("move", Flow::ToDestination, OUTCOME, false, Dies::Nobody);
+        cut("move", Flow::ToDestination, OUTCOME, false, Killed::Nobody);
     signal(destination.pid(), Signal::KILL);
     destination.wait_exit(WITHIN).unwrap();
     let recorded = there.only();

@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use towline_lab::{BootSector, Builder, Proxy, Qemu, Version, require_lab};
 
 use crate::support::{
-    Sent, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end, is_live,
-    listening, qmp, reaches, sent_to_a_suspended_destination, signal, small, start, waiting,
+    SentCopy, Suspended, WITHIN, assert_ended, assert_runs_nowhere, assert_runs_only_in, counting, end,
+    is_live, listening, qmp, sent_to_a_suspended_destination, signal, small, start, wait_phase, waiting,
 };
 
 /// Longer than the timeout of a reply.
@@ -22,8 +22,8 @@ fn large() -> Builder {
 
 /// QEMU sends its last pass with its main loop locked, and does not answer until that is done.
 #[test]
-fn a_last_pass_longer_than_an_answer_may_take_completes() {
-    if !require_lab("a_last_pass_longer_than_an_answer_may_take_completes") {
+fn a_last_pass_longer_than_the_reply_timeout_completes() {
+    if !require_lab("a_last_pass_longer_than_the_reply_timeout_completes") {
         return;
     }
     let (source, (destination, address)) = (counting(&large()), listening(&large()));
@@ -60,7 +60,7 @@ fn a_source_that_is_silent_in_mid_copy_goes_on() {
         qmp(&source),
         qmp(&destination)
     ));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().wait_migration("active", WITHIN).unwrap();
     silence(&source);
     assert_ended(&end(towline), 0, &[]);
@@ -70,11 +70,11 @@ fn a_source_that_is_silent_in_mid_copy_goes_on() {
 /// The destination has everything, and its source does not report its completion: the text names the QEMU that has
 /// the guest.
 #[test]
-fn of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest() {
-    if !require_lab("of_a_source_that_is_silent_at_the_end_it_is_said_that_the_destination_holds_the_guest") {
+fn a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination() {
+    if !require_lab("a_source_that_is_silent_at_the_end_leaves_the_guest_at_its_destination") {
         return;
     }
-    let Sent { suspended, towline, source, destination } =
+    let SentCopy { suspended, towline, source, destination } =
         sent_to_a_suspended_destination(&|source, destination| {
             start(&format!("copy {} {}", qmp(source), qmp(destination)))
         });
@@ -101,9 +101,9 @@ fn a_source_that_is_silent_while_memory_follows_goes_on() {
     let (source, destination) = (counting(&large()), waiting(&large()));
     let options = "--postcopy --max-bandwidth 24M --downtime-limit 1";
     let mut towline = start(&format!("move {options} {} {}", qmp(&source), qmp(&destination)));
-    reaches(&mut towline, "transfer");
+    wait_phase(&mut towline, "transfer");
     source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 1 << 20 })).unwrap();
-    reaches(&mut towline, "switchover");
+    wait_phase(&mut towline, "switchover");
     silence(&source);
     source.qmp().execute("migrate-set-parameters", json!({ "max-postcopy-bandwidth": 0 })).unwrap();
     assert_ended(&end(towline), 0, &[]);
@@ -122,7 +122,7 @@ fn a_postcopy_cancelled_at_any_moment_of_its_first_pass_leaves_one_guest() {
     for step in 0..8 {
         let (source, destination) = (counting(&builder), waiting(&builder));
         let mut towline = start(&format!("move --postcopy {} {}", qmp(&source), qmp(&destination)));
-        reaches(&mut towline, "transfer");
+        wait_phase(&mut towline, "transfer");
         std::thread::sleep(Duration::from_millis(8) * step);
         if towline.runs().unwrap() {
             signal(towline.pid(), Signal::INT);

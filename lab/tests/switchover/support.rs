@@ -44,8 +44,8 @@ pub(crate) fn end(towline: Towline) -> Finished {
 }
 
 /// Waits until it begins this phase; it must not exit before.
-pub(crate) fn reaches(towline: &mut Towline, phase: &str) {
-    expect::tells(towline, &format!("phase {phase}"), WITHIN, |event| event["phase"] == phase);
+pub(crate) fn wait_phase(towline: &mut Towline, phase: &str) {
+    expect::wait_event(towline, &format!("phase {phase}"), WITHIN, |event| event["phase"] == phase);
 }
 
 /// A guest that moves fast, and has some memory to send when it is stopped.
@@ -110,7 +110,7 @@ impl Drop for Suspended {
 }
 
 /// A copy that has sent everything to a suspended destination.
-pub(crate) struct Sent {
+pub(crate) struct SentCopy {
     // First, so that it is resumed before its QEMU is ended.
     pub(crate) suspended: Suspended,
     pub(crate) towline: Towline,
@@ -120,7 +120,7 @@ pub(crate) struct Sent {
 
 /// Starts a copy between two new QEMUs by `start`, and suspends the destination when the source has stopped its
 /// guest. If the switchover is faster than that, tries again.
-pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> Towline) -> Sent {
+pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> Towline) -> SentCopy {
     let boot_sector = BootSector { fill_mib: 1, sweep_pages: 8, ..BootSector::default() };
     let builder = Qemu::builder(Version::V10_0).memory_mib(32).boot_sector(boot_sector);
     for _ in 0..TRIES {
@@ -129,7 +129,7 @@ pub(crate) fn sent_to_a_suspended_destination(start: &dyn Fn(&Qemu, &Qemu) -> To
         source.qmp().wait_event("STOP", WITHIN).unwrap();
         let suspended = Suspended::new(&destination);
         if wait_sent(&source) {
-            return Sent { suspended, towline, source, destination };
+            return SentCopy { suspended, towline, source, destination };
         }
         drop(suspended);
         assert_ended(&end(towline), 0, &[]);

@@ -12,15 +12,15 @@ use towline_lab::{
 };
 
 use crate::support::{
-    WITHIN, connect, device_arguments, install_perl, linux, perl, shell, start_device, wait_said,
+    WITHIN, connect, device_arguments, install_perl, linux, perl, shell, start_device, wait_output,
 };
 
 fn echoes(uds: &Path) {
     let mut stream = connect(uds, 5001);
     stream.write_all(b"are you there").unwrap();
-    let mut heard = [0; 13];
-    stream.read_exact(&mut heard).unwrap();
-    assert_eq!(&heard, b"are you there");
+    let mut received = [0; 13];
+    stream.read_exact(&mut received).unwrap();
+    assert_eq!(&received, b"are you there");
 }
 
 #[test]
@@ -48,13 +48,13 @@ fn guests_of_one_process_reach_each_other_and_survive_each_other() {
         &mut guests[0],
         "CID=34 /usr/bin/perl /tmp/v.pl connect stream 5002 ask hello you > /tmp/ask 2>&1 & echo",
     );
-    wait_said(&mut guests[0], "ask", "answered heard 8");
+    wait_output(&mut guests[0], "ask", "answered received 8");
     // A CID without a common group, or of no guest at all.
     shell(
         &mut guests[0],
-        "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/nobody 2>&1 & echo",
+        "CID=35 /usr/bin/perl /tmp/v.pl connect stream 5002 ask x > /tmp/reset 2>&1 & echo",
     );
-    assert!(wait_said(&mut guests[0], "nobody", "refused").contains("reset"));
+    assert!(wait_output(&mut guests[0], "reset", "refused").contains("reset"));
     drop(guests.remove(0));
     let mut qemus = qemus.into_iter();
     drop(qemus.next());
@@ -102,8 +102,8 @@ fn cancelled(orders: &[String], control: &Path) -> Finished {
 /// Stock QEMU does not migrate the device: it is unplugged, and plugged at the destination, or at the source again if
 /// the move is cancelled. A listener in the guest keeps listening.
 #[test]
-fn a_guest_is_moved_without_its_device_and_finds_another() {
-    if !require_lab("a_guest_is_moved_without_its_device_and_finds_another") {
+fn a_guest_is_moved_with_its_device_unplugged_and_replaced() {
+    if !require_lab("a_guest_is_moved_with_its_device_unplugged_and_replaced") {
         return;
     }
     let scratch = TempDir::with_prefix("towline-lab-").unwrap();
@@ -132,9 +132,9 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     let finished = cancelled(&orders(&b), &scratch.path().join("control"));
     assert_ended(&finished, 1, &["safe at its source"]);
     // The connection ended with the device.
-    let mut heard = Vec::new();
-    let _ = before.read_to_end(&mut heard);
-    assert!(heard.is_empty());
+    let mut received = Vec::new();
+    let _ = before.read_to_end(&mut received);
+    assert!(received.is_empty());
     echoes(&uds_a);
 
     // A move whose towline is killed then: `repair` plugs it again.
@@ -152,5 +152,5 @@ fn a_guest_is_moved_without_its_device_and_finds_another() {
     towline(orders(&c)).unwrap().wait_done(WITHIN).unwrap();
     echoes(&uds_c);
     let mut guest = c.linux(WITHIN).unwrap();
-    wait_said(&mut guest, "echo", "listening");
+    wait_output(&mut guest, "echo", "listening");
 }

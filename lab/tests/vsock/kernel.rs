@@ -12,7 +12,7 @@ use std::process::Command;
 use tempfile::TempDir;
 use towline_lab::{LinuxGuest, Qemu, Towline, Version, paths, require_lab, skip};
 
-use crate::support::{WITHIN, device_arguments, linux_with, shell, start_device, wait_said};
+use crate::support::{WITHIN, device_arguments, linux_with, shell, start_device, wait_output};
 
 const NAME: &str = "the_kernels_own_tests_pass_between_two_guests";
 /// First port of the TCP control connection; each case has its own.
@@ -79,21 +79,21 @@ fn begin(guest: &mut LinuxGuest, name: &str, line: &str) {
 
 /// True if both ends exited with success, and their output.
 fn outcome(pair: &mut Pair, name: &str) -> (bool, String) {
-    let client = wait_said(&mut pair.client, name, "exit ");
+    let client = wait_output(&mut pair.client, name, "exit ");
     if !client.contains("exit 0") {
         // It would wait for the other end for ever.
         let _ = pair.server.shell("busybox killall vsock_test vsock_perf; true", WITHIN);
     }
-    let server = wait_said(&mut pair.server, name, "exit ");
-    let well = [&client, &server].iter().all(|said| said.contains("exit 0"));
+    let server = wait_output(&mut pair.server, name, "exit ");
+    let well = [&client, &server].iter().all(|report| report.contains("exit 0"));
     (well, format!("the client says:\n{client}the server says:\n{server}"))
 }
 
 /// Names of the cases, in their order.
 fn cases(directory: &str) -> Vec<String> {
-    let said = Command::new(format!("{directory}/vsock_test")).arg("--list").output().unwrap();
-    let said = String::from_utf8(said.stdout).unwrap();
-    let names = said.lines().filter_map(|line| line.split_once('\t')).filter(|(id, _)| *id != "ID");
+    let report = Command::new(format!("{directory}/vsock_test")).arg("--list").output().unwrap();
+    let report = String::from_utf8(report.stdout).unwrap();
+    let names = report.lines().filter_map(|line| line.split_once('\t')).filter(|(id, _)| *id != "ID");
     names.map(|(_, name)| name.to_owned()).collect()
 }
 
@@ -118,14 +118,14 @@ fn the_kernels_own_tests_pass_between_two_guests() {
     assert!(cases.len() > 20, "{cases:?}");
     let mut failed = Vec::new();
     for (index, name) in cases.iter().enumerate() {
-        if let Some(reason) = cannot_be(name, kernel) {
+        if let Some(reason) = skip_reason(name, kernel) {
             skip(&format!("{NAME}, {name}"), &reason);
             continue;
         }
-        let (well, said) = case(&mut pair, index, cases.len());
+        let (well, report) = case(&mut pair, index, cases.len());
         println!("{index:2} {name}: {}", if well { "ok" } else { "FAILED" });
         if !well {
-            failed.push(format!("{name}: {said}"));
+            failed.push(format!("{name}: {report}"));
         }
     }
     assert!(pair.device.runs().unwrap());
@@ -134,7 +134,7 @@ fn the_kernels_own_tests_pass_between_two_guests() {
 }
 
 /// Returns the reason if a case cannot pass.
-fn cannot_be(name: &str, kernel: (u32, u32)) -> Option<String> {
+fn skip_reason(name: &str, kernel: (u32, u32)) -> Option<String> {
     let late = SINCE.iter().find(|(part, since, _)| name.contains(part) && kernel < *since);
     if let Some((_, (major, minor), what)) = late {
         return Some(format!("the guest's kernel is {}.{}; {what}: {major}.{minor}", kernel.0, kernel.1));
@@ -154,7 +154,7 @@ fn case(pair: &mut Pair, index: usize, count: usize) -> (bool, String) {
     let (server, client) = (line("server", 33), line("client", 34));
     let name = format!("case{index}");
     begin(&mut pair.server, &name, &server);
-    wait_said(&mut pair.server, &name, "listening on");
+    wait_output(&mut pair.server, &name, "listening on");
     begin(&mut pair.client, &name, &client);
     outcome(pair, &name)
 }
@@ -169,17 +169,17 @@ fn bytes(pair: &mut Pair, count: u64) {
         let send = format!("{perf} --bytes {count} --sender 34");
         let client = format!("n=0; until {send}; do n=$((n+1)); [ $n -lt 100 ] || exit 1; sleep 0.1; done");
         begin(&mut pair.client, &name, &client);
-        let (well, said) = outcome(pair, &name);
-        assert!(well, "{said}");
+        let (well, report) = outcome(pair, &name);
+        assert!(well, "{report}");
         let number = |what: &str| -> u64 {
-            let line = said.lines().find_map(|line| line.strip_prefix(what));
-            line.unwrap_or_else(|| panic!("`{what}` is not said: {said}")).parse().unwrap()
+            let line = report.lines().find_map(|line| line.strip_prefix(what));
+            line.unwrap_or_else(|| panic!("no `{what}`: {report}")).parse().unwrap()
         };
         assert_eq!(number("total bytes sent: "), count);
         // The receiver exits when the sender has ended, and leaves bytes in its socket unread.
         let received = number("total bytes received: ");
-        assert!((count - SOCKET_BYTES..=count).contains(&received), "{said}");
-        let figures = said.lines().filter(|line| line.contains("performance"));
+        assert!((count - SOCKET_BYTES..=count).contains(&received), "{report}");
+        let figures = report.lines().filter(|line| line.contains("performance"));
         println!("writes of {buffer}: {}", figures.collect::<Vec<_>>().join(", "));
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
 
-use crate::support::{Scene, WITHIN, connect};
+use crate::support::{Fixture, WITHIN, connect};
 
 /// Parallel connections.
 const WORKERS: u64 = 6;
@@ -40,9 +40,9 @@ struct Tally {
 }
 
 /// Needs an echo on port 5001, also behind this TCP port.
-pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
+pub(crate) fn stalls_lose_no_bytes(fixture: &mut Fixture, tcp_port: u16) {
     let time = Duration::from_secs(seconds());
-    let (until, tally, uds) = (Instant::now() + time, Arc::new(Tally::default()), scene.uds());
+    let (until, tally, uds) = (Instant::now() + time, Arc::new(Tally::default()), fixture.uds());
     let mut rng = fastrand::Rng::with_seed(7);
     let content: Arc<Vec<u8>> = Arc::new((0..2 * LONGEST).map(|_| rng.u8(..)).collect());
     let (mut first, mut last) = (None, 0);
@@ -60,7 +60,7 @@ pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
             while Instant::now() + time * (10 - step) / 10 < until {
                 std::thread::sleep(time / 100);
             }
-            last = own_kib(scene.device.pid());
+            last = own_kib(fixture.device.pid());
             println!(
                 "{:>5} s: {} connections, {} of them abandoned, {} MiB came back, {last} KiB its own",
                 (time * step / 10).as_secs(),
@@ -72,7 +72,7 @@ pub(crate) fn lose_nothing(scene: &mut Scene, tcp_port: u16) {
         }
     });
     assert!(tally.connections.load(Ordering::Relaxed) >= WORKERS);
-    assert!(scene.device.runs().unwrap());
+    assert!(fixture.device.runs().unwrap());
     let first = first.unwrap();
     assert!(last <= first + GROWTH_KIB, "{first} KiB its own after a tenth of the time, {last} in the end");
 }

@@ -32,7 +32,7 @@ sub serve {
     if ($mode eq 'echo') { say_all($s, $b) or do { print "failed $!\n"; return } }
     if ($mode eq 'messages') { my $m = "$n"; syswrite($s, $m) }
   }
-  say_all($s, "heard $total") if $mode eq 'answer';
+  say_all($s, "received $total") if $mode eq 'answer';
   print "ended $total\n";
 }
 socket(my $s, 40, $type, 0) or die "socket $!";
@@ -53,7 +53,7 @@ if ($mode eq 'ask') {
 "#;
 
 /// A guest, its device, and a directory for their sockets.
-pub(crate) struct Scene {
+pub(crate) struct Fixture {
     pub(crate) guest: LinuxGuest,
     _qemu: Qemu,
     pub(crate) version: Version,
@@ -88,7 +88,7 @@ pub(crate) fn start_device(arguments: &[&str], socket: &Path) -> Towline {
     device
 }
 
-impl Scene {
+impl Fixture {
     pub(crate) fn new(version: Version, more: &[&str]) -> Self {
         Self::with_kernel(version, Kernel::Debian12, more)
     }
@@ -121,8 +121,8 @@ impl Scene {
     }
 
     /// Waits until the output of a program in the guest contains `what`.
-    pub(crate) fn wait_said(&mut self, name: &str, what: &str) -> String {
-        wait_said(&mut self.guest, name, what)
+    pub(crate) fn wait_output(&mut self, name: &str, what: &str) -> String {
+        wait_output(&mut self.guest, name, what)
     }
 
     /// Listens for the guest's connections to `port`.
@@ -148,20 +148,20 @@ pub(crate) fn install_perl(guest: &mut LinuxGuest) {
 pub(crate) fn perl(guest: &mut LinuxGuest, name: &str, arguments: &str) {
     shell(guest, &format!("/usr/bin/perl /tmp/v.pl {arguments} > /tmp/{name} 2>&1 & echo"));
     if arguments.starts_with("listen") {
-        wait_said(guest, name, "listening");
+        wait_output(guest, name, "listening");
     }
 }
 
-pub(crate) fn wait_said(guest: &mut LinuxGuest, name: &str, what: &str) -> String {
-    let said = wait_until(&format!("`{what}` of {name}"), WITHIN, || {
-        let said = guest.shell(&format!("touch /tmp/{name}; cat /tmp/{name}"), WITHIN)?;
-        Ok(said.contains(what).then_some(said))
+pub(crate) fn wait_output(guest: &mut LinuxGuest, name: &str, what: &str) -> String {
+    let text = wait_until(&format!("`{what}` of {name}"), WITHIN, || {
+        let text = guest.shell(&format!("touch /tmp/{name}; cat /tmp/{name}"), WITHIN)?;
+        Ok(text.contains(what).then_some(text))
     });
-    match said {
-        Ok(said) => said,
+    match text {
+        Ok(text) => text,
         Err(error) => {
-            let said = shell(guest, &format!("cat /tmp/{name}; dmesg | tail -5"));
-            panic!("{error:#}: it said {said}");
+            let text = shell(guest, &format!("cat /tmp/{name}; dmesg | tail -5"));
+            panic!("{error:#}: output: {text}");
         }
     }
 }
@@ -178,28 +178,28 @@ pub(crate) fn connect(uds: &Path, port: u32) -> UnixStream {
     let connected = wait_until("a listener in the guest that accepts", WITHIN, || {
         let mut stream = patient(UnixStream::connect(uds)?);
         stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
-        Ok(heard_ok(&mut stream).then_some(stream))
+        Ok(read_ok(&mut stream).then_some(stream))
     });
     connected.unwrap()
 }
 
 /// Reads the OK line, and not one byte more.
-pub(crate) fn hear_ok(stream: &mut UnixStream) {
-    assert!(heard_ok(stream), "closed without an answer");
+pub(crate) fn expect_ok(stream: &mut UnixStream) {
+    assert!(read_ok(stream), "closed without an answer");
 }
 
 /// Returns false if the connection was closed instead. Any other reply is a failure.
-fn heard_ok(stream: &mut UnixStream) -> bool {
+fn read_ok(stream: &mut UnixStream) -> bool {
     let mut line = Vec::new();
     BufReader::with_capacity(1, stream).read_until(b'\n', &mut line).unwrap();
     let line = String::from_utf8(line).unwrap();
     let port = line.strip_prefix("OK ").and_then(|rest| rest.strip_suffix('\n'));
-    assert!(line.is_empty() || port.is_some_and(|port| port.parse::<u32>().is_ok()), "heard {line:?}");
+    assert!(line.is_empty() || port.is_some_and(|port| port.parse::<u32>().is_ok()), "received {line:?}");
     !line.is_empty()
 }
 
 /// Reads until the end of the stream.
-pub(crate) fn hear_all(stream: &mut UnixStream) -> Vec<u8> {
+pub(crate) fn read_all(stream: &mut UnixStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).unwrap();
     bytes

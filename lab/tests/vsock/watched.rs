@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use serde_json::json;
 use towline_lab::{Qmp, Version, require_lab, scrape, wait_until};
 
-use crate::support::{CID, Scene, WITHIN};
+use crate::support::{CID, Fixture, WITHIN};
 
 #[test]
 fn each_connection_is_counted() {
@@ -17,9 +17,9 @@ fn each_connection_is_counted() {
     let control = scratch.path().join("control");
     let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let more = ["--qmp", control.to_str().unwrap(), "--metrics", &metrics.to_string()];
-    let mut scene = Scene::new(Version::V10_0, &more);
-    scene.perl("echo", "listen stream 5001 echo");
-    let mut stream = scene.connect(5001);
+    let mut fixture = Fixture::new(Version::V10_0, &more);
+    fixture.perl("echo", "listen stream 5001 echo");
+    let mut stream = fixture.connect(5001);
     stream.write_all(&[7; 5000]).unwrap();
     stream.read_exact(&mut [0; 5000]).unwrap();
 

@@ -58,9 +58,9 @@ fn guest(network: &Network, programs: &[&Path]) -> (Qemu, LinuxGuest) {
 /// Runs a towline in the guest; returns its final report.
 fn report(guest: &mut LinuxGuest, arguments: &str) -> Value {
     let line = format!("towline copy --json --multifd-channels {LANES} {arguments}");
-    let said = guest.shell(&line, WITHIN).unwrap();
-    let last: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
-    assert_eq!(last["event"], "completed", "{said}");
+    let output = guest.shell(&line, WITHIN).unwrap();
+    let last: Value = serde_json::from_str(output.lines().last().unwrap()).unwrap();
+    assert_eq!(last["event"], "completed", "{output}");
     last
 }
 
@@ -104,8 +104,8 @@ fn row(label: &str, lane: &Value, way: &str) {
 }
 
 #[test]
-fn over_a_virtio_card_nothing_is_copied_and_on_loopback_all() {
-    let name = "over_a_virtio_card_nothing_is_copied_and_on_loopback_all";
+fn zero_copy_happens_on_a_virtio_card_and_not_on_loopback() {
+    let name = "zero_copy_happens_on_a_virtio_card_and_not_on_loopback";
     if !require_lab(name) {
         return;
     }

@@ -94,19 +94,19 @@ fn run(network: &Network, guest: &mut LinuxGuest, asked: &str) -> (u64, u64) {
     let driver = driver.file_name().unwrap().to_str().unwrap();
     let line = format!(
         "rm -f {SOCKET}; towline vsock --socket {SOCKET} --cid 33 --forward guest:80=tcp:10.0.2.2:{port} \
-         --zero-copy-send {asked} > /tmp/said 2>&1 & device=$!; \
-         while [ ! -S {SOCKET} ]; do kill -0 $device || exec cat /tmp/said; busybox usleep 10000; done; \
+         --zero-copy-send {asked} > /tmp/device.log 2>&1 & device=$!; \
+         while [ ! -S {SOCKET} ]; do kill -0 $device || exec cat /tmp/device.log; busybox usleep 10000; done; \
          {ASKED}=1 {driver} --exact vsock::drives_a_vsock_in_the_guest --nocapture > /tmp/driver 2>&1 || cat /tmp/driver; \
-         echo cpu $(busybox awk '{{print $14 + $15}}' /proc/$device/stat); kill $device; wait $device; cat /tmp/said"
+         echo cpu $(busybox awk '{{print $14 + $15}}' /proc/$device/stat); kill $device; wait $device; cat /tmp/device.log"
     );
-    let said = guest.shell(&line, WITHIN).unwrap();
+    let output = guest.shell(&line, WITHIN).unwrap();
     let (total, right) = reader.join().unwrap();
-    assert_eq!((total, right), (BYTES / PACKET * PACKET, true), "{said}");
+    assert_eq!((total, right), (BYTES / PACKET * PACKET, true), "{output}");
     let number = |key: &str| -> u64 {
-        let (_, rest) = said.split_once(key).unwrap_or_else(|| panic!("{key}: {said}"));
+        let (_, rest) = output.split_once(key).unwrap_or_else(|| panic!("{key}: {output}"));
         rest.split_whitespace().next().unwrap().parse().unwrap()
     };
-    assert_eq!((number(" lent="), number(" taken_back=")), (0, 0), "{said}");
+    assert_eq!((number(" lent="), number(" taken_back=")), (0, 0), "{output}");
     (number(" bytes_lent="), number("cpu "))
 }
 

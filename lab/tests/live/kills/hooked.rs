@@ -47,7 +47,7 @@ impl Orders {
             format!("{ORDERS}={orders}"),
             binary.display().to_string(),
             "--exact".into(),
-            "kills::hooked::towline_under_orders".into(),
+            "kills::hooked::hooked_towline".into(),
             "--nocapture".into(),
         ];
         Towline::start(Path::new("/usr/bin/env"), arguments).unwrap()
@@ -56,7 +56,7 @@ impl Orders {
 
 /// Not a test by itself: the process that [`Orders::start`] starts.
 #[test]
-fn towline_under_orders() {
+fn hooked_towline() {
     let Ok(orders) = std::env::var(ORDERS) else { return };
     let orders: Value = serde_json::from_str(&orders).unwrap();
     let path = |name: &str| PathBuf::from(orders[name].as_str().unwrap());
@@ -100,7 +100,7 @@ impl Observer for Hook {
         println!("phase {name}.");
         let begun = Instant::now();
         while self.hold.as_deref() == Some(&name) && !self.go.exists() {
-            assert!(begun.elapsed() < HOLD_WITHIN, "nobody says go");
+            assert!(begun.elapsed() < HOLD_WITHIN, "the file `go` is missing");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

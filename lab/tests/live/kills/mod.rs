@@ -2,7 +2,7 @@
 //! of both QEMUs is compared with the guarantees (docs/move.md) and with towline's report.
 //!
 //! ```text
-//!   seed ─► Case ─► Scene: source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
+//!   seed ─► Case ─► source, destination, towline that waits at a phase ─► kill ─► go ─► Verdict
 //! ```
 //! Half of the cases are aimed: towline is held at a phase between the guest's stop and `cont`, or the kill follows a
 //! phase or the source's stop by a moment. The others come at any time. `TOWLINE_SOAK_KILLS` is the number of runs,
@@ -22,7 +22,7 @@ use towline_lab::{BootSector, Builder, Qemu, Towline, Version, require_lab};
 
 use crate::support::{Scratch, WITHIN, number, waiting};
 use hooked::Orders;
-use judge::{Seen, Watch};
+use judge::{Outcome, Watch};
 
 const RUNS: u64 = 12;
 /// Approximate duration of an undisturbed run from its process's start, in milliseconds.
@@ -35,7 +35,7 @@ const STOPPED_US: u64 = 25_000;
 const FILL_MIB: u64 = 16;
 const SWEEPS: [u32; 2] = [64, 2048];
 /// Interval at which conditions are checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Time after which all buffers on the way are full.
 const STUCK: Duration = Duration::from_millis(100);
 /// Phases from the guest's stop until it runs at its destination.
@@ -142,7 +142,7 @@ fn run(case: &Case) -> Result<String, String> {
     let orders = Orders { lanes: case.lanes, end_source: case.end_source, hold: case.hold(), go: go.clone() };
     let mut towline = orders.start(&source, &destination);
     let watch = Watch::new(&source, &destination);
-    await_moment(case, &source, &destination, &mut towline)?;
+    wait_moment(case, &source, &destination, &mut towline)?;
     match case.victim {
         Victim::Source => source.kill().unwrap(),
         Victim::Destination => destination.kill().unwrap(),
@@ -158,29 +158,29 @@ fn run(case: &Case) -> Result<String, String> {
     signal(&destination, Signal::CONT);
     // Its end is not awaited first: the events while it exits are the point of this test.
     while case.victim != Victim::Towline && towline.runs().unwrap() {
-        watch.look()?;
+        watch.check()?;
     }
     let phases = phases(&towline.stdout());
-    let said = match case.victim {
+    let finished = match case.victim {
         Victim::Towline => None,
         _ => Some(towline.wait(WITHIN).map_err(|error| format!("{error:#}"))?),
     };
-    let seen = Seen { victim: case.victim, held: case.hold().is_some(), phases, said };
-    judge::judge(&watch, &seen)
+    let outcome = Outcome { victim: case.victim, held: case.hold().is_some(), phases, finished };
+    judge::judge(&watch, &outcome)
 }
 
 /// Waits until it is time to kill.
-fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut Towline) -> Result<(), String> {
+fn wait_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut Towline) -> Result<(), String> {
     match case.moment {
         Moment::After(time) => std::thread::sleep(time),
         Moment::Stopped(time) => {
-            await_stop(source, towline)?;
+            wait_stop(source, towline)?;
             std::thread::sleep(time);
         }
         Moment::Stuck(since) => {
             match since {
                 Some(time) => std::thread::sleep(time),
-                None => await_stop(source, towline)?,
+                None => wait_stop(source, towline)?,
             }
             signal(destination, Signal::STOP);
             std::thread::sleep(STUCK);
@@ -188,8 +188,8 @@ fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut To
         Moment::At(phase) | Moment::Behind(phase, _) => {
             let line = format!("phase {phase:?}.\n");
             while !towline.stdout().contains(&line) {
-                must_run(towline)?;
-                std::thread::sleep(LOOK_INTERVAL);
+                assert_running(towline)?;
+                std::thread::sleep(POLL_INTERVAL);
             }
             if let Moment::Behind(_, time) = case.moment {
                 std::thread::sleep(time);
@@ -200,14 +200,14 @@ fn await_moment(case: &Case, source: &Qemu, destination: &Qemu, towline: &mut To
 }
 
 /// Waits until the source reports that its guest is stopped.
-fn await_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
-    while source.qmp().wait_event("STOP", LOOK_INTERVAL).is_err() {
-        must_run(towline)?;
+fn wait_stop(source: &Qemu, towline: &mut Towline) -> Result<(), String> {
+    while source.qmp().wait_event("STOP", POLL_INTERVAL).is_err() {
+        assert_running(towline)?;
     }
     Ok(())
 }
 
-fn must_run(towline: &mut Towline) -> Result<(), String> {
+fn assert_running(towline: &mut Towline) -> Result<(), String> {
     match towline.runs().unwrap() {
         true => Ok(()),
         false => Err(format!("towline ended by itself: {}{}", towline.stdout(), towline.stderr())),
